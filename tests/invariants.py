@@ -53,7 +53,7 @@ def check_sessions(sessions: Sessions) -> tuple[Counter[Slot], set[Slot]]:
     pins: Counter[Slot] = Counter()
     writing: list[Slot] = []
     for session in sessions.all:
-        pins.update(chain.from_iterable(session.leases.values()))
+        pins.update(slot for lease in session.leases.values() for slot in lease.slots)
         own = session.writing.values()
         assert session.writing_bytes == sum(slot.size_bytes for slot in own)
         writing += own

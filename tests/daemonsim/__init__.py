@@ -1,1 +1,1 @@
-"""The daemon, its clients, their machine and its faults in one process; a seed repeats exactly."""
+"""The daemon, its clients, their machine and its faults in one process. A seed repeats exactly."""

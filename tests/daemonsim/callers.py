@@ -1,15 +1,16 @@
-"""What every client of a seed has: its habits, its scene, and a connection for requests."""
+"""The parts of every client of a seed: its habits, its scene, and a connection for requests."""
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridkv.client.link import Link
 from hybridkv.core.coverage import needed_chunks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import pack_u64
 from hybridkv.wire.messages import (
     Commit,
     Error,
@@ -23,40 +24,62 @@ from hybridkv.wire.messages import (
 )
 from tests.daemonsim.oracle import Books, chunk_before
 from tests.daemonsim.sockets import SimProcess
-from tests.daemonsim.system import SECOND, SOCKET_PATH, System
+from tests.daemonsim.system import SECOND, SOCKET_PATH, Delays, System
+from tests.unit.daemon.harness import Ref, pack_refs, unpack_refs
 
-Ref = tuple[int, int]
-"""(offset, generation) of a slot."""
+
+class AwaitedReply(NamedTuple):
+    """The reply to a request that was sent."""
+
+    number: int  # The request's id.
+    kind: type[Reply]
+    sent_at: int
+
+
+class NeededSlot(NamedTuple):
+    """A slot that a hit needs."""
+
+    ref: Ref
+    group_index: int
+    chunk: int
+
+
+class WrittenSlot(NamedTuple):
+    """A slot that is to be committed."""
+
+    ref: Ref
+    group_index: int
+    chunk_hash: bytes
 
 
 @dataclass
 class Habits:
-    """How the clients of a seed behave; times in microseconds."""
+    """The behaviour of the clients of a seed. Times are in microseconds."""
 
-    steps: tuple[int, int] = (3_000, 30_000)
+    steps: Delays = Delays(3_000, 30_000)
     checksum: bool = True
     pieces: int = 3
-    """Pieces that a worker copies in a step, at most."""
+    """The most pieces that a worker copies in a step."""
     loads: int = 4
-    """Loads that an engine has at once, at most."""
+    """The most loads that an engine has at once."""
     partial: float = 0.2
-    """How often a load needs the end of a part only."""
+    """The share of loads that need the end of a part only."""
     waits_ms: tuple[int, ...] = (0,)
-    """How long lookups may take for what is below RAM, each as likely."""
+    """The times that lookups may wait for tiers, each as likely."""
     misbehave: frozenset[str] = frozenset()
     """Of "late" and "twice" (commits), "fail" (stores that a rank does not do)."""
 
 
 @dataclass
 class Scene:
-    """What all clients of a seed share."""
+    """The state that all clients of a seed share."""
 
     system: System
     books: Books
     habits: Habits
     counts: Counter[str]
     calm: bool = False
-    """No new work is begun: the end is near."""
+    """True once no new work is begun, because the end is near."""
 
     @property
     def rng(self) -> random.Random:
@@ -64,7 +87,7 @@ class Scene:
 
 
 class Client:
-    """Something that steps while its process lives."""
+    """A client, which steps while its process lives."""
 
     def __init__(self, scene: Scene, process: SimProcess) -> None:
         self.scene = scene
@@ -78,11 +101,11 @@ class Client:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it will step again."""
+        """True where it will step again."""
         return self.process.alive and not self.has_left
 
     def step(self) -> None:
-        """What it does each time."""
+        """Do the work of one step."""
         raise NotImplementedError
 
     def _step(self) -> None:
@@ -97,30 +120,31 @@ class Client:
             self.step()
         finally:
             system.current = before
-        system.after(*self.scene.habits.steps, self._step)
+        steps = self.scene.habits.steps
+        system.after(steps.low, steps.high, self._step)
 
 
 RATES = (0, 0, 1, 10_000, 1_000_000, 1 << 40)
-"""Tokens per second that an engine says it computes."""
+"""Tokens per second that engines compute, by their lookups."""
 
 
 class Caller:
-    """A link that checks replies: each request gets its own, in order, except slow lookups."""
+    """A link that checks replies. Each request has its own, in order, except slow lookups."""
 
     def __init__(self, scene: Scene, hello: Hello, on_loss: Callable[[], None]) -> None:
         self._scene = scene
         self._on_loss = on_loss
-        self.awaited: deque[tuple[int, type[Reply], int]] = deque()
-        """Number of a request, kind of its reply, and when it was sent."""
+        self.awaited: deque[AwaitedReply] = deque()
         self._pending: dict[int, int | None] = {}
-        """Lookups that wait for tiers: None, or the last request's number when one was given up."""
+        """Lookups that wait for tiers. Where a lookup was given up: the number of the request that
+        was the last one then."""
         self._given_up: dict[int, int] = {}
-        """The same of those of which nothing was heard."""
+        """Lookups that were given up before Pending came, with the same number."""
         self._ids = 1
         self.link = Link(str(SOCKET_PATH), hello, self._lost)
 
     def poll(self) -> list[Reply]:
-        """Replies, proven to be those to what was asked."""
+        """Return the replies, after a proof that they answer the requests."""
         replies = self.link.poll(self._scene.system.seconds())
         assert self.link.refusal is None, f"a greeting was refused: {self.link.refusal}"
         for reply in replies:
@@ -133,55 +157,58 @@ class Caller:
             del self._pending[reply.id]
             return
         assert self.awaited, f"nobody asked for {type(reply).__name__}"
-        number, kind, _ = self.awaited.popleft()
+        awaited = self.awaited.popleft()
+        number, kind = awaited.number, awaited.kind
         assert reply.id == number, f"the reply to {reply.id} instead of {number}"
         if isinstance(reply, Pending) and kind is Found:
             self._pending[number] = self._given_up.pop(number, None)
             return
         self._given_up.pop(number, None)
         assert isinstance(reply, kind), f"{type(reply).__name__} instead of {kind.__name__}"
-        # Requests are heard in order: the daemon knows by now which lookups were given up.
+        # Requests are handled in order, so the daemon knows by now which lookups were given up.
         for lookup, last in list(self._pending.items()):
             if last is not None and number > last:
                 del self._pending[lookup]
 
     def give_up(self, number: int, lease: int) -> None:
-        """Release a lookup that may not have been answered yet: it may be, or never is."""
+        """Release a lookup that may not have been answered yet, and may never be."""
         if self.tell(Release(lease)):
             where = self._pending if number in self._pending else self._given_up
             where[number] = self._ids
 
     @property
     def asked(self) -> int:
-        """The number of the last request."""
+        """The number of the last request with a reply."""
         return self._ids
 
     @property
     def waits(self) -> bool:
-        """Whether some answer is still to come."""
+        """True while an answer is still to come."""
         return bool(self.awaited) or None in self._pending.values()
 
     @property
     def is_due(self) -> bool:
-        """Whether an answer is to come that must before an engine is settled.
+        """True while an answer is to come that must come before an engine is settled.
 
-        While RAM has no room, slots are asked for all the time, and one answer or other is always
-        on its way. So only a reservation of more than a second ago counts.
+        While RAM has no room, slots are asked for all the time, and an answer is always on its way.
+        So only a reservation of more than a second ago counts.
         """
         before = self._scene.system.now - SECOND
-        late = any(kind is not Reserved or sent_at < before for _, kind, sent_at in self.awaited)
-        return late or None in self._pending.values()
+        is_late = any(
+            reply.kind is not Reserved or reply.sent_at < before for reply in self.awaited
+        )
+        return is_late or None in self._pending.values()
 
     def ask(self, make: Callable[[int], Request], kind: type[Reply]) -> bool:
-        """Send a request that has a reply."""
+        """Send a request that has a reply. Returns False where it cannot be sent."""
         self._ids += 1
-        sent = self.tell(make(self._ids))
-        if sent:
-            self.awaited.append((self._ids, kind, self._scene.system.now))
-        return sent
+        is_sent = self.tell(make(self._ids))
+        if is_sent:
+            self.awaited.append(AwaitedReply(self._ids, kind, self._scene.system.now))
+        return is_sent
 
     def tell(self, request: Request) -> bool:
-        """Send a request."""
+        """Send a message, and count it. Returns False where it cannot be sent."""
         self._scene.counts[f"say_{type(request).__name__.lower()}"] += 1
         return self.link.send(request, self._scene.system.seconds())
 
@@ -193,36 +220,29 @@ class Caller:
         self._on_loss()
 
 
-def named(geometry: Geometry, found: Found) -> list[tuple[Ref, int, int]]:
-    """(slot, group index, chunk) of everything that a hit needs."""
+def needed_slots(geometry: Geometry, found: Found) -> list[NeededSlot]:
+    """Return the slots that a hit needs, each with its place in the prompt."""
     places = [
         (index, chunk)
         for index, group in enumerate(geometry.groups)
         for chunk in (needed_chunks(geometry, group, found.chunks) if found.chunks else ())
     ]
-    refs = refs_of(found.offsets, found.generations)
-    return [(ref, *place) for ref, place in zip(refs, places, strict=True)]
+    refs = unpack_refs(found.offsets, found.generations)
+    return [NeededSlot(ref, index, chunk) for ref, (index, chunk) in zip(refs, places, strict=True)]
 
 
-def refs_of(offsets: bytes, generations: bytes) -> list[Ref]:
-    return list(zip(unpack_u64(offsets), unpack_u64(generations), strict=True))
-
-
-def packed_of(refs: list[Ref]) -> tuple[bytes, bytes]:
-    return pack_u64([offset for offset, _ in refs]), pack_u64(
-        [generation for _, generation in refs]
-    )
-
-
-def commit_of(objects: list[tuple[Ref, int, bytes]]) -> Commit:
-    assert all(len(chunk_hash) == HASH_BYTES for _, _, chunk_hash in objects)
-    groups = pack_u64([index for _, index, _ in objects])
-    names = [chunk_hash for _, _, chunk_hash in objects]
+def commit_of(slots: Iterable[WrittenSlot]) -> Commit:
+    """Return a commit of slots. Classes and tenants come from the chunks' hashes."""
+    slots = list(slots)
+    packed = pack_refs(slot.ref for slot in slots)
+    hashes = [slot.chunk_hash for slot in slots]
+    assert all(len(chunk_hash) == HASH_BYTES for chunk_hash in hashes)
     return Commit(
-        *packed_of([ref for ref, _, _ in objects]),
-        groups,
-        b"".join(names),
-        parents=b"".join(map(chunk_before, names)),
-        classes=bytes(name[0] % 3 for name in names),
-        tenants=pack_u64([name[1] % 3 for name in names]),
+        offsets=packed.offsets,
+        generations=packed.generations,
+        groups=pack_u64([slot.group_index for slot in slots]),
+        hashes=b"".join(hashes),
+        parents=b"".join(map(chunk_before, hashes)),
+        classes=bytes(chunk_hash[0] % 3 for chunk_hash in hashes),
+        tenants=pack_u64([chunk_hash[1] % 3 for chunk_hash in hashes]),
     )

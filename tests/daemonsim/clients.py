@@ -1,9 +1,10 @@
-"""Clients as the connector is one: schedulers and workers."""
+"""Schedulers and workers, which do what the connector does."""
 
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import NamedTuple
 
 from hybridkv.client.credits import SlotCredits
 from hybridkv.core.coverage import SlotShape, slot_shapes
@@ -11,7 +12,7 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.shm.arena import LOCKS_FROM
 from hybridkv.wire.messages import (
-    NEVER,
+    GREETING_NEVER,
     PROTOCOL_VERSION,
     Done,
     Drained,
@@ -28,22 +29,29 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     Reserve,
     Reserved,
-    geometry_to_wire,
 )
 from tests.daemonsim.callers import (
     RATES,
     Caller,
     Client,
-    Ref,
     Scene,
+    WrittenSlot,
     commit_of,
-    named,
-    packed_of,
-    refs_of,
+    needed_slots,
 )
-from tests.daemonsim.oracle import CHUNKS, PROMPTS, Copy, Name, cut, prompt_hashes, signature, sizes
+from tests.daemonsim.oracle import (
+    CHUNKS,
+    PROMPTS,
+    Copy,
+    Name,
+    cut,
+    prompt_hashes,
+    shape_of,
+    signature,
+)
 from tests.daemonsim.sockets import SimProcess
 from tests.daemonsim.system import ArenaFile
+from tests.unit.daemon.harness import Ref, engine_hello, pack_refs, unpack_refs
 
 
 @dataclass(eq=False)
@@ -62,38 +70,69 @@ class Storing:
 
 
 @dataclass(eq=False)
-class Asking:
+class AskedLookup:
     """A lookup that is not answered yet, or whose answer is not needed any more."""
 
     prompt: int
     identity: bytes
     hashes: tuple[bytes, ...]
     id: int
-    number: int
-    """Commits that were sent before."""
+    commits: int
+    """The number of commits that were sent before."""
     is_wanted: bool = True
+
+
+class LoadItem(NamedTuple):
+    """An object that workers are to load."""
+
+    ref: Ref
+    group_index: int
+    chunk: int
+    name: Name
+
+
+class OwnCommit(NamedTuple):
+    """A commit of this session."""
+
+    number: int
+    losses: tuple[object, ...]  # The `Books.losses` of that moment.
+
+
+class OldSlot(NamedTuple):
+    """A slot that this session had."""
+
+    ref: Ref
+    group_index: int
+
+
+class DrainReport(NamedTuple):
+    """A Drained message that a worker has sent."""
+
+    greeting: int  # The worker's greeting of the daemon.
+    session: int
 
 
 @dataclass
 class Plan:
-    """What a scheduler tells its workers in a step."""
+    """A scheduler's orders to its workers in a step."""
 
     boot: str
     session: int
     stores: dict[int, Storing]
-    loads: dict[int, list[tuple[Ref, int, int, Name]]]
-    """By lease: slot, group index, chunk and name of every object."""
+    loads: dict[int, list[LoadItem]]
+    """By lease."""
 
 
 @dataclass
-class Told:
-    """What a worker tells its scheduler in a step."""
+class StepReport:
+    """A worker's report to its scheduler in a step."""
 
     rank: int
     boot: str
-    done: list[tuple[int, bool]] = field(default_factory=list)
-    """Number of a store, and whether this rank wrote its part."""
-    loaded: list[tuple[int, bool]] = field(default_factory=list)
+    stores: dict[int, bool] = field(default_factory=dict)
+    """By the number of a store: True where this rank wrote its part."""
+    loads: dict[int, bool] = field(default_factory=dict)
+    """By lease: True where this rank has loaded its parts."""
     condemned: list[Ref] = field(default_factory=list)
 
 
@@ -119,63 +158,63 @@ class Scheduler(Client):
             targets.update(dict.fromkeys(slot_shapes(geometry, group), target))
         self.credits = SlotCredits(targets)
         self.workers: list[Worker] = []
-        self.inbox: deque[Told] = deque()
+        self.inbox: deque[StepReport] = deque()
         self._boot = ""
         self._workers_on: dict[int, str] = {}
         self._numbers = 0
         self._leases = 0
         self._commits = 0
-        self._asked: dict[int, Asking] = {}
+        self._asked: dict[int, AskedLookup] = {}
         self._given_up: set[int] = set()
         """Leases of lookups that were released before their answer came."""
         self.loading: dict[int, set[int]] = {}
-        """By lease the ranks that have not reported."""
+        """By lease, the ranks that have not reported."""
         self._load_failed: set[int] = set()
         self._held: list[int] = []
-        """Leases that are kept for nothing."""
+        """Leases that are kept without a load."""
         self._storing: dict[int, Storing] = {}
-        self._mine: dict[Name, tuple[int, tuple[object, ...]]] = {}
-        """What this greeting has committed: after how many commits, and what was lost by then."""
-        self._old_refs: deque[tuple[Ref, int]] = deque(maxlen=12)
+        self._own_commits: dict[Name, OwnCommit] = {}
+        """The objects that this greeting has committed."""
+        self._old_slots: deque[OldSlot] = deque(maxlen=12)
         self.new_identity: bytes | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way but a reservation, and the daemon is there."""
+        """True where the daemon is there, and no work is under way but a reservation."""
         busy = self._asked or self.loading or self._storing or self._held or self._calls.is_due
         return self._calls.link.welcome is not None and not busy
 
     @property
     def is_settled(self) -> bool:
-        """Whether its workers know of the present daemon as well."""
+        """True where its workers know the present daemon as well."""
         link = self._calls.link
         return self.is_idle and all(
             worker.has_drained(link.greetings) for worker in self.workers if worker.is_alive
         )
 
-    def why(self) -> str:
-        """What is under way."""
+    def describe(self) -> str:
+        """Return the work that is under way, for a failed assertion."""
         return (
             f"{self.engine_id}: asked {len(self._asked)} loading {self.loading} "
             f"storing {len(self._storing)} "
             f"awaited {list(self._calls.awaited)} welcome {self._calls.link.welcome is not None} "
-            f"workers {[worker.why() for worker in self.workers]}"
+            f"workers {[worker.describe() for worker in self.workers]}"
         )
 
     def close(self) -> None:
-        """The engine is shut down."""
+        """Shut the engine's scheduler down."""
         self._calls.link.close()
         self.has_left = True
 
     def step(self) -> None:
-        """Poll, report, ask, plan."""
+        """Poll the daemon, take the workers' reports, ask for hits, and plan copies."""
         self._poll()
         while self.inbox:
-            self._reported(self.inbox.popleft())
+            self._on_report(self.inbox.popleft())
         if self.new_identity is not None:
             self._identify(self.new_identity)
             self.new_identity = None
-        plan_loads: dict[int, list[tuple[Ref, int, int, Name]]] = {}
+        plan_loads: dict[int, list[LoadItem]] = {}
         plan_stores: dict[int, Storing] = {}
         if self._calls.link.welcome is not None:
             self._misbehave()
@@ -225,8 +264,8 @@ class Scheduler(Client):
         if self._calls.ask(
             lambda number: Lookup(number, lease, b"".join(hashes), wait_ms, rate), Found
         ):
-            self._asked[lease] = Asking(
-                prompt, self.identity, hashes, self._calls.asked, self._commits
+            self._asked[lease] = AskedLookup(
+                prompt, self.identity, hashes, id=self._calls.asked, commits=self._commits
             )
 
     def _give_up(self) -> None:
@@ -237,10 +276,7 @@ class Scheduler(Client):
         self.scene.counts["lookups_given_up"] += 1
 
     def _take(
-        self,
-        reply: Reply,
-        loads: dict[int, list[tuple[Ref, int, int, Name]]],
-        stores: dict[int, Storing],
+        self, reply: Reply, loads: dict[int, list[LoadItem]], stores: dict[int, Storing]
     ) -> None:
         if isinstance(reply, Reserved):
             self._granted(reply)
@@ -263,18 +299,18 @@ class Scheduler(Client):
             self._store(asked, reply, stores)
 
     def _granted(self, granted: Reserved) -> None:
-        refs = refs_of(granted.offsets, granted.generations)
+        refs = unpack_refs(granted.offsets, granted.generations)
         shape = granted.part_bytes, granted.parts
         self.credits.granted(
             shape, granted.offsets, granted.generations, self.scene.system.seconds()
         )
         # In a new arena, under a clock that was set back, the name of a slot may occur again.
-        self._old_refs = deque(
-            (old for old in self._old_refs if old[0] not in refs), self._old_refs.maxlen
+        self._old_slots = deque(
+            (old for old in self._old_slots if old.ref not in refs), self._old_slots.maxlen
         )
         self.scene.counts["slots_granted"] += len(refs)
 
-    def _prove(self, asked: Asking, found: Found) -> None:
+    def _prove(self, asked: AskedLookup, found: Found) -> None:
         """Every slot of an answer has exactly the bytes of its name."""
         self.scene.counts["chunks_hit"] += found.chunks
         self.scene.counts["chunks_from_tiers"] += sum(found.tiers.values())
@@ -282,83 +318,95 @@ class Scheduler(Client):
         welcome = self._calls.link.welcome
         assert welcome is not None
         file = self.scene.system.paths[welcome.arena_path]
-        for ref, index, chunk in named(self.geometry, found):
-            size, parts = sizes(self.geometry, index, chunk)
-            name = asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk]
+        for ref, index, chunk in needed_slots(self.geometry, found):
+            size, parts = shape_of(self.geometry, index, chunk)
             for part in range(parts):
-                checksum = self.scene.habits.checksum
                 self.scene.books.shown(
-                    Copy(file, *ref, name, part, parts, size, checksum, welcome.boot)
+                    Copy(
+                        file=file,
+                        offset=ref.offset,
+                        generation=ref.generation,
+                        name=self._name(asked, index, chunk),
+                        part=part,
+                        parts=parts,
+                        size=size,
+                        checksum=self.scene.habits.checksum,
+                        boot=welcome.boot,
+                    )
                 )
         self.scene.counts["slots_proven"] += len(found.offsets) // 8
 
-    def _check_own(self, asked: Asking, found: Found) -> None:
-        """What this session committed before it asked is found, except for what was lost since."""
-        losses = self.scene.books.losses()
-        for group, mask in zip(self.geometry.groups, found.masks, strict=True):
-            for there, chunk_hash in zip(mask, asked.hashes, strict=True):
-                number, lost = self._mine.get(
-                    (asked.identity, group.gid, chunk_hash), (self._commits + 1, ())
-                )
-                if not there and number <= asked.number and lost == losses:
-                    raise AssertionError(f"{self.engine_id} does not find what it committed")
-                self.scene.counts["own_writes_read"] += there and number <= asked.number
+    def _name(self, asked: AskedLookup, index: int, chunk: int) -> Name:
+        return Name(asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk])
 
-    def _load(
-        self, asked: Asking, found: Found, loads: dict[int, list[tuple[Ref, int, int, Name]]]
-    ) -> None:
+    def _check_own(self, asked: AskedLookup, found: Found) -> None:
+        """Objects that this session committed before it asked are found, unless any was lost."""
+        losses = self.scene.books.losses()
+        unknown = OwnCommit(self._commits + 1, ())
+        for group, mask in zip(self.geometry.groups, found.masks, strict=True):
+            for is_there, chunk_hash in zip(mask, asked.hashes, strict=True):
+                name = Name(asked.identity, group.gid, chunk_hash)
+                own = self._own_commits.get(name, unknown)
+                is_own = own.number <= asked.commits
+                if not is_there and is_own and own.losses == losses:
+                    raise AssertionError(f"{self.engine_id} does not find what it committed")
+                self.scene.counts["own_writes_read"] += is_there and is_own
+
+    def _load(self, asked: AskedLookup, found: Found, loads: dict[int, list[LoadItem]]) -> None:
         if not found.chunks:
             return
         if self.rng.random() < 0.15:
             self._held.append(found.lease)
             return
         loads[found.lease] = [
-            (
-                ref,
-                index,
-                chunk,
-                (asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk]),
-            )
-            for ref, index, chunk in named(self.geometry, found)
+            LoadItem(ref, index, chunk, self._name(asked, index, chunk))
+            for ref, index, chunk in needed_slots(self.geometry, found)
         ]
         self.loading[found.lease] = set(range(self.geometry.ranks))
         self.scene.counts["loads"] += 1
 
-    def _store(self, asked: Asking, found: Found, stores: dict[int, Storing]) -> None:
+    def _store(self, asked: AskedLookup, found: Found, stores: dict[int, Storing]) -> None:
         if self.scene.calm or self.rng.random() < 0.2:
             return
         for chunk, chunk_hash in enumerate(asked.hashes):
             for index, group in enumerate(self.geometry.groups):
-                shape = sizes(self.geometry, index, chunk)
+                shape = shape_of(self.geometry, index, chunk)
                 if (found.masks[index][chunk] and self.rng.random() > 0.05) or not shape[0]:
                     continue
-                offsets, generations = self.credits.take(shape, 1)
-                for ref in refs_of(offsets, generations):
-                    name = (self.identity, group.gid, chunk_hash)
+                packed = self.credits.take(shape, 1)
+                for ref in unpack_refs(packed.offsets, packed.generations):
                     self._numbers += 1
-                    stores[self._numbers] = Storing(ref, shape, index, chunk, name, self._boot)
+                    stores[self._numbers] = Storing(
+                        ref=ref,
+                        shape=shape,
+                        group_index=index,
+                        chunk=chunk,
+                        name=Name(self.identity, group.gid, chunk_hash),
+                        boot=self._boot,
+                    )
         self._storing.update(stores)
         self.scene.counts["stores"] += len(stores)
 
-    def _reported(self, told: Told) -> None:
-        self._workers_on[told.rank] = told.boot
+    def _on_report(self, report: StepReport) -> None:
+        self._workers_on[report.rank] = report.boot
         ready: list[Storing] = []
         spoilt: list[Storing] = []
-        for number, is_written in told.done:
+        for number, is_written in report.stores.items():
             storing = self._storing.get(number)
             if storing is None:
                 continue
-            storing.ranks_done.add(told.rank)
+            storing.ranks_done.add(report.rank)
             storing.is_unstored |= not is_written
             if len(storing.ranks_done) == self.geometry.ranks:
                 del self._storing[number]
                 (spoilt if storing.is_unstored or storing.is_spoilt else ready).append(storing)
-        if told.condemned:
-            self._calls.tell(ReportCorrupt(*packed_of(told.condemned)))
-        for lease, is_good in told.loaded:
+        if report.condemned:
+            packed = pack_refs(report.condemned)
+            self._calls.tell(ReportCorrupt(packed.offsets, packed.generations))
+        for lease, is_good in report.loads.items():
             if lease not in self.loading:
                 continue
-            self.loading[lease].discard(told.rank)
+            self.loading[lease].discard(report.rank)
             if not is_good:
                 self._load_failed.add(lease)
             if not self.loading[lease]:
@@ -367,35 +415,38 @@ class Scheduler(Client):
                 self._calls.tell(Release(lease, 0 if failed else 1, 1, failed))
                 self._calls.tell(ReportRequest(f"request {lease}", RequestExplanation(lease, 0)))
         if spoilt:
-            self._calls.tell(Free(*packed_of([storing.ref for storing in spoilt])))
+            packed = pack_refs(storing.ref for storing in spoilt)
+            self._calls.tell(Free(packed.offsets, packed.generations))
         if ready:
             self._commit(ready)
 
     def _commit(self, ready: list[Storing]) -> None:
-        if self._calls.tell(
-            commit_of([(storing.ref, storing.group_index, storing.name[2]) for storing in ready])
-        ):
+        commit = commit_of(
+            WrittenSlot(storing.ref, storing.group_index, storing.name.chunk_hash)
+            for storing in ready
+        )
+        if self._calls.tell(commit):
             self._commits += 1
-            losses = self.scene.books.losses()
+            own = OwnCommit(self._commits, self.scene.books.losses())
             for storing in ready:
                 self.scene.books.written.add(storing.name)
-                self._mine[storing.name] = self._commits, losses
-                self._old_refs.append((storing.ref, storing.group_index))
+                self._own_commits[storing.name] = own
+                self._old_slots.append(OldSlot(storing.ref, storing.group_index))
             self.scene.counts["commits"] += len(ready)
 
     def _misbehave(self) -> None:
-        """Messages about slots that are not this session's any more, under other names."""
+        """Send messages about slots that are not this session's any more, under other names."""
         habits = self.scene.habits.misbehave
-        if not self._old_refs or self.rng.random() > 0.1:
+        if not self._old_slots or self.rng.random() > 0.1:
             return
-        ref, group_index = self.rng.choice(self._old_refs)
+        ref, group_index = self.rng.choice(self._old_slots)
         if "late" in habits and self.rng.random() < 0.5:
-            self._calls.tell(
-                commit_of([(ref, group_index, prompt_hashes(self.rng.randrange(PROMPTS))[-1])] * 2)
-            )
+            chunk_hash = prompt_hashes(self.rng.randrange(PROMPTS))[-1]
+            self._calls.tell(commit_of([WrittenSlot(ref, group_index, chunk_hash)] * 2))
             self.scene.counts["commits_late"] += 1
         if "twice" in habits and self.rng.random() < 0.5:
-            self._calls.tell(Free(*packed_of([ref, ref])))
+            packed = pack_refs([ref, ref])
+            self._calls.tell(Free(packed.offsets, packed.generations))
             lease = self.rng.randrange(self._leases + 2)
             if (
                 lease not in self._asked
@@ -416,14 +467,7 @@ class Scheduler(Client):
         self.scene.counts["identified"] += 1
 
     def _hello(self) -> Hello:
-        return Hello(
-            1,
-            PROTOCOL_VERSION,
-            "engine",
-            self.engine_id,
-            self.identity,
-            geometry_to_wire(self.geometry),
-        )
+        return engine_hello(self.geometry, self.engine_id, self.identity)
 
     def _attached(self) -> bool:
         return [self._workers_on.get(rank) for rank in range(self.geometry.ranks)] == [
@@ -433,17 +477,17 @@ class Scheduler(Client):
     def _lost(self) -> None:
         self.credits.reset()
         for storing in self._storing.values():
-            self._old_refs.append((storing.ref, storing.group_index))
+            self._old_slots.append(OldSlot(storing.ref, storing.group_index))
         self._storing.clear()
         self._asked.clear()
         self._given_up.clear()
         self.loading.clear()
         self._held.clear()
-        self._mine.clear()
+        self._own_commits.clear()
 
 
 class Worker(Client):
-    """One rank: maps the arena, copies what plans say, reports."""
+    """One rank. It maps the arena, copies as its scheduler plans, and reports."""
 
     def __init__(self, scene: Scene, process: SimProcess, scheduler: Scheduler, rank: int) -> None:
         super().__init__(scene, process)
@@ -461,84 +505,89 @@ class Worker(Client):
         self._loads: dict[int, list[Copy]] = {}
         self._session = 0
         self._draining: set[int] = set()
-        self._told = (0, 0)
+        self._last_drained = DrainReport(0, 0)
 
-    def why(self) -> str:
-        """What is under way."""
+    def describe(self) -> str:
+        """Return the work that is under way, for a failed assertion."""
         return (
             f"{self.rank}: writes {len(self.writes)} loads {len(self._loads)} "
-            f"told {self._told} boot {self._boot}"
+            f"drained {self._last_drained} boot {self._boot}"
         )
 
     def has_drained(self, session: int) -> bool:
-        """Whether the daemon was told so."""
-        return self._told == (self._calls.link.greetings, session)
+        """Return True where the daemon knows that copies of earlier sessions have ended."""
+        return self._last_drained == DrainReport(self._calls.link.greetings, session)
 
     def close(self) -> None:
-        """Finish what is running, then leave."""
+        """Finish the writes that are running, then leave."""
         for number, copy in list(self.writes.items()):
             while not self._write(copy):
                 pass
             del self.writes[number]
         self._loads.clear()
-        self._calls.link.close(Drained(NEVER))
+        self._calls.link.close(Drained(GREETING_NEVER))
         for file in self._files.values():
             file.locks.pop(self._calls.link.lock, None)
         self.has_left = True
 
     def step(self) -> None:
-        """Plans, then pieces of copies, then the report."""
-        told = Told(self.rank, "")
+        """Begin the plans, copy a few pieces, and report."""
+        report = StepReport(self.rank, "")
         self._calls.poll()
         while self.inbox:
-            self._begin(self.inbox.popleft(), told)
+            self._begin(self.inbox.popleft(), report)
         for _ in range(
             self.rng.randrange(self.scene.habits.pieces + 1) if not self.scene.calm else 20
         ):
-            self._copy(told)
-        told.boot = self._boot
-        self._scheduler.inbox.append(told)
+            self._copy(report)
+        report.boot = self._boot
+        self._scheduler.inbox.append(report)
 
     def owns_all(self) -> None:
         """No slot that is still written here was taken away."""
         for copy in self.writes.values():
             self.scene.books.owns(copy)
 
-    def _begin(self, plan: Plan, told: Told) -> None:
+    def _begin(self, plan: Plan, report: StepReport) -> None:
         self._tell_drained(plan.session)
         self._attach()
-        for lease, objects in plan.loads.items():
+        for lease, items in plan.loads.items():
             file = self._files.get(plan.boot)
             if file is None:
-                told.loaded.append((lease, False))
+                report.loads[lease] = False
             else:
-                self._loads[lease] = [self._copy_of(file, plan.boot, *which) for which in objects]
+                self._loads[lease] = [self._copy_of(file, plan.boot, item) for item in items]
         for number, storing in plan.stores.items():
             group = self._geometry.groups[storing.group_index]
             file = self._files.get(plan.boot)
             if group.replicated and storing.chunk % self._geometry.ranks != self.rank:
-                told.done.append((number, True))
+                report.stores[number] = True
             elif file is None or (
                 "fail" in self.scene.habits.misbehave and self.rng.random() < 0.1
             ):
-                told.done.append((number, False))
+                report.stores[number] = False
             else:
-                copy = self._copy_of(
-                    file, plan.boot, storing.ref, storing.group_index, storing.chunk, storing.name
-                )
+                copy = self._copy_of(file, plan.boot, storing)
                 copy.pieces = cut(self.rng, 0, copy.size)
                 self.scene.books.owns(copy)
                 self.writes[number] = copy
 
-    def _copy_of(
-        self, file: ArenaFile, boot: str, ref: Ref, index: int, chunk: int, name: Name
-    ) -> Copy:
-        size, parts = sizes(self._geometry, index, chunk)
-        part = 0 if self._geometry.groups[index].replicated else self.rank
-        return Copy(file, *ref, name, part, parts, size, self.scene.habits.checksum, boot)
+    def _copy_of(self, file: ArenaFile, boot: str, item: LoadItem | Storing) -> Copy:
+        size, parts = shape_of(self._geometry, item.group_index, item.chunk)
+        return Copy(
+            file=file,
+            offset=item.ref.offset,
+            generation=item.ref.generation,
+            name=item.name,
+            part=0 if self._geometry.groups[item.group_index].replicated else self.rank,
+            parts=parts,
+            size=size,
+            checksum=self.scene.habits.checksum,
+            boot=boot,
+        )
 
-    def _copy(self, told: Told) -> None:
-        """A piece of something."""
+    def _copy(self, report: StepReport) -> None:
+        """Copy a piece of a random store or load."""
         count = len(self.writes) + len(self._loads)
         if not count:
             return
@@ -546,12 +595,12 @@ class Worker(Client):
         job = next(islice(chain(self.writes, (-lease for lease in self._loads)), at, None))
         if job > 0 and self._write(self.writes[job]):
             del self.writes[job]
-            told.done.append((job, True))
+            report.stores[job] = True
         elif job < 0:
-            self._read(-job, told)
+            self._read(-job, report)
 
     def _write(self, copy: Copy) -> bool:
-        """Whether the part is whole now."""
+        """Write a piece of a part, or sign it. Returns True where the part is whole then."""
         self.scene.books.owns(copy)
         if copy.pieces:
             start, stop = copy.pieces.pop()
@@ -562,11 +611,11 @@ class Worker(Client):
             copy.file.bytes[copy.signed] = signature(copy.generation, copy.payload)
         return True
 
-    def _read(self, lease: int, told: Told) -> None:
+    def _read(self, lease: int, report: StepReport) -> None:
         copies = self._loads[lease]
         if not copies:
             del self._loads[lease]
-            told.loaded.append((lease, True))
+            report.loads[lease] = True
             return
         load = copies[0]
         if not isinstance(load, Loading):
@@ -591,8 +640,8 @@ class Worker(Client):
         assert not is_leased, f"a load under a living lease failed: {error}"
         if error == "bytes" and self.scene.books.is_exact:
             assert not load.is_there(), "other bytes under the generation of what was stored"
-        told.condemned.append((load.offset, load.generation))
-        told.loaded.append((lease, False))
+        report.condemned.append(Ref(load.offset, load.generation))
+        report.loads[lease] = False
         del self._loads[lease]
 
     def _attach(self) -> None:
@@ -623,29 +672,29 @@ class Worker(Client):
         if session != self._session:
             self._session, self._draining = session, running
         self._draining &= running
-        told = self._calls.link.greetings, self._session
+        drained = DrainReport(self._calls.link.greetings, self._session)
         if (
             not self._draining
             and self._session
-            and told != self._told
+            and drained != self._last_drained
             and self._calls.tell(Drained(session))
         ):
-            self._told = told
+            self._last_drained = drained
 
 
 @dataclass(eq=False)
 class Loading(Copy):
-    """A load in progress: the generation before and after, and the bytes against their checksum."""
+    """A load in progress. It checks the generation before and after, and the bytes' checksum."""
 
     first: int = 0
-    """Where in the part it begins."""
+    """The byte of the part at which it begins."""
     loaded: bytearray = field(default_factory=bytearray)
     begun_at: int = 0
     is_over: bool = False
 
     @classmethod
     def of(cls, copy: Copy, rng: random.Random, partial: float) -> "Loading":
-        """A load of all of a part, or of its end."""
+        """Return a load of all of a part, or of its end."""
         first = rng.randrange(copy.size) if rng.random() < partial else 0
         plain = {name: value for name, value in vars(copy).items() if name != "pieces"}
         return cls(
@@ -653,7 +702,7 @@ class Loading(Copy):
         )
 
     def go_on(self, now: int) -> str | None:
-        """A piece more; why it failed, if it did."""
+        """Load a piece, or check. Returns "generation" or "bytes" where the check fails."""
         if not self.begun_at:
             self.begun_at = now
             if not self.is_there():

@@ -1,4 +1,4 @@
-"""What every byte must be, and whose bytes they are."""
+"""The bytes that every object must have, and the rules that every reply must keep."""
 
 import dataclasses
 import functools
@@ -9,11 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
-from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, slot_shapes
+from hybridkv.core.coverage import SlotShape, largest_hit, needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import unpack_u64
@@ -54,7 +54,7 @@ from tests.layouts import LAYOUTS, wide
 CHUNKS = 6
 PROMPTS = 5
 STALL_SECONDS = 2.0
-"""Of the processor's time, for one message."""
+"""The most of the processor's time that one message may take."""
 GEOMETRIES = {
     "full": wide(LAYOUTS["qwen3"], 5),
     "gemma3": wide(LAYOUTS["gemma3"], 1, 1, 14),
@@ -68,9 +68,43 @@ GEOMETRIES = {
     "two_ranks_mla": wide(LAYOUTS["two_ranks_mla"], 9, 9),
     "four_ranks": dataclasses.replace(wide(LAYOUTS["gemma4"], 3, 5), ranks=4),
 }
-"""Slots of one to some pages; every kind of group, one to four ranks."""
-Name = tuple[bytes, int, bytes]
-"""(identity, gid, chunk hash) of an object."""
+"""Slots of one page and more, every kind of group, one to four ranks."""
+
+
+class Name(NamedTuple):
+    """The name of an object."""
+
+    identity: bytes
+    gid: int
+    chunk_hash: bytes
+
+
+class Span(NamedTuple):
+    """Bytes of a part: [start, stop)."""
+
+    start: int
+    stop: int
+
+
+class LeaseKey(NamedTuple):
+    """A lease of a connection."""
+
+    connection: int
+    lease: int
+
+
+class ReplyKey(NamedTuple):
+    """A reply that is to be sent on a connection."""
+
+    connection: int
+    id: int
+
+
+class AskedLease(NamedTuple):
+    """A lookup that asked for a lease, and the identity that its session had then."""
+
+    identity: bytes
+    lookup: Lookup
 
 
 @functools.cache
@@ -83,7 +117,7 @@ def prompt_hashes(prompt: int) -> tuple[bytes, ...]:
 
 @functools.cache
 def chunk_before(chunk_hash: bytes) -> bytes:
-    """The chunk before one of a prompt; zeros for the first."""
+    """Return the chunk before a chunk of a prompt. Zeros for the first."""
     for prompt in range(PROMPTS):
         hashes = prompt_hashes(prompt)
         if chunk_hash in hashes[1:]:
@@ -93,13 +127,13 @@ def chunk_before(chunk_hash: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=8192)
 def content(name: Name, part: int, size: int) -> bytes:
-    """What a part of an object holds."""
+    """Return the bytes of a part of an object."""
     identity, gid, chunk_hash = name
     return hashlib.shake_128(identity + bytes([gid, part]) + chunk_hash).digest(size)
 
 
 def signature(generation: int, payload: bytes | bytearray | memoryview) -> bytes:
-    """As a worker signs a part; written anew here, so that a wrong signature is seen."""
+    """Sign a part as a worker does. It is written anew here, so that a wrong signature is seen."""
     pieces = [payload[at : at + PIECE_BYTES] for at in range(0, len(payload), PIECE_BYTES)]
     digests = b"".join(xxhash.xxh3_64_digest(piece)[::-1] for piece in pieces)
     digest = xxhash.xxh3_64_intdigest(digests, seed=generation)
@@ -107,15 +141,17 @@ def signature(generation: int, payload: bytes | bytearray | memoryview) -> bytes
 
 
 def largest_slot(geometry: Geometry) -> int:
-    """Bytes of the largest slot of any of its objects."""
+    """Return the bytes of the largest slot that an object of the geometry has."""
     return max(
-        slot_bytes(*shape) for group in geometry.groups for shape in slot_shapes(geometry, group)
+        slot_bytes(size, parts)
+        for group in geometry.groups
+        for size, parts in slot_shapes(geometry, group)
     )
 
 
 @dataclass(eq=False)
 class Copy:
-    """One part of one object between a worker and its slot, piece by piece at later times."""
+    """A copy of a part of an object between a worker and its slot, which is done in pieces."""
 
     file: ArenaFile
     offset: int
@@ -126,68 +162,68 @@ class Copy:
     size: int
     checksum: bool
     boot: str
-    pieces: list[tuple[int, int]] = field(default_factory=list)
-    """(start, stop) in the part of what is not copied yet."""
+    pieces: list[Span] = field(default_factory=list)
+    """The spans of the part that are not copied yet."""
 
     @property
     def start(self) -> int:
-        """Where the part is in the arena."""
+        """The offset of the part in the arena."""
         return self.offset + payload_offset(self.parts) + self.part * self.size
 
     @property
     def signed(self) -> slice:
-        """Where its checksum is."""
+        """The place of the part's checksum in the arena."""
         at = self.offset + checksum_offset(self.part)
         return slice(at, at + CHECKSUM_BYTES)
 
     @property
     def payload(self) -> memoryview:
-        """The part as it is in the arena."""
+        """The bytes of the part in the arena."""
         return self.file.bytes[self.start : self.start + self.size]
 
     @property
     def expected(self) -> bytes:
-        """What it must be."""
+        """The bytes that the part must have."""
         return content(self.name, self.part, self.size)
 
     def is_there(self) -> bool:
-        """Whether the slot is still of the same generation."""
+        """Return True where the slot still has the same generation."""
         return read_generation(self.file.bytes, self.offset) == self.generation
 
     def is_signed(self, payload: bytes | bytearray | memoryview) -> bool:
-        """Whether the writer signed these bytes."""
+        """Return True where the writer signed these bytes."""
         return bytes(self.file.bytes[self.signed]) == signature(self.generation, payload)
 
     @property
     def is_unsigned(self) -> bool:
-        """Whether nobody signed it."""
+        """True where the writer signed nothing."""
         return bytes(self.file.bytes[self.signed]) == signatures.UNSIGNED
 
 
-def cut(rng: random.Random, start: int, stop: int) -> list[tuple[int, int]]:
+def cut(rng: random.Random, start: int, stop: int) -> list[Span]:
     """Cut [start, stop) into one to four pieces, in any order, as copy engines may."""
     edges = sorted({start, stop, *(rng.randrange(start, stop) for _ in range(rng.randrange(4)))})
-    pieces = list(itertools.pairwise(edges))
+    pieces = [Span(low, high) for low, high in itertools.pairwise(edges)]
     rng.shuffle(pieces)
     return pieces
 
 
 class Books:
-    """What was said and done, against which the daemon's answers are held."""
+    """A record of what clients did, with which the daemon's answers are compared."""
 
     def __init__(self, system: System) -> None:
         self._system = system
         self.written: set[Name] = set()
-        """Everything that some engine ever committed."""
+        """Every object that an engine ever committed."""
         self.is_exact = True
-        """No bit was flipped: a right generation means right bytes, whatever the checksum says."""
+        """False once a bit was flipped. Until then a right generation means right bytes."""
         self.flipped_at = 0
-        """When the last bit was."""
+        """The time of the last flip."""
         self.is_exclusive = True
-        """No header was spoilt from which a restarted daemon knows who may still write."""
+        """False once a header was spoilt that tells a restarted daemon who may still write."""
 
     def losses(self) -> tuple[object, ...]:
-        """Changes whenever an object may be lost."""
+        """Return counts that change whenever an object may be lost."""
         server = self._system.server
         if server is None:
             return ("down", self._system.lives)
@@ -197,7 +233,7 @@ class Books:
         return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts, wrong)
 
     def owns(self, copy: Copy) -> None:
-        """Whoever may still write into a slot is the only one."""
+        """The worker that may still write into a slot is the only one."""
         server = self._system.server
         if server is None or self._system.arena is not copy.file or not self.is_exclusive:
             return
@@ -208,11 +244,11 @@ class Books:
         )
 
     def accepted(self, copy: Copy, loaded: bytes, start: int) -> None:
-        """A load took these bytes of the part, from `start` on, for the object's."""
-        # Of two writers in one slot, the later one signs what both have written.
+        """A load accepted these bytes of the part, from `start` on, as the object's."""
+        # Of two writers in one slot, the later one signs the bytes that both have written.
+        name = f"{copy.name.gid}:{copy.name.chunk_hash.hex()[:8]}"
         assert loaded == copy.expected[start:] or not self.is_exclusive, (
-            f"LIE: a load of part {copy.part} of {copy.name[1]}:{copy.name[2].hex()[:8]} "
-            "accepted other bytes"
+            f"LIE: a load of part {copy.part} of {name} accepted other bytes"
         )
 
     def found(
@@ -223,11 +259,11 @@ class Books:
         masks: list[bytes],
         chunks: int,
     ) -> None:
-        """An answer claims only what was stored, and a hit lacks nothing."""
+        """An answer claims only objects that were stored, and a hit lacks none."""
         assert all(len(mask) == len(hashes) for mask in masks)
         for group, mask in zip(geometry.groups, masks, strict=True):
-            for there, chunk_hash in zip(mask, hashes, strict=True):
-                assert not there or (identity, group.gid, chunk_hash) in self.written, (
+            for is_there, chunk_hash in zip(mask, hashes, strict=True):
+                assert not is_there or Name(identity, group.gid, chunk_hash) in self.written, (
                     "what nobody stored is found"
                 )
             assert all(mask[at] for at in needed_chunks(geometry, group, chunks)), (
@@ -235,25 +271,22 @@ class Books:
             )
 
     def shown(self, copy: Copy) -> None:
-        """What an answer names has its bytes and is signed, as long as it is there."""
+        """A slot that an answer names has the bytes of its object, signed, while it is there."""
         if not copy.is_there() or not self.is_exclusive:
             return
         is_proven = copy.is_signed(copy.payload)
+        name = copy.name.chunk_hash.hex()[:8]
         if self.is_exact:
-            assert copy.payload == copy.expected, (
-                f"LIE: an answer names other bytes than {copy.name[2].hex()[:8]}"
-            )
-            # Whoever does not check does not sign.
+            assert copy.payload == copy.expected, f"LIE: an answer names other bytes than {name}"
+            # Workers that do not check do not sign.
             assert is_proven or (not copy.checksum and copy.is_unsigned), (
                 "what is found is not signed"
             )
         elif is_proven:
-            assert copy.payload == copy.expected, (
-                f"LIE: other bytes than {copy.name[2].hex()[:8]} are signed"
-            )
+            assert copy.payload == copy.expected, f"LIE: other bytes than {name} are signed"
 
     def jobs(self) -> None:
-        """What tiers' threads are at work on stays what it is."""
+        """Slots that tiers' threads read from or write into stay as they are."""
         server = self._system.server
         if server is None:
             return
@@ -271,9 +304,9 @@ class Books:
                     assert slot.pins, "a slot that is being written to a tier may go"
 
     def audit(self) -> int:
-        """Every object is what its name says, or visibly damaged; returns how many there are.
+        """Every object has the bytes of its name, or is visibly damaged.
 
-        Only what engines have written has known bytes.
+        Returns the number of objects. Only those that engines have written have known bytes.
         """
         server, file = self._system.server, self._system.arena
         assert server is not None
@@ -283,7 +316,8 @@ class Books:
             for chunk_hash, entry in namespace.entries.items():
                 for index, slot in enumerate(entry.slots):
                     if slot is not None:
-                        self._audit(file, slot, (identity, namespace.gids[index], chunk_hash))
+                        name = Name(identity, namespace.gids[index], chunk_hash)
+                        self._audit(file, slot, name)
                         objects += 1
         return objects
 
@@ -299,24 +333,24 @@ class Books:
             return
         for part in range(slot.parts):
             copy = Copy(
-                file,
-                slot.offset,
-                slot.generation,
-                name,
-                part,
-                slot.parts,
-                slot.part_bytes,
-                True,
-                "",
+                file=file,
+                offset=slot.offset,
+                generation=slot.generation,
+                name=name,
+                part=part,
+                parts=slot.parts,
+                size=slot.part_bytes,
+                checksum=True,
+                boot="",
             )
             if self.is_exact or copy.is_signed(copy.payload):
                 self.accepted(copy, bytes(copy.payload), 0)
 
 
 class Witness:
-    """Hears what the daemon hears and says, and keeps what is wrong with it until `check`.
+    """Sees the daemon's messages in both directions, and keeps faults until `check`.
 
-    What is raised within the daemon's loop would be taken for a client's fault.
+    An error that is raised within the daemon's loop would be taken for a client's fault.
     """
 
     def __init__(self, system: System) -> None:
@@ -324,7 +358,7 @@ class Witness:
         self._wrong: list[str] = []
 
     def check(self) -> None:
-        """Raises AssertionError for whatever was wrong until now."""
+        """Raise AssertionError where there was a fault until now."""
         assert not self._wrong, self._wrong
 
     def _expect(self, is_right: bool, otherwise: str, *facts: object) -> None:
@@ -339,22 +373,21 @@ class Protocol(Witness):
         super().__init__(system)
         self._books = books
         self._states: dict[int, ConnectionState] = {}
-        """Of each connection that was greeted, by its number."""
+        """The state of each connection that was greeted, by its number."""
         self._refused: set[int] = set()
         """Connections on which a message was refused."""
         self._ended: set[int] = set()
         """Connections that must be closed, because of the last reply."""
-        self._asked: dict[tuple[int, int], tuple[bytes, Lookup]] = {}
-        """The identity and the lookup of each lease that was asked for, by (connection, lease)."""
+        self._asked: dict[LeaseKey, AskedLease] = {}
 
     def attend(self, server: Any) -> None:
-        """Hear all that a new life of the daemon hears and says."""
+        """Watch a new life of the daemon."""
         self._states, self._asked = {}, {}
         self._refused, self._ended = set(), set()
         daemon, clients = server.daemon, server.clients
         handle, send = daemon.handle, clients.send
 
-        def heard(number: int, request: Request, now: float) -> Reply | None:
+        def on_request(number: int, request: Request, now: float) -> Reply | None:
             with untraced():
                 # An engine that does not lie is never refused, so that it need not be compared.
                 is_compared = number not in self._states or number in self._refused
@@ -368,13 +401,14 @@ class Protocol(Witness):
                 self._answer(number, request, reply)
                 if isinstance(request, Lookup) and isinstance(reply, Found | Pending):
                     session = daemon.sessions.connections[number].session
-                    self._asked[number, request.lease] = session.namespace.identity, request
+                    asked = AskedLease(session.namespace.identity, request)
+                    self._asked[LeaseKey(number, request.lease)] = asked
                 if is_compared and isinstance(reply, Error):
                     is_same = before == _values(daemon, number)
                     self._expect(is_same, "a refused message changed something", reply, request)
             return reply
 
-        def said(peer: Any, reply: Reply) -> None:
+        def on_reply(peer: Any, reply: Reply) -> None:
             with untraced():
                 self._expect(peer.number not in self._ended, "a reply after the last one")
                 if isinstance(reply, Error) and reply.code in CLOSING:
@@ -383,10 +417,10 @@ class Protocol(Witness):
                 self._read(server, peer.number, reply)
             send(peer, reply)
 
-        daemon.handle, clients.send = heard, said
+        daemon.handle, clients.send = on_request, on_reply
 
     def _answer(self, number: int, request: Request, reply: Reply | None) -> None:
-        """Only what may not be said is refused, and each reply is of the right type."""
+        """Only messages that the rules forbid are refused, and each reply has the right type."""
         kind, answer = type(request), None if reply is None else type(reply)
         refusal = refused(self._states.get(number, ConnectionState.NEW), kind)
         if isinstance(reply, Error):
@@ -405,7 +439,7 @@ class Protocol(Witness):
             self._expect(reply.id == getattr(request, "id", 0), "another id", kind, reply)
 
     def _read(self, server: Any, number: int, reply: Reply) -> None:
-        """A reply is one by its own protocol, and the slots that it names are as it says."""
+        """A reply can be decoded, and the slots that it names are as it says."""
         try:
             is_whole = decode_reply(encode(reply)[4:]) == reply
         except WireError:
@@ -427,7 +461,7 @@ class Protocol(Witness):
 
     def _find(self, server: Any, number: int, found: Found, file: ArenaFile) -> None:
         """The slots of a hit are those that it needs, of the identity that asked."""
-        asked = self._asked.pop((number, found.lease), None)
+        asked = self._asked.pop(LeaseKey(number, found.lease), None)
         if asked is None:
             self._expect(False, "nobody asked for what is found")
             return
@@ -453,7 +487,7 @@ class Protocol(Witness):
 
 
 def _headers(file: ArenaFile, reply: Found | Reserved) -> Iterator[tuple[int, SlotHeader | None]]:
-    """The generation of each slot that a reply names, and its header if it is of that one."""
+    """Yield the generation of each slot that a reply names, and its header if it has that one."""
     names = zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True)
     for offset, generation in names:
         header = unpack_header(bytes(file.bytes[offset : offset + HEADER_BYTES]))
@@ -462,13 +496,13 @@ def _headers(file: ArenaFile, reply: Found | Reserved) -> Iterator[tuple[int, Sl
 
 
 def _values(daemon: Any, number: int) -> tuple[object, ...]:
-    """What a refused message must leave as it was: everything but the counts of messages."""
+    """Return all that a refused message must leave as it was: all but the counts of messages."""
     values = daemon.view.values()
     counts = {key: value for key, value in values.items() if key[0] not in ("requests", "refused")}
     connection, sessions = daemon.sessions.connections[number], daemon.sessions
     session = getattr(connection, "session", None)
     identity = session and session.namespace.identity
-    return counts, connection.state, identity, len(sessions.namespaces), daemon.store._generation
+    return counts, connection.state, identity, len(sessions.namespaces), daemon.store.generation
 
 
 @dataclass
@@ -479,73 +513,75 @@ class Wait:
     deadline: float
     """By the loop's clock, in seconds."""
     hit: int
-    """The chunks that RAM alone had a hit of when it was asked."""
+    """The hit in chunks that RAM alone had when the lookup came."""
     drops: tuple[object, ...]
-    """See `_drops`, as it was then."""
+    """The `_drops` of that moment."""
 
 
 class Waits(Witness):
-    """Lookups that were answered with Pending, by what the daemon hears and says."""
+    """Lookups that were answered with Pending, by the daemon's messages in both directions."""
 
     def __init__(self, system: System) -> None:
         super().__init__(system)
-        self._due: dict[tuple[int, int], Wait] = {}
-        """Those that are not answered yet, by (connection, lease)."""
-        self._direct: tuple[int, int] | None = None
-        """(connection, id) of the Found that is to be sent next."""
+        self._due: dict[LeaseKey, Wait] = {}
+        """Lookups that are not answered yet."""
+        self._direct: ReplyKey | None = None
+        """The Found that is to be sent next."""
         self.counts: Counter[str] = Counter()
 
     def attend(self, server: Any) -> None:
-        """Hear all that a new life of the daemon hears and says."""
+        """Watch a new life of the daemon."""
         self._due.clear()
         clients = server.clients
-        handle, send, drop = server.daemon.handle, clients.send, clients.drop
+        handle, send, disconnect = server.daemon.handle, clients.send, clients.disconnect
 
-        def heard(number: int, request: Request, now: float) -> Reply | None:
-            if (
-                isinstance(request, Release)
-                and self._due.pop((number, request.lease), None) is not None
-            ):
-                self.counts["waits_aborted"] += 1
+        def on_request(number: int, request: Request, now: float) -> Reply | None:
+            if isinstance(request, Release):
+                wait = self._due.pop(LeaseKey(number, request.lease), None)
+                if wait is not None:
+                    self.counts["waits_aborted"] += 1
             reply: Reply | None = handle(number, request, now)
             if isinstance(reply, Pending):
                 assert isinstance(request, Lookup)
                 self._expect(request.wait_ms > 0, "who has no patience is kept waiting")
                 self.counts["waits"] += 1
                 session = server.daemon.sessions.connections[number].session
-                self._due[number, request.lease] = Wait(
-                    request.id,
-                    now + request.wait_ms / 1e3,
-                    largest_hit(session.geometry, reply.masks, len(reply.masks[0])),
-                    _drops(server, session.namespace),
+                self._due[LeaseKey(number, request.lease)] = Wait(
+                    id=request.id,
+                    deadline=now + request.wait_ms / 1e3,
+                    hit=largest_hit(session.geometry, reply.masks, len(reply.masks[0])),
+                    drops=_drops(server, session.namespace),
                 )
             if isinstance(reply, Found):
-                self._direct = number, reply.id
+                self._direct = ReplyKey(number, reply.id)
                 assert isinstance(request, Lookup)
                 session = server.daemon.sessions.connections[number].session
-                there, _, _ = resident_chunks(session.namespace, session.geometry, request.hashes)
-                self._expect(there == reply.masks, "an answer says what was so a moment ago")
+                resident = resident_chunks(session.namespace, session.geometry, request.hashes)
+                self._expect(
+                    resident.masks == reply.masks, "an answer says what was so a moment ago"
+                )
             return reply
 
-        def said(peer: Any, reply: Reply) -> None:
+        def on_reply(peer: Any, reply: Reply) -> None:
             if isinstance(reply, Error) and reply.code in CLOSING:
                 # Nothing more is sent, though the connection is open until the error is read.
                 self._leave(peer.number)
             if isinstance(reply, Found):
-                if self._direct == (peer.number, reply.id):
+                if self._direct == ReplyKey(peer.number, reply.id):
                     self._direct = None
                 else:
                     self._answered(server, peer, reply)
             send(peer, reply)
 
-        def dropped(peer: Any) -> None:
+        def on_disconnect(peer: Any) -> None:
             self._leave(peer.number)
-            drop(peer)
+            disconnect(peer)
 
-        server.daemon.handle, clients.send, clients.drop = heard, said, dropped
+        server.daemon.handle = on_request
+        clients.send, clients.disconnect = on_reply, on_disconnect
 
-    def turned(self) -> None:
-        """A round of the loop is over: nobody waits whose time was up when it began."""
+    def on_turn(self) -> None:
+        """A round of the loop is over. No lookup waits whose deadline was past when it began."""
         now = self._system.now / SECOND
         self._expect(
             all(wait.deadline > now for wait in self._due.values()),
@@ -559,7 +595,7 @@ class Waits(Witness):
             )
 
     def check(self) -> None:
-        """Raises AssertionError for whatever was wrong until now."""
+        """Raise AssertionError where there was a fault until now."""
         super().check()
         system = self._system
         if (
@@ -574,34 +610,35 @@ class Waits(Witness):
 
     def _leave(self, number: int) -> None:
         """A connection waits for nothing any more."""
-        for key in [key for key in self._due if key[0] == number]:
+        for key in [key for key in self._due if key.connection == number]:
             del self._due[key]
             self.counts["waits_left"] += 1
 
     def _answered(self, server: Any, peer: Any, found: Found) -> None:
         """A lookup that waited is answered."""
-        wait = self._due.pop((peer.number, found.lease), None)
+        wait = self._due.pop(LeaseKey(peer.number, found.lease), None)
         if wait is None or wait.id != found.id:
             self._expect(False, "a lookup is answered twice, or for nobody")
             return
         session = server.daemon.sessions.connections[peer.number].session
         if wait.drops == _drops(server, session.namespace):
             self._expect(found.chunks >= wait.hit, "waiting cost the hit that there was")
-        slots = session.leases.get(found.lease, ())
+        lease = session.leases.get(found.lease)
+        slots = lease.slots if lease is not None else ()
         is_own = all(slot.entry.namespace is session.namespace for slot in slots)
         self._expect(is_own, "bytes of other weights are found")
         self.counts["waits_to_the_end"] += wait.deadline <= self._system.now / SECOND
 
 
 def _drops(server: Any, namespace: object) -> tuple[object, ...]:
-    """Changes whenever an object that is held may be lost."""
+    """Return facts that change whenever an object that is held may be lost."""
     state = server.daemon
     wrong = sum(line.counters["objects_wrong_in_ram"] for line in server.daemon.tiers)
     condemned, cleared = state.counters["objects_condemned"], state.labelled["requests", "clear"]
     return namespace, condemned, cleared, wrong
 
 
-def sizes(geometry: Geometry, index: int, chunk: int) -> tuple[int, int]:
-    """(part bytes, parts) of the object of a group in a chunk; no bytes where there is none."""
+def shape_of(geometry: Geometry, index: int, chunk: int) -> SlotShape:
+    """Return the shape of the object of a group in a chunk. It has no bytes where there is none."""
     group = geometry.groups[index]
     return part_bytes(geometry, group, chunk), geometry.parts(group)

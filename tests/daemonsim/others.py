@@ -1,4 +1,4 @@
-"""Clients beside the engines: an operator, a seeker of what is in tiers, and liars."""
+"""Clients beside the engines: an operator, a seeker of objects in tiers, and liars."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,23 +21,23 @@ from hybridkv.wire.messages import (
     Release,
     Report,
     Stats,
-    geometry_to_wire,
 )
 from hybridkv.wire.protocol import ConnectionState
-from tests.daemonsim.callers import Caller, Client, Scene, named
-from tests.daemonsim.oracle import PROMPTS, Copy, prompt_hashes, sizes
+from tests.daemonsim.callers import Caller, Client, Scene, needed_slots
+from tests.daemonsim.oracle import PROMPTS, Copy, Name, prompt_hashes, shape_of
 from tests.daemonsim.sockets import SimProcess
 from tests.daemonsim.system import SOCKET_PATH
 from tests.fuzz.liar import KINDS, Liar, Line
+from tests.unit.daemon.harness import engine_hello
 
 LIARS = 5
 """Liars of a seed, each of another kind."""
 PIECES_MAX = 5
-"""What a liar sends at once."""
+"""The most pieces that a liar sends at once."""
 
 
 class Operator(Client):
-    """Someone with `hybridkv stats`, `explain` and `clear`."""
+    """A person with `hybridkv stats`, `explain` and `clear`."""
 
     def __init__(self, scene: Scene, process: SimProcess, clears: bool) -> None:
         super().__init__(scene, process)
@@ -45,16 +45,16 @@ class Operator(Client):
         self.calls = Caller(scene, Hello(1, PROTOCOL_VERSION, "control"), lambda: None)
 
     def step(self) -> None:
-        """Ask something."""
+        """Send a request, in some steps."""
         self.calls.poll()
         if self.scene.calm or self.rng.random() < 0.8:
             return
-        what = self.rng.randrange(8)
-        if what < 2:
+        choice = self.rng.randrange(8)
+        if choice < 2:
             self.calls.ask(Stats, Report)
-        elif what < 4:
+        elif choice < 4:
             self.calls.ask(ListEngines, Engines)
-        elif what < 7 or not self._clears:
+        elif choice < 7 or not self._clears:
             self.calls.ask(
                 lambda number: Explain(number, f"request {self.rng.randrange(9)}"), Explained
             )
@@ -63,10 +63,10 @@ class Operator(Client):
 
 
 class Seeker(Client):
-    """An engine that comes when RAM is empty: all that is sound in tiers must be promoted."""
+    """An engine that comes when RAM is empty: all sound objects of tiers must be promoted."""
 
     TRIES = 14
-    """Each puts aside what was damaged on the way."""
+    """Each puts aside the damaged objects that it meets."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Seeker(Client):
         identities: list[bytes],
         expects: Callable[[Geometry, bytes, tuple[bytes, ...]], list[bytes]],
     ) -> None:
-        """`expects` says what is sound in tiers now, as masks."""
+        """`expects` returns the objects that are sound in tiers now, as masks."""
         super().__init__(scene, process)
         self._geometry = geometry
         self._expects = expects
@@ -84,9 +84,7 @@ class Seeker(Client):
             (identity, prompt) for identity in identities for prompt in range(PROMPTS)
         )
         self._identity = identities[0]
-        hello = Hello(
-            1, PROTOCOL_VERSION, "engine", "seeker", self._identity, geometry_to_wire(geometry)
-        )
+        hello = engine_hello(geometry, "seeker", self._identity)
         self._calls = Caller(scene, hello, lambda: None)
         self._lease = 0
         self._tries = 0
@@ -95,11 +93,11 @@ class Seeker(Client):
 
     @property
     def is_done(self) -> bool:
-        """Whether every prompt came up as far as it could."""
+        """True once every prompt came up as far as it could."""
         return not self._todo
 
     def step(self) -> None:
-        """Look up what comes next, or take the answer."""
+        """Look up the next prompt, or take the answer."""
         for reply in self._calls.poll():
             if isinstance(reply, Found):
                 self._take(reply)
@@ -121,15 +119,27 @@ class Seeker(Client):
         welcome = self._calls.link.welcome
         assert welcome is not None
         file = self.scene.system.paths[welcome.arena_path]
-        for ref, index, chunk in named(self._geometry, found):
-            size, parts = sizes(self._geometry, index, chunk)
-            name = identity, self._geometry.groups[index].gid, hashes[chunk]
+        for ref, index, chunk in needed_slots(self._geometry, found):
+            size, parts = shape_of(self._geometry, index, chunk)
             for part in range(parts):
-                books.shown(Copy(file, *ref, name, part, parts, size, True, welcome.boot))
+                books.shown(
+                    Copy(
+                        file=file,
+                        offset=ref.offset,
+                        generation=ref.generation,
+                        name=Name(identity, self._geometry.groups[index].gid, hashes[chunk]),
+                        part=part,
+                        parts=parts,
+                        size=size,
+                        checksum=True,
+                        boot=welcome.boot,
+                    )
+                )
         self._calls.tell(Release(self._lease))
-        after = self._expects(self._geometry, identity, hashes)
-        both = [bytes(map(min, one, other)) for one, other in zip(self._before, after, strict=True)]
-        expected = largest_hit(self._geometry, both, len(hashes))
+        now = self._expects(self._geometry, identity, hashes)
+        masks = zip(self._before, now, strict=True)
+        always = [bytes(map(min, before, after)) for before, after in masks]
+        expected = largest_hit(self._geometry, always, len(hashes))
         self.scene.counts["chunks_sought"] += sum(found.tiers.values())
         assert found.why != "it was not read in time", (
             "nothing goes on for a lookup that waits for others"
@@ -139,7 +149,7 @@ class Seeker(Client):
         if found.chunks < expected and self._tries < self.TRIES:
             return
         if self._has_no_room and found.chunks < expected:
-            # One lookup's room may be what another one had, in whichever try.
+            # One lookup's room may be at the cost of another one, in any try.
             self.scene.counts["seeks_without_room"] += 1
         else:
             assert found.chunks >= expected, (
@@ -152,7 +162,7 @@ class Seeker(Client):
 
 
 class Liars(Client):
-    """Clients in one process that say anything: those of `tests.fuzz.liar`."""
+    """Clients in one process that send anything: those of `tests.fuzz.liar`."""
 
     def __init__(self, scene: Scene, process: SimProcess, engine_ids: Sequence[str]) -> None:
         """`engine_ids` are engines that do not lie."""
@@ -163,7 +173,7 @@ class Liars(Client):
         """Open connections, by the index of their kind in KINDS."""
 
     def step(self) -> None:
-        """A few pieces of bytes."""
+        """Send a few pieces of bytes."""
         if self.scene.calm:
             for kind in list(self._lines):
                 self._hang_up(kind)
@@ -201,8 +211,8 @@ class Liars(Client):
         for reply in line.receive():
             line.is_greeting = False
             self._liar.heard(line.peer, reply)
-            what = reply.code if isinstance(reply, Error) else type(reply).__name__
-            self.scene.counts[f"liar_heard_{what}"] += 1
+            kind = reply.code if isinstance(reply, Error) else type(reply).__name__
+            self.scene.counts[f"liar_heard_{kind}"] += 1
             self.scene.counts["liar_hits"] += isinstance(reply, Found) and reply.chunks > 0
 
     def _hang_up(self, kind: int) -> None:

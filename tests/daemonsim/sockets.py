@@ -1,4 +1,4 @@
-"""Processes of the simulated machine and what they talk over: pipes, sockets, selectors."""
+"""Processes of the simulated machine, and the pipes, sockets and selectors that they talk over."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from tests.daemonsim.system import System
@@ -29,7 +29,14 @@ class SimProcess:
         self.stopped_until = 0
         self.sockets: list[SimSocket] = []
         self.is_foreign = False
-        """Whether it is of a pid namespace in which the daemon sees nothing."""
+        """True for a process of a pid namespace that the daemon cannot see."""
+
+
+class Flight(NamedTuple):
+    """Bytes on their way to a reader."""
+
+    arrives_at: int
+    data: bytes
 
 
 class Pipe:
@@ -39,16 +46,16 @@ class Pipe:
         self._system = system
         self._capacity = capacity
         self._wakes = wakes
-        """Whether its reader is the daemon."""
-        self.flying: deque[tuple[int, bytes]] = deque()
+        """True where its reader is the daemon."""
+        self.flying: deque[Flight] = deque()
         self.ready = bytearray()
         self._bytes = 0
         self._last = 0
         self.ends_at: int | None = None
-        """When the reader sees the writer's end."""
+        """The time at which the reader sees that the writer has closed."""
         self.is_reset = False
         self.is_deaf = False
-        """The reader is gone."""
+        """True once the reader is gone."""
 
     @property
     def room(self) -> int:
@@ -56,49 +63,50 @@ class Pipe:
         return self._capacity - self._bytes
 
     def write(self, data: bytes) -> None:
-        """Send what there is room for."""
+        """Send bytes, for which there must be room."""
         self._bytes += len(data)
-        self.flying.append((self._arrival(), data))
+        self.flying.append(Flight(self._arrival(), data))
 
     def end(self) -> None:
-        """The writer has closed."""
+        """Have the reader see, after all bytes, that the writer has closed."""
         if self.ends_at is None:
             self.ends_at = self._arrival()
 
     def cut(self, rng: random.Random) -> None:
-        """Lose a random rest of what is on its way, then end."""
+        """Lose a random rest of the bytes that are on their way, then end."""
         keep = rng.randrange(len(self.flying) + 1)
         while len(self.flying) > keep:
             self.flying.pop()
         if self.flying and rng.random() < 0.5:
-            at, last = self.flying.pop()
-            self.flying.append((at, last[: rng.randrange(len(last) + 1)]))
+            last = self.flying.pop()
+            kept = last.data[: rng.randrange(len(last.data) + 1)]
+            self.flying.append(Flight(last.arrives_at, kept))
         self.is_reset = rng.random() < 0.5
         self.end()
 
     def arrive(self) -> None:
-        """Make readable what has arrived by now."""
-        while self.flying and self.flying[0][0] <= self._system.now:
-            self.ready += self.flying.popleft()[1]
+        """Make the bytes readable that have arrived by now."""
+        while self.flying and self.flying[0].arrives_at <= self._system.now:
+            self.ready += self.flying.popleft().data
 
     def read(self, size: int) -> bytes | None:
-        """Bytes, b"" at the end, None where there is nothing yet."""
+        """Return bytes, b"" at the end, or None where there is nothing yet."""
         self.arrive()
         if self.ready:
-            taken = bytes(self.ready[:size])
+            received = bytes(self.ready[:size])
             del self.ready[:size]
-            self._bytes -= len(taken)
-            return taken
+            self._bytes -= len(received)
+            return received
         return b"" if self.is_at_end else None
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the end has arrived (behind all bytes)."""
+        """True once the reader sees the end, after all bytes."""
         return self.ends_at is not None and self.ends_at <= self._system.now and not self.flying
 
     @property
     def is_readable(self) -> bool:
-        """Whether `read` has something to say."""
+        """True where `read` returns bytes or the end."""
         if self.flying:
             self.arrive()
         return bool(self.ready) or self.is_at_end
@@ -111,7 +119,7 @@ class Pipe:
 
 
 class SimSocket:
-    """A Unix socket of this machine, non-blocking."""
+    """Stands for socket.socket: a Unix socket of this machine, non-blocking."""
 
     def __init__(self, system: "System", process: SimProcess) -> None:
         self._system = system
@@ -123,7 +131,7 @@ class SimSocket:
         process.sockets.append(self)
 
     def connect(self, path: str) -> None:
-        """Reach the daemon's listener."""
+        """Connect to the daemon's listener, whatever the path."""
         listener = self._system.listener
         if listener is None:
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
@@ -138,7 +146,6 @@ class SimSocket:
         self._system.wake_server(self._system.now)
 
     def recv(self, size: int) -> bytes:
-        """See socket.socket."""
         assert self.inward is not None
         assert not self.is_closed, "a closed socket is read"
         received = self.inward.read(self._system.cut_of(size))
@@ -151,13 +158,11 @@ class SimSocket:
         return received
 
     def recv_into(self, buffer: memoryview) -> int:
-        """See socket.socket."""
         received = self.recv(len(buffer))
         buffer[: len(received)] = received
         return len(received)
 
     def send(self, data: bytes | bytearray) -> int:
-        """See socket.socket."""
         assert self.outward is not None
         assert not self.is_closed, "a closed socket is written to"
         if self.is_hung_up:
@@ -170,7 +175,7 @@ class SimSocket:
         return size
 
     def close(self) -> None:
-        """See socket.socket; what was sent still arrives."""
+        """Close this end. The bytes that were sent still arrive."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -196,7 +201,7 @@ class SimSocket:
         assert not flag
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        """SO_PEERCRED."""
+        """Return the credentials of the other end (SO_PEERCRED)."""
         assert (level, option, size) == (
             socket.SOL_SOCKET,
             socket.SO_PEERCRED,
@@ -208,12 +213,12 @@ class SimSocket:
 
     @property
     def is_hung_up(self) -> bool:
-        """Whether the other end is closed."""
+        """True once the other end is closed."""
         assert self.outward is not None
         return self.outward.is_deaf or self.outward.ends_at is not None
 
     def events(self, wanted: int) -> int:
-        """Those of `wanted` that select would tell of."""
+        """Return those of the events `wanted` that select would report."""
         assert self.inward is not None
         assert self.outward is not None
         found = READ if self.inward.is_readable else 0
@@ -223,41 +228,39 @@ class SimSocket:
 
 
 class Poll:
-    """See select.poll; it looks for the other end's close alone."""
+    """Stands for select.poll. It reports the other end's close alone."""
 
     def __init__(self) -> None:
         self._sockets: list[SimSocket] = []
 
     def register(self, sock: SimSocket, events: int) -> None:
-        """Look at this one too."""
+        """Watch a socket for the close of its other end."""
         assert events == select.POLLHUP
         self._sockets.append(sock)
 
     def poll(self, timeout: int) -> list[SimSocket]:
-        """Those whose other end is closed."""
+        """Return the sockets whose other end is closed."""
         assert timeout == 0
         return [sock for sock in self._sockets if sock.is_hung_up]
 
 
 class Listener:
-    """The daemon's listening socket."""
+    """Stands for the daemon's listening socket."""
 
     def __init__(self, system: "System") -> None:
         self._system = system
         self.backlog: deque[SimSocket] = deque()
 
     def accept(self) -> tuple[SimSocket, str]:
-        """See socket.socket."""
         if not self.backlog:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         return self.backlog.popleft(), ""
 
     def events(self, wanted: int) -> int:
-        """See SimSocket."""
         return READ if self.backlog else 0
 
     def close(self) -> None:
-        """Whoever waits is refused."""
+        """Refuse all clients that wait for `accept`."""
         self._system.listener = None
         for waiting in self.backlog:
             waiting.close()
@@ -275,17 +278,16 @@ class Waker:
         assert not flag
 
     def send(self, data: bytes) -> int:
-        """Wake the loop."""
+        """Wake the loop of the daemon."""
         self.is_rung = True
         self._system.wake_server(self._system.now)
         return len(data)
 
     def events(self, wanted: int) -> int:
-        """See SimSocket."""
         return READ if self.is_rung else 0
 
     def recv(self, size: int) -> bytes:
-        """Empty it."""
+        """Take all bytes out of it."""
         self.is_rung = False
         return b"\0"
 
@@ -294,7 +296,7 @@ class Waker:
 
 
 class Selector:
-    """selectors.DefaultSelector; what is ready comes in any order."""
+    """Stands for selectors.DefaultSelector. Ready objects come in any order."""
 
     def __init__(self, system: "System") -> None:
         self._system = system
@@ -302,27 +304,23 @@ class Selector:
         self._data: dict[Any, Any] = {}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> None:
-        """See selectors."""
         assert fileobj not in self._wanted
         self._wanted[fileobj] = events
         self._data[fileobj] = data
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
-        """See selectors."""
         assert fileobj in self._wanted
         self._wanted[fileobj] = events
         self._data[fileobj] = data
 
     def unregister(self, fileobj: Any) -> None:
-        """See selectors."""
         del self._wanted[fileobj]
 
     def close(self) -> None:
-        """See selectors."""
         self._wanted.clear()
 
     def select(self, timeout: float | None = None) -> list[tuple[SimpleNamespace, int]]:
-        """See selectors; never waits, whatever the `timeout`."""
+        """Return the objects that are ready now. It never waits, whatever the `timeout`."""
         ready = [
             (SimpleNamespace(fileobj=fileobj, fd=fileobj, data=self._data[fileobj]), events)
             for fileobj, events in self._ready()
@@ -332,7 +330,7 @@ class Selector:
         return ready
 
     def is_any_ready(self) -> bool:
-        """Whether `select` would return at once."""
+        """Return True where `select` has an object to return."""
         return any(True for _ in self._ready())
 
     def _ready(self) -> Iterator[tuple[Any, int]]:

@@ -1,7 +1,7 @@
 """A machine that is only a heap of events: clocks, processes, sockets, pidfds, shared memory.
 
-`installed` puts it under the daemon's loop and client/link.py in place of the operating system;
-what is above is the real code.
+`installed` puts it under the daemon's loop and client/link.py in place of the operating system. The
+code above it is the real one.
 
 Times are integers in microseconds of a clock that stands still while code runs. Nothing here
 depends on the order of a set, on an id or on a hash, so that a seed repeats to the last byte.
@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from hybridkv.client import link
@@ -53,18 +53,41 @@ FIRST_FD = 1000
 LOCK_FD = 999
 SLEEPLESS_MAX = 2000
 """Rounds of the loop in a row that want the next one at once."""
-VAIN_MAX = 20
-"""Times that something is waited for that is there already."""
+USELESS_WAITS_MAX = 20
+"""Waits in a row for an event that has come already."""
 TRACED = (
-    *("store/store.py", "store/extents.py", "store/index.py", "store/eviction.py"),
-    *("shm/trailer.py", "shm/slots.py"),
-    *("daemon/handlers.py", "daemon/sessions.py", "daemon/slot_requests.py"),
-    *("tiers/promotion.py", "tiers/load_or_compute.py"),
-    *("tiers/demotion.py", "tiers/health.py"),
+    "store/store.py",
+    "store/extents.py",
+    "store/index.py",
+    "store/eviction.py",
+    "shm/trailer.py",
+    "shm/slots.py",
+    "daemon/handlers.py",
+    "daemon/sessions.py",
+    "daemon/slot_requests.py",
+    "tiers/promotion.py",
+    "tiers/load_or_compute.py",
+    "tiers/demotion.py",
+    "tiers/health.py",
 )
-"""Where the daemon can be killed: at any line of these."""
+"""Files at any line of which the daemon can be killed."""
 UNTRACED = ("owner_of",)
-"""Cached functions of these, whose lines run or not with what ran before."""
+"""Cached functions of these files. Whether their lines run depends on earlier calls."""
+
+
+class Delays(NamedTuple):
+    """A range of random delays: low <= delay < high."""
+
+    low: int
+    high: int
+
+
+class Event(NamedTuple):
+    """An event of the machine. Those of one time come in the order of their numbers."""
+
+    when: int
+    number: int
+    action: Callable[[], None]
 
 
 class Killed(BaseException):
@@ -80,15 +103,15 @@ class GoneError(BaseException):
 
 
 class Strand:
-    """A thread of the daemon for a tier. It runs only while it is told to, until it pauses."""
+    """A thread of the daemon for a tier. It runs from `go_on` until it pauses or ends."""
 
     def __init__(self, system: "System", code: Callable[["Strand"], None]) -> None:
         self._system = system
         self._code = code
         self.job: TierJob | None = None
-        """What it is doing."""
+        """The job that it is doing."""
         self.due: int | None = None
-        """When it goes on; None while it hangs."""
+        """The time at which it goes on. None while it hangs."""
         self.is_over = False
         self._is_gone = False
         self._error: BaseException | None = None
@@ -110,13 +133,13 @@ class Strand:
             raise AssertionError(f"in a thread of a tier: {self._error}") from self._error
 
     def end(self) -> None:
-        """Its process is killed: it does nothing more."""
+        """End it, because its process is killed."""
         self._is_gone = True
         if not self.is_over:
             self.go_on()
 
     def wait(self) -> None:
-        """Called by itself: let others run until it is told to go on."""
+        """Called by the thread itself: let others run until the next `go_on`."""
         self._theirs.release()
         self._mine.acquire()
         if self._is_gone:
@@ -136,7 +159,7 @@ class Strand:
 
 
 class SlotsMemory:
-    """The slots as the daemon's store sees them: it writes headers only, and may die within one."""
+    """The slots as the daemon's store sees them. It writes headers only, and may die within one."""
 
     def __init__(self, system: "System", view: memoryview) -> None:
         self._system = system
@@ -172,7 +195,7 @@ class SlotsMemory:
 
 
 class ArenaFile:
-    """A file in shared memory; it outlives daemons, and its mappings outlive its name."""
+    """Stands for shm.arena.Arena: it outlives daemons, and its mappings outlive its name."""
 
     def __init__(self, system: "System", path: Path, slots_bytes: int) -> None:
         self._system = system
@@ -183,30 +206,29 @@ class ArenaFile:
         self.granted: set[int] = set()
         """Every generation that a client was ever given here."""
         self.memory = self
-        self.locks: dict[int, SimProcess] = {}  # Who has mapped it with that lock.
+        self.locks: dict[int, SimProcess] = {}  # The process that has mapped it with a lock.
 
     def is_locked(self, number: int) -> bool:
-        """See shm.arena.Arena."""
         return number in self.locks and self.locks[number].alive
 
     def __getitem__(self, at: slice) -> SlotsMemory:
         return SlotsMemory(self._system, self.bytes[at])
 
     def reserve(self, start: int, stop: int) -> None:
-        """Make pages exist; raises OSError where the machine has no more."""
+        """Make pages exist. Raises OSError where the machine has no more."""
         assert start < stop <= self.slots_bytes
         if stop > self._system.pages_end:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     def close(self) -> None:
-        """Unmap."""
+        """Let go of the lock of the file."""
         # The next daemon may take the arena over as soon as this lock is given up.
         assert not self._system.strands, (
             "the arena is given up while a thread may still write into it"
         )
 
     def unlink(self) -> None:
-        """Remove the name."""
+        """Remove the file's name. Mappings stay valid."""
         if self in self._system.files:
             self._system.files.remove(self)
 
@@ -219,11 +241,11 @@ class System:
         self.now = SECOND
         self._looks = 0
         self.wall_ms = EPOCH_MS
-        """Time of day when `now` is 0; steps with the administrator's hand."""
-        self.events: list[tuple[int, int, Callable[[], None]]] = []
+        """The time of day when `now` is 0. It steps where an administrator sets the clock."""
+        self.events: list[Event] = []
         self._numbers = 0
         self._digest = hashlib.blake2b(digest_size=16)
-        self.latencies = (5, 200)
+        self.latencies = Delays(5, 200)
         self.capacity = 1 << 16
         self.pages_end = 1 << 60
         self.default_bytes = 48 * SLOT_ALIGN
@@ -231,9 +253,9 @@ class System:
         self._last_pid = 100
         self._free_pids: list[int] = []
         self.reuses_pids = False
-        self.has_foreign = False  # Whether new processes may be of other pid namespaces.
+        self.has_foreign = False  # True where new processes may be of other pid namespaces.
         self.current = self.spawn()
-        """Whose code runs."""
+        """The process whose code runs."""
         self.pidfds: dict[int, SimProcess] = {}
         self.files: list[ArenaFile] = []
         self.paths: dict[str, ArenaFile] = {}
@@ -253,11 +275,11 @@ class System:
         self.make_threads: Callable[..., Any] = lambda tier, memory, done: None
         self.has_quotas = True
         self.strands: list[Strand] = []
-        """Of the living daemon's process."""
+        """The threads of the living daemon's process."""
         self.strand: Strand | None = None
-        """That runs now."""
+        """The thread that runs now."""
         self.never_hangs = False
-        self._vain = 0
+        self._useless_waits = 0
         self._sleepless = 0
         self._timer_at = 0
         self.on_start: Callable[[loop.DaemonServer], None] = lambda server: None
@@ -266,64 +288,64 @@ class System:
 
     @property
     def arena(self) -> ArenaFile | None:
-        """That of the living daemon."""
-        arena: Any = self.server._arena if self.server is not None else None
+        """The arena of the living daemon."""
+        arena: Any = self.server.arena if self.server is not None else None
         assert arena is None or isinstance(arena, ArenaFile)
         return arena
 
     # Time
 
-    def at(self, when: int, what: Callable[[], None]) -> None:
-        """Do something later."""
+    def at(self, when: int, action: Callable[[], None]) -> None:
+        """Do an action at a time."""
         self._numbers += 1
-        heapq.heappush(self.events, (when, self._numbers, what))
+        heapq.heappush(self.events, Event(when, self._numbers, action))
 
-    def after(self, low: int, high: int, what: Callable[[], None]) -> None:
-        """Do something a random time later."""
-        self.at(self.now + self.rng.randrange(low, high), what)
+    def after(self, low: int, high: int, action: Callable[[], None]) -> None:
+        """Do an action after a random delay: low <= delay < high."""
+        self.at(self.now + self.rng.randrange(low, high), action)
 
     def step(self) -> None:
-        """The next event."""
-        when, _, what = heapq.heappop(self.events)
-        self.now = max(self.now, when)
-        what()
+        """Do the action of the next event, at its time."""
+        event = heapq.heappop(self.events)
+        self.now = max(self.now, event.when)
+        event.action()
 
     def seconds(self) -> float:
-        """The clock that clients are told."""
+        """Return the time of the clock that clients use."""
         return self.now / SECOND
 
     def time_ms(self) -> int:
-        """The time of day."""
+        """Return the time of day in milliseconds."""
         return self.wall_ms + self.now // 1000
 
     def _monotonic(self) -> float:
-        """Seconds; within a round of the loop each look at it finds it a little later."""
+        """Return the time in seconds. Each look within a round of the loop is a little later."""
         self._looks += 1
         return self.now / SECOND + self._looks * self.rng.choice((0.0, 0.0, 1e-6, 1e-4))
 
-    def trace(self, *what: object) -> None:
-        """Make something part of the run's digest."""
-        self._digest.update(repr((self.now, *what)).encode())
+    def trace(self, *facts: object) -> None:
+        """Make facts part of the run's digest."""
+        self._digest.update(repr((self.now, *facts)).encode())
 
     def digest(self) -> str:
-        """A digest of all that was traced, and of the bytes of every arena."""
+        """Return a digest of all that was traced, and of the bytes of every arena."""
         whole = self._digest.copy()
         for file in self.files:
             whole.update(file.bytes)
         return whole.hexdigest()
 
     def latency(self) -> int:
-        """Time that a piece of a stream takes."""
-        return self.rng.randrange(*self.latencies)
+        """Return the time that a piece of a stream takes."""
+        return self.rng.randrange(self.latencies.low, self.latencies.high)
 
     def cut_of(self, size: int) -> int:
-        """How much one read takes: streams have no messages."""
+        """Return the bytes that one read takes, because streams have no messages."""
         return self.rng.randrange(1, 200) if self.rng.random() < 0.1 else size
 
     # Processes
 
     def spawn(self) -> SimProcess:
-        """A new process, maybe with the id of a dead one."""
+        """Start a process, perhaps with the id of a dead one."""
         if self.reuses_pids and self._free_pids and self.rng.random() < 0.7:
             pid = self._free_pids.pop(self.rng.randrange(len(self._free_pids)))
         else:
@@ -336,7 +358,7 @@ class System:
         return process
 
     def kill(self, process: SimProcess) -> None:
-        """SIGKILL: the kernel closes what it had open."""
+        """End a process at once (SIGKILL). The kernel closes its sockets."""
         if not process.alive:
             return
         self.trace("kill", process.pid)
@@ -348,12 +370,11 @@ class System:
         self.wake_server(self.now)
 
     def process_of(self, pid: int) -> Process | None:
-        """As daemon.clients.process_of."""
+        """Stands for daemon.clients.process_of."""
         process = self.processes.get(pid)
         return Process(pid, process.started) if process is not None else None
 
     def pidfd_open(self, pid: int) -> int:
-        """See os."""
         if pid not in self.processes:
             raise ProcessLookupError(errno.ESRCH, "No such process")
         # The kernel also takes the lowest free number, so another process soon has it again.
@@ -362,13 +383,12 @@ class System:
         return fd
 
     def close_fd(self, fd: int) -> None:
-        """See os."""
         self.pidfds.pop(fd, None)
 
     # The daemon
 
     def start_server(self, ram_bytes: int | None, fresh: bool = False) -> bool:
-        """Start a daemon; False where it was killed before it served."""
+        """Start a daemon. Returns False where it was killed before it served."""
         assert self.server is None
         self.server_process = self.spawn()
         self.lives += 1
@@ -378,7 +398,14 @@ class System:
         policy = tuple(EvictionPolicy)[self.lives % len(EvictionPolicy)]
         quota = (None, 3 * SLOT_ALIGN, 12 * SLOT_ALIGN)[self.lives % 3] if self.has_quotas else None
         options = loop.ServeOptions(
-            SOCKET_PATH, ram_bytes, -1, fresh, policy, quota, self.tiers, "node"
+            socket_path=SOCKET_PATH,
+            ram_bytes=ram_bytes,
+            metrics_port=-1,
+            fresh=fresh,
+            eviction=policy,
+            salt_quota_bytes=quota,
+            tiers=self.tiers,
+            node="node",
         )
         server: list[loop.DaemonServer] = []
         if not self._runs(lambda: server.append(loop.DaemonServer(options))):
@@ -390,7 +417,7 @@ class System:
         return True
 
     def stop_server(self, keep_arena: bool) -> None:
-        """SIGTERM or SIGINT."""
+        """End the daemon by SIGTERM, which keeps the arena, or by SIGINT."""
         assert self.server is not None
         self.trace("stop", keep_arena)
         server = self.server
@@ -399,7 +426,7 @@ class System:
             self._server_ended()
 
     def kill_server(self) -> None:
-        """SIGKILL."""
+        """End the daemon at once (SIGKILL)."""
         self.trace("kill server")
         self._server_ended()
 
@@ -408,7 +435,7 @@ class System:
         self._lines_left, self._writes_left = lines, writes
 
     def tears(self) -> int | None:
-        """Bytes of this header that are written before the daemon dies within it, else None."""
+        """Return the bytes of this header that are written before the daemon dies, else None."""
         if not self._writes_left:
             return None
         self._writes_left -= 1
@@ -432,10 +459,10 @@ class System:
         if not self._runs(server.turn):
             return
         self.on_turn()
-        selector: Any = server._selector
-        if server.clients.behind or selector.is_any_ready():
+        selector: Any = server.selector
+        if server.clients.waiting or selector.is_any_ready():
             self.wake_server(self.now + self.rng.randrange(5, 60))
-        patience = server._patience()
+        patience = server.sleep_seconds()
         self._sleepless = self._sleepless + 1 if patience == 0.0 else 0
         assert self._sleepless < SLEEPLESS_MAX, "the loop spins"
         if patience is not None:
@@ -449,13 +476,13 @@ class System:
 
     @property
     def turn_is_due(self) -> bool:
-        """Whether the loop's next round is only a matter of this instant's order."""
+        """True where the loop has a round at this time, before or after the event that runs."""
         return any(when <= self.now for when in self._turns) or 0 < self._timer_at <= self.now
 
     # The daemon's threads
 
     def start(self, strand: Strand) -> None:
-        """Have a thread begin."""
+        """Have a thread begin at this time."""
         self.strands.append(strand)
         self._continue(strand, self.now)
 
@@ -466,7 +493,7 @@ class System:
         self.strand.wait()
 
     def hang(self, time: int | None) -> None:
-        """Called by a thread of the daemon: sleep so long, or until `awaken`."""
+        """Called by a thread of the daemon: sleep for a time, or until `awaken`."""
         assert self.strand is not None
         if self.never_hangs:
             return
@@ -481,7 +508,7 @@ class System:
             self._continue(strand, self.now + self.rng.randrange(1, SECOND))
 
     def run_strands(self, until: int, is_enough: Callable[[], bool]) -> None:
-        """Nothing happens but in the daemon's threads, until a time or an event."""
+        """Run the daemon's threads alone, until a time or an event."""
         while not is_enough():
             dues = [strand.due for strand in self.strands if strand.due is not None]
             if not dues or min(dues) > until:
@@ -508,8 +535,8 @@ class System:
     def _select(self, read: Any, write: Any, error: Any, timeout: float) -> None:
         """select.select of a daemon that does not serve yet."""
         waker = read[0]
-        self._vain = self._vain + 1 if waker.is_rung else 0
-        assert self._vain < VAIN_MAX, "a daemon that waits for its tiers spins"
+        self._useless_waits = self._useless_waits + 1 if waker.is_rung else 0
+        assert self._useless_waits < USELESS_WAITS_MAX, "a daemon that waits for its tiers spins"
         self.run_strands(
             self.now + max(1, math.ceil(timeout * SECOND)), lambda: bool(waker.is_rung)
         )
@@ -523,18 +550,21 @@ class System:
             self._may_wait = True
             with contextlib.suppress(WouldWaitError):
                 self._reserver()
-        if server._reserver.reserved_bytes < arena.slots_bytes:
+        if server.reserver.reserved_bytes < arena.slots_bytes:
             self.after(500, 40_000, self._reserve)
 
     def _wait_for(self, predicate: Callable[[], bool], timeout_seconds: float | None) -> bool:
-        """threading.Condition.wait_for of that thread: goes on once, if it can or need not wait."""
+        """Stands for threading.Condition.wait_for of the thread that makes pages exist.
+
+        It returns once for each step, unless the thread has nothing to do.
+        """
         if not self._may_wait or (timeout_seconds is None and not predicate()):
             raise WouldWaitError
         self._may_wait = False
         return True
 
     def _runs(self, code: Callable[[], None]) -> bool:
-        """Run the daemon's code; False where it was killed by what `arm` set."""
+        """Run the daemon's code. Returns False where it was killed as `arm` asked for."""
         traced = self._lines_left > 0
         before, self.current = self.current, self.server_process
         try:
@@ -575,7 +605,7 @@ class System:
         self.pidfds.clear()
         self.on_death()
 
-    # What the daemon finds in place of the operating system
+    # Stand-ins for the operating system
 
     def open_arena(
         self,
@@ -585,27 +615,27 @@ class System:
         boot: str,
         directory: Path,
         group: int | None,
-    ) -> tuple[ArenaFile, Trailer, bool]:
-        """As daemon.filesystem.open_arena, for one user."""
-        taken = next(
-            (file for file in self.files if not fresh and ram_bytes in (None, file.slots_bytes)),
-            None,
+    ) -> SimpleNamespace:
+        """Stands for daemon.filesystem.open_arena, for one user."""
+        fitting = (
+            file for file in self.files if not fresh and ram_bytes in (None, file.slots_bytes)
         )
+        earlier = next(fitting, None)
         for file in list(self.files):
-            if file is not taken:
+            if file is not earlier:
                 file.unlink()
-        warm = taken is not None
-        if taken is None:
-            taken = ArenaFile(self, Path(f"/daemonsim/{boot}"), ram_bytes or self.default_bytes)
-            self.files.append(taken)
-            self.paths[str(taken.path)] = taken
-        trailer = Trailer(taken.bytes[taken.slots_bytes :], taken.slots_bytes)
-        if not warm:
+        arena = earlier
+        if arena is None:
+            arena = ArenaFile(self, Path(f"/daemonsim/{boot}"), ram_bytes or self.default_bytes)
+            self.files.append(arena)
+            self.paths[str(arena.path)] = arena
+        trailer = Trailer(arena.bytes[arena.slots_bytes :], arena.slots_bytes)
+        if earlier is None:
             trailer.format()
-        return taken, trailer, warm
+        return SimpleNamespace(arena=arena, trailer=trailer, is_earlier=earlier is not None)
 
     def attach(self, path: str, size_bytes: int, process: SimProcess, lock: int) -> ArenaFile:
-        """As shm.arena.attach_arena."""
+        """Stands for shm.arena.attach_arena."""
         for file in self.files:
             if str(file.path) == path and file.size_bytes == size_bytes:
                 file.locks[lock] = process
@@ -613,7 +643,7 @@ class System:
         raise HybridKVError(f"arena {path} is gone")
 
     def new_socket(self, *_: int) -> SimSocket:
-        """socket.socket of whoever runs now."""
+        """Make a socket of the process that runs now."""
         return SimSocket(self, self.current)
 
     def _listen(self, *_: object) -> Listener:
@@ -634,10 +664,10 @@ class System:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Be the operating system of the daemon's loop and of clients' links."""
+        """Stand for the operating system of the daemon's loop and of clients' links."""
 
         class Condition:
-            """Of a machine on which a thread runs between two rounds of the loop."""
+            """Stands for threading.Condition. Threads run between two rounds of the loop alone."""
 
             wait_for = staticmethod(self._wait_for)
             notify = staticmethod(lambda: None)
@@ -698,7 +728,7 @@ class System:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """What runs here is not the daemon's: it cannot be killed, and no line of it is counted."""
+    """Run code of the tests within the daemon's. It cannot be killed, and no line is counted."""
     trace = sys.gettrace()
     sys.settrace(None)
     try:

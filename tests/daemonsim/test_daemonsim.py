@@ -54,7 +54,7 @@ BEHAVIOURS = (
     "records_put",
     "records_audited",
 )
-"""What the seeds must have come to."""
+"""Counts that the seeds must reach together."""
 RARE = (
     "closed_before_lock",
     *(f"fault_{name}" for name in ILLS),
@@ -65,7 +65,7 @@ RARE = (
     "waits_left",
     "jobs_discard",
 )
-"""What few of them come to."""
+"""Counts that few seeds reach."""
 NOT_HERE = {
     ErrorCode.INTERNAL,
     ErrorCode.OTHER_USER,
@@ -73,7 +73,7 @@ NOT_HERE = {
     ErrorCode.SESSIONS,
     ErrorCode.TOO_LARGE,
 }
-"""Needs another user, thousands of connections or megabytes of facts; or must never be."""
+"""Codes that need another user, thousands of connections or megabytes of facts, or never occur."""
 HEARD = (
     *(f"liar_heard_{code}" for code in ErrorCode if code not in NOT_HERE),
     *(f"liar_heard_{reply.__name__}" for reply in get_args(Reply) if reply is not Error),

@@ -27,7 +27,7 @@ from hybridkv.tiers.record import (
     write_head,
 )
 from tests.daemonsim.oracle import Books, Name, content
-from tests.daemonsim.system import SECOND, SlotsMemory, Strand, System
+from tests.daemonsim.system import SECOND, Delays, SlotsMemory, Strand, System
 
 ILLS = {
     "tier_slow": "a tier takes up to half a second for everything",
@@ -42,18 +42,18 @@ ILLS = {
     "tier_alone": "the machine reboots: what was in RAM is lost",
 }
 HANGS_SECONDS = (0.2, 2.0, 20.0, None)
-"""How long a call that hangs takes; None = until all is well."""
+"""The times for which calls hang, None = until all is well."""
 
 
 CALLS = ("open", "find", "get", "put", "discard", "tend")
 
 
 class WrongError(BaseException):
-    """A fault of the daemon that a tier saw; nothing on the way up takes it for the tier's."""
+    """A fault of the daemon that a tier saw. No handler takes it for a fault of the tier."""
 
 
 class Vault:
-    """What a tier keeps, which outlives daemons, and what ails it."""
+    """The records of a tier, which outlive daemons, and its faults."""
 
     def __init__(
         self, system: System, books: Books, is_remote: bool, max_bytes: int | None
@@ -61,27 +61,27 @@ class Vault:
         self.system = system
         self.books = books
         self.is_remote = is_remote
-        """Nobody knows what it has without asking."""
+        """True for a tier that must be asked which objects it has."""
         self.max_bytes = max_bytes
         self.records: dict[bytes, bytes] = {}
-        self.delays = (1, 300)
+        self.delays = Delays(1, 300)
         self.ills: dict[str, int] = {}
-        """By name, until when."""
+        """The time until which each fault lasts, by its name."""
         self.sick_calls: tuple[str, ...] = CALLS
-        """Those that hang or fail while the tier hangs or fails."""
+        """The calls that hang or fail while the tier hangs or fails."""
         self.counts: Counter[str] = Counter()
 
     def is_ill(self, name: str, rate: float = 1.0) -> bool:
-        """Whether this fault shows now."""
+        """Return True where the fault of that name shows now."""
         return self.ills.get(name, 0) > self.system.now and self.system.rng.random() < rate
 
     def heal(self) -> None:
         """All is well from now on."""
         self.ills.clear()
-        self.delays = (1, 300)
+        self.delays = Delays(1, 300)
 
     def sound(self, key: bytes) -> Record | None:
-        """What a record says, if every byte of it is as it was put."""
+        """Return the head of a record if every byte of it is as it was put, else None."""
         image = self.records.get(key)
         record = read_head(memoryview(image)) if image is not None else None
         if image is None or record is None or record.name.key != key:
@@ -89,7 +89,7 @@ class Vault:
         return record if proven_digests(record, memoryview(image)) else None
 
     def publish(self, key: bytes, image: bytes) -> None:
-        """A record appears as a whole."""
+        """Add a record, as a whole."""
         self.records.pop(key, None)
         self.records[key] = image
         record = self.sound(key)
@@ -99,7 +99,7 @@ class Vault:
             self._prove(record, image)
 
     def audit(self) -> int:
-        """Every record that is taken for sound is what its name says; how many there are."""
+        """Every sound record has the bytes of its name. Returns the number of sound records."""
         records = [(self.sound(key), image) for key, image in self.records.items()]
         for record, image in records:
             if record is not None:
@@ -107,26 +107,25 @@ class Vault:
         return sum(record is not None for record, _ in records)
 
     def _prove(self, record: Record, image: bytes) -> None:
-        name = record.name.namespace, record.name.gid, record.name.chunk_hash
+        name = Name(record.name.namespace, record.name.gid, record.name.chunk_hash)
         if name in self.books.written and self.books.is_exclusive:
             for part in range(record.parts):
                 start = payload_offset(record.parts) + part * record.part_bytes
                 if image[start : start + record.part_bytes] != content(
                     name, part, record.part_bytes
                 ):
-                    raise WrongError(
-                        f"LIE: the record of {name[1]}:{name[2].hex()[:8]} has other bytes, signed"
-                    )
+                    shown = f"{name.gid}:{name.chunk_hash.hex()[:8]}"
+                    raise WrongError(f"LIE: the record of {shown} has other bytes, signed")
 
     def lose(self) -> None:
-        """Some records are not there any more."""
+        """Remove a random share of the records."""
         rate = self.system.rng.choice((0.1, 0.5, 1.0))
         for key in list(self.records):
             if self.system.rng.random() < rate:
                 del self.records[key]
 
     def damage(self) -> None:
-        """Some records are not what they were."""
+        """Change bytes of a few records."""
         rng = self.system.rng
         for key in rng.sample(list(self.records), min(len(self.records), rng.randrange(1, 6))):
             image = bytearray(self.records[key])
@@ -138,9 +137,9 @@ class Vault:
                 case 2:
                     image = bytearray(self.records[rng.choice(list(self.records))])
                 case 3:
-                    other = self.records[rng.choice(list(self.records))]
+                    foreign = self.records[rng.choice(list(self.records))]
                     start = rng.randrange(len(image) + 1)
-                    image[start:] = other[start : len(image)].ljust(len(image) - start, b"\0")
+                    image[start:] = foreign[start : len(image)].ljust(len(image) - start, b"\0")
                 case _:
                     image[len(image) // 2 :] = bytes(len(image) - len(image) // 2)
             self.records[key] = bytes(image)
@@ -148,21 +147,21 @@ class Vault:
 
 
 def make_record(name: Name, part_bytes: int, parts: int, seed: int) -> bytes:
-    """The record of an object, as another node puts it."""
+    """Return the record of an object, as another node puts it."""
     slot = memoryview(bytearray(slot_bytes(part_bytes, parts)))
     for part in range(parts):
         start = payload_offset(parts) + part * part_bytes
         slot[start : start + part_bytes] = content(name, part, part_bytes)
     sign(slot, part_digests(slot, part_bytes, parts), seed)
     head = memoryview(bytearray(head_bytes(parts)))
-    write_head(
-        Record(RecordName(*name), part_bytes, parts, seed, tenant=name[2][1] % 3), slot, head
-    )
+    record_name = RecordName(name.identity, name.gid, name.chunk_hash)
+    record = Record(record_name, part_bytes, parts, seed, tenant=name.chunk_hash[1] % 3)
+    write_head(record, slot, head)
     return bytes(head) + bytes(slot[len(head) :])
 
 
 class SimTier(Tier):
-    """A tier over a vault, as one life of the daemon has it. What blocks here is a `pause`."""
+    """A tier over a vault, for one life of the daemon. Calls that would block `pause`."""
 
     name = "sim"
 
@@ -177,7 +176,6 @@ class SimTier(Tier):
         return self._system.rng
 
     def open(self) -> None:
-        """See Tier."""
         self._call("open")
         if self._vault.is_ill("tier_shut"):
             raise TierError("it does not answer")
@@ -185,56 +183,48 @@ class SimTier(Tier):
         self.is_open = True
 
     def peek(self, key: bytes) -> bool | None:
-        """See Tier."""
-        there = key in self._known
+        is_there = key in self._known
         if self._vault.is_ill("tier_stale", 0.3):
             return self._rng.choice((True, False, None))
-        return (there or None) if self._vault.is_remote else there
+        return (is_there or None) if self._vault.is_remote else is_there
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """See Tier."""
         self._call("find")
         if self._vault.is_ill("tier_stale", 0.3):
             return [self._rng.random() < 0.5 for _ in keys]
         return [key in self._vault.records for key in keys]
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
-        """See Tier."""
         self._call("get")
         return [self._get(item) for item in items]
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        """See Tier."""
         self._call("put")
         return [self._put(item) for item in items]
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
-        """See Tier."""
         self._call("discard")
         for key in keys:
             self._vault.records.pop(key, None)
             self._known.pop(key, None)
 
     def keys(self) -> Iterator[bytes]:
-        """See Tier."""
         yield from list(self._vault.records)
 
     def tend(self) -> None:
-        """See Tier."""
         self._call("tend")
         if not self._vault.is_remote:
             self._known = dict.fromkeys(self._vault.records)
 
     def gauges(self) -> Mapping[str, float]:
-        """See Tier."""
         return {"objects": float(len(self._known))}
 
     def close(self) -> None:
-        """See Tier."""
+        """Nothing is held."""
 
     def _call(self, name: str) -> None:
         vault = self._vault
-        self._system.pause(*vault.delays)
+        self._system.pause(vault.delays.low, vault.delays.high)
         if vault.is_ill("tier_slow"):
             self._system.pause(1, SECOND // 2)
         if name not in vault.sick_calls:
@@ -247,9 +237,9 @@ class SimTier(Tier):
             raise TierError("Input/output error")
 
     def _breath(self, name: str) -> None:
-        """Others run in between."""
+        """Let others run within a call."""
         if self._rng.random() < 0.2:
-            self._system.pause(*self._vault.delays)
+            self._system.pause(self._vault.delays.low, self._vault.delays.high)
         if name in self._vault.sick_calls and self._vault.is_ill("tier_hang", 0.1):
             self._vault.counts["calls_hung"] += 1
             self._system.hang(None)
@@ -303,7 +293,7 @@ class SimTier(Tier):
 
 
 class SimThreads:
-    """It stands for tiers.jobs.TierThreads: one thread at a time runs, from pause to pause."""
+    """Stands for tiers.jobs.TierThreads. One thread runs at a time, from pause to pause."""
 
     def __init__(
         self,
@@ -323,7 +313,6 @@ class SimThreads:
         self._is_closed = False
 
     def submit(self, job: TierJob) -> None:
-        """See TierThreads."""
         self._counts[f"jobs_{job.kind}"] += 1
         self._waiting.append(job)
         if self._running < THREADS:
@@ -331,7 +320,6 @@ class SimThreads:
             self._system.start(Strand(self._system, self._work))
 
     def close(self, seconds: float) -> bool:
-        """See TierThreads."""
         self._is_closed = True
         self._system.run_strands(
             self._system.now + int(seconds * SECOND), lambda: not self._running
@@ -349,18 +337,17 @@ class SimThreads:
                 job.kind,
                 len(job.items),
                 str(outcome.error),
-                [str(one) for one in outcome.errors],
+                [str(error) for error in outcome.errors],
             )
             self._done(job, outcome)
         self._running -= 1
 
 
 class TierMaker:
-    """In place of tiers.factory: the tiers of a seed by the numbers in their URLs."""
+    """Stands for tiers.factory.make_tier: the tiers of a seed, by the numbers in their URLs."""
 
     def __init__(self, vaults: Sequence[Vault]) -> None:
         self._vaults = vaults
 
     def __call__(self, spec: TierSpec, node: str) -> SimTier:
-        """See make_tier."""
         return SimTier(self._vaults[int(spec.location.removeprefix("sim://"))])

@@ -1,4 +1,4 @@
-"""One seed: engines, a daemon and faults; an AssertionError is a lie, a stall or a leak."""
+"""One seed: engines, a daemon and faults. An AssertionError is a lie, a stall or a leak."""
 
 import dataclasses
 import logging
@@ -23,14 +23,15 @@ from tests.daemonsim.oracle import (
     GEOMETRIES,
     PROMPTS,
     Books,
+    Name,
     Protocol,
     Waits,
     largest_slot,
     prompt_hashes,
-    sizes,
+    shape_of,
 )
 from tests.daemonsim.others import Liars, Operator, Seeker
-from tests.daemonsim.system import EPOCH_MS, SECOND, System
+from tests.daemonsim.system import EPOCH_MS, SECOND, Delays, System
 from tests.daemonsim.tiers import CALLS, ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
 from tests.invariants import check_daemon
 
@@ -57,38 +58,37 @@ FAULTS = {
     "rebirth": "an engine ends and another one of its name begins in its processes",
     **ILLS,
 }
-"""Those of tiers only in seeds that have some."""
+"""Every fault by its name. Those of tiers are drawn only in seeds that have tiers."""
 FAULT_RATE = 0.25
 OFTEN = {"kill": 0.5, "stall": 0.5, "tier_alone": 0.5, "tier_hang": 0.4}
 """Faults with another rate."""
 PROCESSES_MAX = 64
 CHECK_EVENTS = 25
 QUIET_SECONDS = 40
-"""Time in which everything must come to an end once nothing goes wrong any more."""
+"""The time in which all work must end once there are no faults any more."""
 
 
 @dataclass
 class Draw:
-    """What a seed decided before it began."""
+    """The random decisions of a seed before it begins."""
 
     faults: frozenset[str]
     seconds: float
     fault_seconds: float
-    """Mean time between two faults."""
+    """The mean time between two faults."""
     engines: int
     pages: int
     tiers: int
 
 
 class Logged(logging.Handler):
-    """Faults that the daemon survived are faults."""
+    """Keeps what the daemon logs as an error, because that is a fault although it goes on."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.records: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See logging."""
         self.records.append(self.format(record))
 
 
@@ -113,7 +113,12 @@ class Engine:
         geometry = GEOMETRIES[self.geometry_name]
         target = self.scene.rng.randrange(1, 5)
         self.scheduler = Scheduler(
-            self.scene, self.processes[0], self.engine_id, geometry, identity, target
+            self.scene,
+            self.processes[0],
+            engine_id=self.engine_id,
+            geometry=geometry,
+            identity=identity,
+            target=target,
         )
         self.scheduler.workers = [
             Worker(
@@ -127,16 +132,16 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether any of it is left."""
+        """True while one of its processes lives."""
         return any(process.alive for process in self.processes)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of it works."""
+        """True while its scheduler and all its workers work."""
         return self.scheduler.is_alive and all(worker.is_alive for worker in self.scheduler.workers)
 
     def end(self) -> None:
-        """Shut down in good order; the processes stay."""
+        """Shut down in good order. The processes stay."""
         system = self.scene.system
         clients: list[Scheduler | Worker] = [self.scheduler, *self.scheduler.workers]
         for client in clients:
@@ -146,12 +151,12 @@ class Engine:
                 system.current = before
 
     def begin_again(self) -> None:
-        """Another engine of the same name in the same processes."""
+        """Start another engine of the same name in the same processes."""
         self._begin(self.scheduler.identity)
 
 
 class World:
-    """`run` is one seed."""
+    """The machine, the clients and the faults of one seed."""
 
     def __init__(self, seed: int, faults: Iterable[str] = ()) -> None:
         """`faults` are those that it has instead of drawn ones."""
@@ -161,7 +166,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self._books = Books(system)
         habits = Habits(
-            steps=(2_000, rng.choice((12_000, 40_000))),
+            steps=Delays(2_000, rng.choice((12_000, 40_000))),
             checksum=bool(draw.faults & {"flip", "header"}) or rng.random() < 0.5,
             pieces=rng.choice((1, 2, 4, 8)),
             loads=rng.choice((2, 4, 4, 40)),
@@ -183,7 +188,7 @@ class World:
         largest = max(largest_slot(GEOMETRIES[name]) for name in models) // SLOT_ALIGN
         self._pages = max(draw.pages, 8 * largest)
         system.default_bytes = self._pages * SLOT_ALIGN
-        system.latencies = rng.choice(((5, 200), (5, 3000), (1000, 20_000)))
+        system.latencies = rng.choice((Delays(5, 200), Delays(5, 3000), Delays(1000, 20_000)))
         system.capacity = rng.choice((600, 1 << 13, 1 << 16))
         system.reuses_pids = "reuse" in draw.faults
         system.has_foreign = "foreign" in draw.faults
@@ -210,7 +215,7 @@ class World:
         for _ in range(rng.randrange(1, self._draw.tiers + 1)):
             bound = rng.choice((None, None, 1 << 16, 1 << 19))
             vault = Vault(system, self._books, rng.random() < 0.4, bound)
-            vault.delays = rng.choice(((1, 300), (100, 20_000), (5000, 100_000)))
+            vault.delays = rng.choice((Delays(1, 300), Delays(100, 20_000), Delays(5000, 100_000)))
             self._vaults.append(vault)
         urls = [
             f"sim://{rng.randrange(len(self._vaults))}"
@@ -223,7 +228,7 @@ class World:
         system.make_threads = lambda tier, memory, done: SimThreads(
             system, tier, memory, done, self.counts
         )
-        system.on_start, system.on_turn = self._attend, self._waits.turned
+        system.on_start, system.on_turn = self._attend, self._waits.on_turn
         if rng.random() < 0.5:
             self._do_tier_other()
         self.counts["seeds_with_tiers"] += 1
@@ -233,7 +238,7 @@ class World:
         self._waits.attend(server)
 
     def run(self) -> dict[str, Any]:
-        """Every count of the seed, and the digest of all that happened."""
+        """Run the seed. Returns its counts, and the digest of all that happened."""
         reserve = 4 * SLOT_ALIGN * self._rng.choice((1, 4, 64))
         logger = logging.getLogger("hybridkv.daemon")
         logger.addHandler(self._logged)
@@ -283,7 +288,7 @@ class World:
                 self._check()
 
     def _calm(self) -> None:
-        """No faults any more: whatever was begun ends, and every engine is served."""
+        """End all faults. All work that was begun ends, and every engine is served."""
         system = self._system
         self._over = self._scene.calm = True
         system.arm()
@@ -296,7 +301,7 @@ class World:
 
         def is_over() -> bool:
             assert system.now < deadline, (
-                f"STALL: {[engine.scheduler.why() for engine in self._engines]}"
+                f"STALL: {[engine.scheduler.describe() for engine in self._engines]}"
             )
             if system.server is None:
                 return False
@@ -314,12 +319,8 @@ class World:
                 engine.end()
             for process in engine.processes:
                 system.after(1, SECOND // 4, partial(system.kill, process))
-        for other in self._others:
-            system.after(
-                1,
-                SECOND // 4,
-                lambda other=other: system.kill(other.process),  # type: ignore[misc]
-            )
+        for client in self._others:
+            system.after(1, SECOND // 4, partial(system.kill, client.process))
         # The end of a process of another namespace is found when the daemon looks at the locks.
         until = system.now + SECOND // 4 + int(2 * loop.FILES_SECONDS * SECOND)
         system.at(until, lambda: None)
@@ -329,18 +330,13 @@ class World:
         server = system.server
         assert server is not None
         values = server.daemon.view.values().named()
-        left = {
-            name: values[name]
-            for name in (
-                *("sessions", "leases", "connections", "watching"),
-                *("bytes_writing", "bytes_held"),
-            )
-        }
+        must_end = ("sessions", "leases", "connections", "watching", "bytes_writing", "bytes_held")
+        left = {name: values[name] for name in must_end}
         assert not any(left.values()), f"LEAK: {left}"
-        assert not server._processes.pidfds, "LEAK: processes are watched for nobody"
+        assert not server.processes.pidfds, "LEAK: processes are watched for nobody"
         assert not server.clients.connected
-        assert not server.daemon.sessions.processes()
-        assert not server._trailer.processes(), "LEAK: dead processes are remembered"
+        assert not server.daemon.sessions.watched_processes()
+        assert not server.trailer.processes(), "LEAK: dead processes are remembered"
         extents = server.daemon.store.extents
         assert extents.free_bytes == extents.limit_bytes - values["bytes_committed"]
         assert all(not slot.pins for slot in server.daemon.store.slots.values())
@@ -348,20 +344,20 @@ class World:
         self.counts["objects_left"] += self._books.audit()
         promotion, demotion = server.daemon.promotion, server.daemon.demotion
         held = (
-            *(promotion._lookups, promotion._reads, promotion._finds),
+            promotion._lookups,
+            promotion._reads,
+            promotion._finds,
             *promotion._turns.values(),
-            *(
-                +promotion._reading_bytes,
-                demotion._writing,
-                +demotion._held_bytes,
-                *demotion._leaving,
-            ),
+            +promotion._reading_bytes,
+            demotion._writing,
+            +demotion._held_bytes,
+            *demotion._leaving,
         )
         assert not any(held), f"LEAK: {held}"
         self._audit_vaults()
 
     def _settle(self) -> None:
-        """The tiers' threads finish what they are at."""
+        """Wait until the tiers' threads have ended their jobs."""
         system = self._system
         deadline = system.now + QUIET_SECONDS * SECOND
 
@@ -381,7 +377,7 @@ class World:
             raise AssertionError(str(wrong)) from wrong
 
     def _seek(self) -> None:
-        """RAM is lost: what tiers have comes up for an engine that waits."""
+        """Lose RAM. The objects of tiers come up for an engine that waits."""
         system, rng = self._system, self._rng
         self._draw = dataclasses.replace(self._draw, faults=frozenset())
         system.has_quotas, system.pages_end = False, 1 << 60
@@ -420,7 +416,7 @@ class World:
         self._audit_vaults()
 
     def _sound(self, geometry: Geometry, identity: bytes, hashes: tuple[bytes, ...]) -> list[bytes]:
-        """Which objects of a prompt some tier has whole, per group."""
+        """Return the objects of a prompt that a tier has whole: a mask of chunks for each group."""
         used = [
             self._vaults[int(spec.location.removeprefix("sim://"))] for spec in self._system.tiers
         ]
@@ -486,10 +482,11 @@ class World:
         self._restarting = True
         rng = self._rng
         unusual = "bound" in self._draw.faults and rng.random() < 0.5
-        fresh, other = unusual and rng.random() < 0.5, unusual and rng.random() < 0.5
+        fresh, other_bound = unusual and rng.random() < 0.5, unusual and rng.random() < 0.5
         if "clock" in self._draw.faults and rng.random() < 0.5:
             self._step_clock()
-        self._system.after(1000, rng.choice((5000, SECOND)), lambda: self._start(fresh, other))
+        start = partial(self._start, fresh, other_bound)
+        self._system.after(1000, rng.choice((5000, SECOND)), start)
 
     def _arm(self, lines: int) -> None:
         if self._rng.random() < 0.3:
@@ -521,9 +518,9 @@ class World:
 
     # Faults
 
-    def _later(self, what: Callable[[], None]) -> None:
+    def _later(self, action: Callable[[], None]) -> None:
         mean = int(self._draw.fault_seconds * SECOND)
-        self._system.after(mean // 10, 2 * mean, what)
+        self._system.after(mean // 10, 2 * mean, action)
 
     def _fault(self) -> None:
         if self._over:
@@ -579,7 +576,7 @@ class World:
             rng.shuffle(processes)
         system.kill(processes[0])
         for process in processes[1:]:
-            system.after(0, lag, lambda process=process: system.kill(process))  # type: ignore[misc]
+            system.after(0, lag, partial(system.kill, process))
         system.after(1, 2 * SECOND, self._add_engine)
         return True
 
@@ -587,7 +584,7 @@ class World:
         self._step_clock()
 
     def _step_clock(self) -> None:
-        """Any step; often to just where an earlier life of the daemon began."""
+        """Set the clock, often to just where an earlier life of the daemon began."""
         system, rng = self._system, self._rng
         if rng.random() < 0.6:
             system.wall_ms += (
@@ -655,16 +652,15 @@ class World:
     # Faults of tiers
 
     def _ail(self, name: str, low: int, high: int) -> Vault:
-        """One tier has something, for a while in microseconds."""
+        """Give a tier a fault for a random time: low <= microseconds < high."""
         vault = self._rng.choice(self._vaults)
         vault.ills[name] = self._system.now + self._rng.randrange(low, high)
         vault.sick_calls = self._rng.choice((CALLS, ("get",), ("get", "put"), ("find", "put")))
         return vault
 
     def _do_tier_slow(self) -> None:
-        self._ail("tier_slow", SECOND // 10, 3 * SECOND).delays = self._rng.choice(
-            ((100, 20_000), (10_000, 400_000))
-        )
+        delays = self._rng.choice((Delays(100, 20_000), Delays(10_000, 400_000)))
+        self._ail("tier_slow", SECOND // 10, 3 * SECOND).delays = delays
 
     def _do_tier_hang(self) -> None:
         self._ail("tier_hang", SECOND // 10, 3 * SECOND)
@@ -703,7 +699,7 @@ class World:
         return True
 
     def _do_tier_other(self) -> None:
-        """Another node stores prompts, not always whole."""
+        """Store prompts as another node does, not always whole."""
         rng = self._rng
         vault = rng.choice(self._vaults)
         model = rng.choice(sorted(self._identities))
@@ -718,11 +714,11 @@ class World:
                 if chunk_hash in chunks
             )
             for index, group in enumerate(geometry.groups):
-                size, parts = sizes(geometry, index, chunk)
+                size, parts = shape_of(geometry, index, chunk)
                 if size and rng.random() < rate:
-                    name = identity, group.gid, chunk_hash
+                    name = Name(identity, group.gid, chunk_hash)
                     self._books.written.add(name)
-                    key = RecordName(*name).key
+                    key = RecordName(name.identity, name.gid, name.chunk_hash).key
                     vault.records[key] = make_record(name, size, parts, rng.getrandbits(60))
                     self.counts["records_of_others"] += 1
 

@@ -45,6 +45,7 @@ from hybridkv.tiers.record import is_encoded
 from hybridkv.wire import messages as wire
 from tests.seeds import Options, Program, main
 from tests.unit.daemon import tierclient
+from tests.unit.daemon.harness import Ref
 from tests.unit.daemon.tierclient import DISK, GEOMETRY, hashes, object_files, real_bytes
 from tests.waiting import DEADLINE_SECONDS, until
 
@@ -340,7 +341,7 @@ class Client(tierclient.Client):
                 # Whether a dying daemon heard what becomes of a slot is not known.
                 slots = [self.kept.pop() for _ in self.kept[: rng.randrange(1, 6)]]
                 if step == "free":
-                    self.abandon([(slot.offset, slot.generation) for slot in slots])
+                    self.abandon([Ref(slot.offset, slot.generation) for slot in slots])
                 else:
                     names, parents = (rng.choices(NAMES, k=len(slots)) for _ in range(2))
                     self._commit(slots, names, parents)
@@ -354,7 +355,8 @@ class Client(tierclient.Client):
     def _commit(self, slots: list[WriteSlot], names: list[bytes], parents: list[bytes]) -> None:
         """Write objects of `names` into slots and commit them."""
         for slot, name in zip(slots, names, strict=True):
-            self.fill(*slot, name, SIZES[slot.group_index], 1)
+            ref = Ref(slot.offset, slot.generation)
+            self.fill(ref, slot.group_index, name, SIZES[slot.group_index], 1)
         offsets, generations, groups = map(pack_u64, map(list, zip(*slots, strict=True)))
         commit = wire.Commit(offsets, generations, groups, b"".join(names))
         classes = bytes(self._rng.choices(list(EvictionClass), k=len(slots)))

@@ -17,7 +17,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.codec import encode
 from hybridkv.wire.messages import (
-    NEVER,
+    GREETING_NEVER,
     PROTOCOL_VERSION,
     Commit,
     Drained,
@@ -105,7 +105,7 @@ def crash(socket_path: str, rng: random.Random, number: int) -> None:
         ):
             take(engine)
             # This process lives on, and while its worker may copy nothing of the engine's ends.
-            worker.tell(Drained(NEVER))
+            worker.tell(Drained(GREETING_NEVER))
         return
     hello = encode(engine_hello(name))
     said = hello + encode(Lookup(2, 1, HASHES)) + encode(Reserve(3, PART, 1, SLOTS))

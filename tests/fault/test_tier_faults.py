@@ -29,6 +29,7 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.record import RecordName
 from tests.fault.fuse import FaultyFs, Op, mounted
 from tests.fault.test_shortage import pid_of
+from tests.unit.daemon.harness import Ref
 from tests.unit.daemon.tierclient import (
     DISK,
     GEOMETRY,
@@ -557,7 +558,7 @@ def test_what_comes_late_is_written_over_nothing(
         until(lambda: client.values()["lookups_waiting"] == 0, "all were answered, or are gone")
         until(lambda: value(daemon, "breaker_open") == 1, "it is known to hang")
         assert client.values()["bytes_writing"] == reading, "whoever may write there, has it"
-        slots: list[tuple[int, int]] = []
+        slots: list[Ref] = []
         until(lambda: not grown(client, slots, size, parts), "all that is granted")
         assert len(slots) > 3
         with Client(daemon.socket_path, name="more") as more:
@@ -590,7 +591,7 @@ def start(offset: int) -> int:
     return offset + payload_offset(1)
 
 
-def grown(client: Client, slots: list[tuple[int, int]], size: int, parts: int) -> bool:
+def grown(client: Client, slots: list[Ref], size: int, parts: int) -> bool:
     more = client.want(size, parts, 8)
     slots += more
     return bool(more)

@@ -9,16 +9,18 @@ import functools
 import hashlib
 import random
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybridkv.core.coverage import slot_shapes
+from hybridkv.core.coverage import SlotShape, slot_shapes
 from hybridkv.core.geometry import Geometry, Group, GroupKind
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import pack_u64
 from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.daemon.handlers import Daemon
+from hybridkv.daemon.sessions import RemovedObject
 from hybridkv.shm.slots import SLOT_ALIGN, committed_slots, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.store import Store
@@ -42,21 +44,40 @@ from hybridkv.wire.messages import (
     Stats,
     Subscribe,
     Welcome,
-    geometry_to_wire,
 )
 from tests.chance import examples
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS, wide
+from tests.unit.daemon.harness import Ref, engine_hello, make_welcome, pack_refs, unpack_refs
 
 PAGES = 48
 ARENA = PAGES * SLOT_ALIGN
 PROMPTS = 4
 CHUNKS = 5
 ENGINES = ("a", "b", "c")
-Ref = tuple[int, int]
-"""(offset, generation) of a slot."""
-Name = tuple[bytes, int, bytes]
-"""(identity, gid, chunk hash) of an object."""
+
+
+class Name(NamedTuple):
+    """The name of an object."""
+
+    identity: bytes
+    gid: int
+    chunk_hash: bytes
+
+
+class Written(NamedTuple):
+    """A slot, and the object that it is to become."""
+
+    ref: Ref
+    group_index: int
+    chunk_hash: bytes
+
+
+class FreeRun(NamedTuple):
+    """Free space: [start, end)."""
+
+    start: int
+    end: int
 
 
 GEOMETRIES = {
@@ -68,7 +89,7 @@ GEOMETRIES = {
 IDENTITIES = {
     bytes([number]) * 32: name for number, name in enumerate(("gemma3", "gemma3", *GEOMETRIES), 1)
 }
-"""Two identities of one geometry; gemma3's third has its own as all others do."""
+"""Two identities have one geometry. Each other identity has a geometry of its own."""
 
 
 def prompt_hashes(prompt: int, chunks: int) -> list[bytes]:
@@ -116,7 +137,7 @@ def read_by(geometry: Geometry, group: Group, chunks: int) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class Object:
-    """A slot with a name; `name` is None once only readers keep it."""
+    """A slot with an object. `name` is None once only readers keep it."""
 
     ref: Ref
     size: int
@@ -126,20 +147,25 @@ class Object:
 
 @dataclass(eq=False)
 class Held:
-    """What one greeting of an engine holds."""
+    """One greeting of an engine, and what it holds."""
 
     engine: str
     identity: bytes
     geometry: Geometry
     leases: dict[int, list[Object]] = field(default_factory=dict)
-    writing: dict[Ref, tuple[int, int]] = field(default_factory=dict)
+    writing: dict[Ref, SlotShape] = field(default_factory=dict)
     """Shape of each slot that is granted and not committed."""
-    believed: set[tuple[bytes, int]] | None = None
-    """(chunk hash, group index) of what an engine that watches takes to be there."""
+    believed: set[RemovedObject] | None = None
+    """The objects that an engine believes to be there, if it watches."""
 
     @property
     def writing_bytes(self) -> int:
-        return sum(slot_bytes(*shape) for shape in self.writing.values())
+        return sum(shape_bytes(shape) for shape in self.writing.values())
+
+
+def shape_bytes(shape: SlotShape) -> int:
+    part_bytes, parts = shape
+    return slot_bytes(part_bytes, parts)
 
 
 @dataclass
@@ -181,7 +207,7 @@ class DaemonMachine(RuleBasedStateMachine):
         self.unread: dict[Ref, Object] = {}
         """Named objects that nobody reads."""
         self.leaving: set[Object] = set()
-        """Nameless objects that somebody still reads."""
+        """Nameless objects that a session still reads."""
         self.retired: list[Ref] = []
         self.generations: set[int] = set()
         self.known: set[bytes] = set()
@@ -193,12 +219,12 @@ class DaemonMachine(RuleBasedStateMachine):
 
     def started(self) -> Daemon:
         store = Store(self.memory, self.clock, self.trailer, self.policy, self.quota)
-        return Daemon(store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", ARENA, ARENA, 1))
+        return Daemon(store, make_welcome(ARENA))
 
     @precondition(lambda self: len(self.index) > 4)
     @rule(step=st.sampled_from((-(1 << 38), -1, 0, 1, 1 << 30)))
     def restart(self, step: int) -> None:
-        """It is killed and started, by a clock that may step back; its objects stay."""
+        """Kill the daemon and start it, by a clock that may step back. Its objects stay."""
         self.clock += step
         self.daemon = self.started()
         self.daemon.sessions.recover(())
@@ -220,16 +246,14 @@ class DaemonMachine(RuleBasedStateMachine):
     def greet(self, hello: Hello) -> tuple[int, object]:
         self.numbers += 1
         self.lines[self.numbers] = Line()
-        self.daemon.sessions.connect(self.numbers)
+        self.daemon.sessions.on_connect(self.numbers)
         return self.numbers, self.daemon.handle(self.numbers, hello)
 
     @rule(name=st.sampled_from(ENGINES), pick=st.integers(0, 2), workers=st.integers(0, 2))
     def engine(self, name: str, pick: int, workers: int) -> None:
         identity = self.identities[pick % len(self.identities)]
         geometry = GEOMETRIES[IDENTITIES[identity]]
-        number, reply = self.greet(
-            Hello(1, PROTOCOL_VERSION, "engine", name, identity, geometry_to_wire(geometry))
-        )
+        number, reply = self.greet(engine_hello(geometry, name, identity))
         assert isinstance(reply, Welcome)
         held = Held(name, identity, geometry)
         self.sessions.append(held)
@@ -253,10 +277,7 @@ class DaemonMachine(RuleBasedStateMachine):
         """An identity that is in use is refused to an engine whose objects look otherwise."""
         identity = self.identities[pick % len(self.identities)]
         if identity in self.known and name != IDENTITIES[identity]:
-            wire = geometry_to_wire(GEOMETRIES[name])
-            number, refused = self.greet(
-                Hello(1, PROTOCOL_VERSION, "engine", "stranger", identity, wire)
-            )
+            number, refused = self.greet(engine_hello(GEOMETRIES[name], "stranger", identity))
             assert isinstance(refused, Error)
             assert refused.code == "identity"
             self.close(number)
@@ -267,7 +288,7 @@ class DaemonMachine(RuleBasedStateMachine):
         self.close(sorted(self.lines)[pick % len(self.lines)])
 
     def close(self, number: int) -> None:
-        self.daemon.disconnect(number)
+        self.daemon.on_disconnect(number)
         name = self.lines.pop(number).engine
         self.retire(name)
 
@@ -306,39 +327,37 @@ class DaemonMachine(RuleBasedStateMachine):
     # Stores
 
     def ranges(self) -> dict[int, int]:
-        """Bytes taken at each offset, by what the model knows."""
+        """Sizes of slots by offset, as far as the model knows them."""
         objects = [*self.index.values(), *self.leaving]
-        taken = {thing.ref[0]: thing.size for thing in objects}
+        sizes = {thing.ref.offset: thing.size for thing in objects}
         for held in self.sessions:
-            taken.update(
-                (offset, slot_bytes(*shape)) for (offset, _), shape in held.writing.items()
-            )
-        return taken
+            sizes |= {ref.offset: shape_bytes(shape) for ref, shape in held.writing.items()}
+        return sizes
 
-    def free_runs(self) -> list[tuple[int, int]]:
-        """(start, end) of free space."""
+    def free_runs(self) -> list[FreeRun]:
         runs, at = [], 0
         for offset, size in [*sorted(self.ranges().items()), (self.limit, 0)]:
             assert at <= offset, "two slots at one place"
             if offset > at:
-                runs.append((at, offset))
+                runs.append(FreeRun(at, offset))
             at = offset + size
         return runs
 
-    def want(self, number: int, held: Held, shape: tuple[int, int], count: int) -> list[Ref]:
-        size = slot_bytes(*shape)
+    def want(self, number: int, held: Held, shape: SlotShape, count: int) -> list[Ref]:
+        part_bytes, parts = shape
+        size = slot_bytes(part_bytes, parts)
         bound = min(
             ARENA // 4 - held.writing_bytes,
-            ARENA // 2 - sum(each.writing_bytes for each in self.sessions),
+            ARENA // 2 - sum(session.writing_bytes for session in self.sessions),
         )
         allowed = min(count, max(0, bound) // size)
         fits = sum((end - start) // size for start, end in self.free_runs())
         evicted = self.daemon.store.evicted
-        granted = self.daemon.handle(number, Reserve(9, *shape, count))
+        granted = self.daemon.handle(number, Reserve(9, part_bytes, parts, count))
         assert isinstance(granted, Reserved)
         assert granted.reserved_bytes == self.limit
         evicted = self.daemon.store.evicted - evicted
-        refs = list(zip(unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True))
+        refs = unpack_refs(granted.offsets, granted.generations)
         if fits >= allowed or self.limit < ARENA:
             assert (len(refs), evicted) == (min(fits, allowed), 0), (
                 "evicted without need, or granted too little"
@@ -353,13 +372,14 @@ class DaemonMachine(RuleBasedStateMachine):
             assert longest < size, "granted too little"
             in_the_way = len(self.ranges()) - len(self.unread)
             assert in_the_way or not self.unread, "more could have been evicted"
-        for offset, generation in refs:
-            assert generation not in self.generations, "a generation is given once"
-            self.generations.add(generation)
-            assert any(start <= offset and offset + size <= end for start, end in free), (
+        for ref in refs:
+            assert ref.generation not in self.generations, "a generation is given once"
+            self.generations.add(ref.generation)
+            end = ref.offset + size
+            assert any(run.start <= ref.offset and end <= run.end for run in free), (
                 "a slot that is in use"
             )
-            held.writing[offset, generation] = shape
+            held.writing[ref] = shape
         self.free_runs()
         return refs
 
@@ -378,42 +398,42 @@ class DaemonMachine(RuleBasedStateMachine):
         assert refused.code == "part_bytes"
 
     def lose_what_went(self) -> list[Object]:
-        """The unread objects that the daemon let go of."""
+        """Find the unread objects that the daemon evicted, and take their names away."""
         there = {(offset, header.generation) for offset, header in committed_slots(self.memory)}
         gone = [thing for ref, thing in self.unread.items() if ref not in there]
         for thing in gone:
             self.lose_name(thing)
         return gone
 
-    def commit(
-        self, number: int, held: Held, batch: list[tuple[Ref, int, bytes]], mix: random.Random
-    ) -> None:
-        """A batch is committed in order; with one wrong group nothing of it is done."""
-        parents = [mix.choice((PARENTS[chunk],) * 60 + tuple(PARENTS)) for _, _, chunk in batch]
+    def commit(self, number: int, held: Held, batch: list[Written], mix: random.Random) -> None:
+        """A batch is committed in order. With one wrong group nothing of it is done."""
+        parents = [
+            mix.choice((PARENTS[written.chunk_hash],) * 60 + tuple(PARENTS)) for written in batch
+        ]
         tenants = [mix.choice((0, 0, 1, 2)) for _ in batch]
-        indices = [group for _, group, _ in batch]
+        indices = [written.group_index for written in batch]
         if len(set(indices)) == 1 and mix.random() < 0.5:
-            # As a connector says it: what they have in common once.
+            # A connector sends once what all objects have in common.
             indices, tenants = indices[:1], tenants[:1]
             parents = parents[:1]
+        packed = pack_refs(written.ref for written in batch)
+        has_parents, has_classes = mix.random() < 0.9, mix.random() < 0.5
+        classes = mix.choices(list(EvictionClass), k=len(batch)) if has_classes else []
         reply = self.daemon.handle(
             number,
             Commit(
-                pack_u64([ref[0] for ref, _, _ in batch]),
-                pack_u64([ref[1] for ref, _, _ in batch]),
-                pack_u64(indices),
-                b"".join(chunk for _, _, chunk in batch),
-                0,
-                b"".join(parents) if mix.random() < 0.9 else b"",
-                bytes(mix.choices(list(EvictionClass), k=len(batch)))
-                if mix.random() < 0.5
-                else b"",
-                pack_u64(tenants) if any(tenants) else b"",
+                offsets=packed.offsets,
+                generations=packed.generations,
+                groups=pack_u64(indices),
+                hashes=b"".join(written.chunk_hash for written in batch),
+                parents=b"".join(parents) if has_parents else b"",
+                classes=bytes(classes),
+                tenants=pack_u64(tenants) if any(tenants) else b"",
             ),
         )
         if held.believed is not None:
             held.believed |= {
-                (chunk, at) for _, at, chunk in batch if at < len(held.geometry.groups)
+                RemovedObject(chunk, at) for _, at, chunk in batch if at < len(held.geometry.groups)
             }
         groups = held.geometry.groups
         if any(
@@ -440,10 +460,10 @@ class DaemonMachine(RuleBasedStateMachine):
             shape = held.writing.pop(ref, None)
             if shape is None:
                 continue
-            name = held.identity, groups[at].gid, chunk
+            name = Name(held.identity, groups[at].gid, chunk)
             if ref in there:
                 assert name not in self.index, "one name, two objects"
-                self.unread[ref] = self.index[name] = Object(ref, slot_bytes(*shape), name)
+                self.unread[ref] = self.index[name] = Object(ref, shape_bytes(shape), name)
             else:
                 assert bounded or name in self.index, (
                     "only a quota, or what is there already, keeps an object out"
@@ -462,12 +482,12 @@ class DaemonMachine(RuleBasedStateMachine):
     def store_prompt(
         self, pick: int, prompt: int, chunks: int, mix: random.Random, leave_out: int
     ) -> None:
-        """As a connector does: slots for what is missing, written and committed in any order."""
+        """Reserve slots, write them and commit them in any order, as a connector does."""
         chosen = self.pick_engine(pick)
         if chosen is None:
             return
         number, held = chosen
-        batch: list[tuple[Ref, int, bytes]] = []
+        batch: list[Written] = []
         for at, group in enumerate(held.geometry.groups):
             shapes = slot_shapes(held.geometry, group)
             for kind, shape in enumerate(shapes):
@@ -477,7 +497,7 @@ class DaemonMachine(RuleBasedStateMachine):
                     ref for ref, its in held.writing.items() if its == shape and ref not in used
                 ]
                 refs = spare + self.want(number, held, shape, max(0, len(hashes) - len(spare)))
-                batch += [(ref, at, chunk) for ref, chunk in zip(refs, hashes, strict=False)]
+                batch += [Written(ref, at, chunk) for ref, chunk in zip(refs, hashes, strict=False)]
         mix.shuffle(batch)
         self.commit(number, held, batch[leave_out:], mix)
 
@@ -489,9 +509,9 @@ class DaemonMachine(RuleBasedStateMachine):
             *self.retired[-5:],
         ]
         if not everything or mix.random() < 0.1:
-            return mix.randrange(PAGES) * SLOT_ALIGN, mix.randrange(1 << 33)
+            return Ref(mix.randrange(PAGES) * SLOT_ALIGN, mix.randrange(1 << 33))
         offset, generation = mix.choice(everything)
-        return offset, generation + mix.choice((0, 0, 0, 1))
+        return Ref(offset, generation + mix.choice((0, 0, 0, 1)))
 
     @rule(pick=st.integers(0, 99), mix=st.randoms(use_true_random=False), size=st.integers(0, 6))
     def commit_anything(self, pick: int, mix: random.Random, size: int) -> None:
@@ -501,7 +521,7 @@ class DaemonMachine(RuleBasedStateMachine):
             return
         number, held = chosen
         batch = [
-            (
+            Written(
                 self.any_ref(mix),
                 mix.randrange(len(held.geometry.groups) + 1),
                 mix.choice(prompt_hashes(mix.randrange(PROMPTS), CHUNKS)),
@@ -517,9 +537,8 @@ class DaemonMachine(RuleBasedStateMachine):
             return
         number, held = chosen
         refs = [self.any_ref(mix) for _ in range(size)] + list(held.writing)[:2]
-        self.daemon.handle(
-            number, Free(pack_u64([ref[0] for ref in refs]), pack_u64([ref[1] for ref in refs]))
-        )
+        packed = pack_refs(refs)
+        self.daemon.handle(number, Free(packed.offsets, packed.generations))
         for ref in refs:
             if held.writing.pop(ref, None) is not None:
                 self.retired.append(ref)
@@ -545,17 +564,17 @@ class DaemonMachine(RuleBasedStateMachine):
             return
         assert isinstance(found, Found)
         geometry, identity = held.geometry, held.identity
-        there = {(gid, chunk) for named, gid, chunk in self.index if named == identity}
+        there = {(name.gid, name.chunk_hash) for name in self.index if name.identity == identity}
         masks = [
             bytes((group.gid, chunk) in there for chunk in hashes) for group in geometry.groups
         ]
         assert found.masks == masks, "what is there is what was committed and not lost"
         if held.believed is not None:
             held.believed |= {
-                (chunk, at)
+                RemovedObject(chunk, at)
                 for at, mask in enumerate(masks)
-                for chunk, one in zip(hashes, mask, strict=True)
-                if one
+                for chunk, is_there in zip(hashes, mask, strict=True)
+                if is_there
             }
         hit = 0
         for boundary in range(chunks, 0, -1):
@@ -565,12 +584,12 @@ class DaemonMachine(RuleBasedStateMachine):
                 break
         assert found.chunks == hit, "the largest boundary at which nothing is missing"
         names = [
-            (identity, group.gid, hashes[at])
+            Name(identity, group.gid, hashes[at])
             for group in geometry.groups
             for at in (read_by(geometry, group, hit) if hit else ())
         ]
         objects = [self.index[name] for name in names]
-        refs = list(zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True))
+        refs = unpack_refs(found.offsets, found.generations)
         assert refs == [thing.ref for thing in objects]
         if hit:
             held.leases[lease] = objects
@@ -603,7 +622,7 @@ class DaemonMachine(RuleBasedStateMachine):
         mix=st.randoms(use_true_random=False),
     )
     def requests(self, picks: list[tuple[int, int, int]], mix: random.Random) -> None:
-        """What happens where nothing goes wrong, but that a lease may stay."""
+        """Requests that look up, store and release. With lease 5 the lease stays."""
         for pick, prompt, lease in picks:
             self.lookup(pick, prompt, CHUNKS, lease)
             self.store_prompt(pick, prompt, CHUNKS, mix, 0)
@@ -628,10 +647,8 @@ class DaemonMachine(RuleBasedStateMachine):
         if chosen is None:
             return
         refs = [self.any_ref(mix) for _ in range(size)]
-        self.daemon.handle(
-            chosen[0],
-            ReportCorrupt(pack_u64([ref[0] for ref in refs]), pack_u64([ref[1] for ref in refs])),
-        )
+        packed = pack_refs(refs)
+        self.daemon.handle(chosen[0], ReportCorrupt(packed.offsets, packed.generations))
         for thing in [thing for thing in self.index.values() if thing.ref in refs]:
             self.lose_name(thing)
 
@@ -671,11 +688,11 @@ class DaemonMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(1, PAGES))
     def reserve(self, pages: int) -> None:
-        """More pages exist; what exists never shrinks."""
+        """More pages exist. Their number never shrinks."""
         self.limit = max(self.limit, pages * SLOT_ALIGN)
         self.daemon.store.grow(self.limit)
 
-    # What is told of what went
+    # Reports of removed objects
 
     @rule(pick=st.integers(0, 99))
     def watch(self, pick: int) -> None:
@@ -688,17 +705,22 @@ class DaemonMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         """The end of one of the loop's turns."""
         self.daemon.tick(0.0)
-        while self.daemon.later:
-            number, told = self.daemon.later.popleft()
-            assert isinstance(told, Removed)
+        while self.daemon.outgoing:
+            number, removed = self.daemon.outgoing.popleft()
+            assert isinstance(removed, Removed)
             held = self.lines[number].held if number in self.lines else None
             if held is not None:
                 assert held.believed is not None, "who does not watch is told nothing"
-                held.believed -= set(zip(batched(told.hashes), told.groups, strict=True))
+                held.believed -= set(
+                    map(
+                        RemovedObject._make,
+                        zip(batched(removed.hashes), removed.groups, strict=True),
+                    )
+                )
 
     @rule(pick=st.integers(0, 99))
     def hear(self, pick: int) -> None:
-        """An engine that was told everything expects no object that is not there."""
+        """An engine that has all Removed messages expects no object that is not there."""
         chosen = self.pick_engine(pick)
         if chosen is None or chosen[1].believed is None:
             return
@@ -707,7 +729,9 @@ class DaemonMachine(RuleBasedStateMachine):
         self.tick()
         groups = {group.gid: at for at, group in enumerate(held.geometry.groups)}
         there = {
-            (chunk, groups[gid]) for identity, gid, chunk in self.index if identity == held.identity
+            RemovedObject(name.chunk_hash, groups[name.gid])
+            for name in self.index
+            if name.identity == held.identity
         }
         assert held.believed is not None
         assert held.believed <= there
@@ -744,7 +768,7 @@ class DaemonMachine(RuleBasedStateMachine):
             assert (header.namespace, header.gid, header.chunk_hash) == (identity, gid, chunk)
 
     def teardown(self) -> None:
-        """Everybody leaves: nothing is held, and what was stored is still all there."""
+        """All connections end. Nothing is held, and all stored objects are still there."""
         if not hasattr(self, "daemon"):
             return
         for pick in range(len(self.lines)):

@@ -7,6 +7,7 @@ the end nothing is held.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hypothesis import event, settings
 from hypothesis import strategies as st
@@ -15,9 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hybridkv.core.coverage import needed_chunks, part_bytes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import pack_u64
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
+from hybridkv.daemon.loop import FinishedJob
 from hybridkv.shm.slots import (
     SLOT_ALIGN,
     SlotState,
@@ -32,15 +34,13 @@ from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import FullError, TierError
 from hybridkv.tiers.health import TierState
-from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, execute
+from hybridkv.tiers.jobs import JobItem, JobKind, TierJob, execute
 from hybridkv.tiers.record import Record, RecordName, proven_digests, read_head
 from hybridkv.wire.messages import (
-    PROTOCOL_VERSION,
     Clear,
     Commit,
     Done,
     Found,
-    Hello,
     Identify,
     Lookup,
     Pending,
@@ -49,25 +49,31 @@ from hybridkv.wire.messages import (
     Reserve,
     Reserved,
     Welcome,
-    geometry_to_wire,
 )
 from tests.chance import examples
 from tests.invariants import check_daemon
 from tests.model.test_daemon import CHUNKS, GEOMETRIES, PARENTS, PROMPTS, prompt_hashes
 from tests.unit.daemon.dict_tier import DictTier
+from tests.unit.daemon.harness import Ref, engine_hello, make_welcome, unpack_refs
 
-Ref = tuple[int, int]
-"""(offset, generation) of a slot."""
 URLS = (
-    *(
-        "sim://?write=through",
-        "sim://?write=through&timeout=0.5",
-        "sim://?write=through&hourly=200KiB",
-    ),
-    *("sim://?write=back", "sim://?write=back&timeout=0.5", "sim://?write=off"),
+    "sim://?write=through",
+    "sim://?write=through&timeout=0.5",
+    "sim://?write=through&hourly=200KiB",
+    "sim://?write=back",
+    "sim://?write=back&timeout=0.5",
+    "sim://?write=off",
 )
 IDENTITIES = (b"1" * HASH_BYTES, b"2" * HASH_BYTES)
 PICK = st.integers(0, 99)
+
+
+class ObjectName(NamedTuple):
+    """The name of an object."""
+
+    identity: bytes
+    group_index: int
+    chunk_hash: bytes
 
 
 @dataclass(eq=False)
@@ -93,7 +99,7 @@ class Wait:
 
 
 def content(identity: bytes, group_index: int, chunk_hash: bytes, size: int) -> bytes:
-    """What an object holds, all of its parts."""
+    """The bytes of an object, all of its parts."""
     seed = bytes([identity[0], group_index]) + chunk_hash
     return (seed * (size // len(seed) + 1))[:size]
 
@@ -119,8 +125,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.now = 100.0
         self.clock = 1 << 40
         self.numbers = 0
-        self.written: set[tuple[bytes, int, bytes]] = set()
-        """(identity, group index, chunk hash) of everything that was ever stored."""
+        self.written: set[ObjectName] = set()
+        """Every object that was ever stored."""
         self.spoilt: set[Ref] = set()
         """Objects whose bytes were changed in RAM."""
         self.promoted = 0
@@ -137,8 +143,8 @@ class TiersMachine(RuleBasedStateMachine):
             self.trailer.format()
         self.clock += 1 << 20
         self.jobs: list[TierJob] = []
-        self.done: list[tuple[TierJob, JobOutcome]] = []
-        """What threads have finished, and the loop was not told of."""
+        self.done: list[FinishedJob] = []
+        """Jobs that threads have ended, and that the loop has not taken yet."""
         store = Store(self.memory, self.clock, self.trailer)
         specs = [
             parse_tier(url.replace("sim://", f"sim://{at}"), "tier")
@@ -152,11 +158,7 @@ class TiersMachine(RuleBasedStateMachine):
             TierState(at, f"sim{at}", tier, spec, self.jobs.append)
             for at, (tier, spec) in enumerate(zip(self.tiers, specs, strict=True))
         ]
-        self.daemon = Daemon(
-            store,
-            Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", self.arena, self.arena, 1),
-            lines,
-        )
+        self.daemon = Daemon(store, make_welcome(self.arena), lines)
         if not fresh:
             self.daemon.sessions.recover(())
         store.grow(self.arena)
@@ -169,7 +171,7 @@ class TiersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.written)
     @rule(fresh=st.booleans())
     def crash(self, fresh: bool) -> None:
-        """Whatever threads were at is gone with the process; so is RAM, sometimes."""
+        """The jobs of threads are gone with the process, and with `fresh` RAM too."""
         self.live(fresh)
 
     @rule(pick=PICK, vault=PICK, prompt=st.integers(0, PROMPTS - 1))
@@ -191,14 +193,14 @@ class TiersMachine(RuleBasedStateMachine):
                         JobKind.WRITE, 0, [JobItem(record, Slot(0, size, parts, prompt + 1))]
                     )
                     assert execute(tier, write, memory).errors == [None]
-                    self.written.add((identity, index, chunk_hash))
+                    self.written.add(ObjectName(identity, index, chunk_hash))
 
     @rule(pick=PICK, prompt=st.integers(0, PROMPTS - 1), fresh=st.booleans())
     def come_up(self, pick: int, prompt: int, fresh: bool) -> None:
-        """What happens where nothing goes wrong."""
+        """A lookup that waits until all jobs are done."""
         if fresh:
             self.live(fresh=True)
-        self.ask(pick, prompt, CHUNKS, 4, 30_000, 0)
+        self.ask(pick, prompt, chunks=CHUNKS, lease=4, wait_ms=30_000, rate=0)
         self.go_on()
         assert not any(engine.waits for engine in self.engines), (
             "nothing more can come, and somebody waits"
@@ -206,10 +208,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.release(pick, 4)
 
     def tick(self) -> None:
-        """What the loop does after every event."""
+        """The part of the loop that follows every event."""
         self.daemon.tick(self.now)
-        while self.daemon.later:
-            number, found = self.daemon.later.popleft()
+        while self.daemon.outgoing:
+            number, found = self.daemon.outgoing.popleft()
             (engine,) = [engine for engine in self.engines if engine.number == number]
             assert isinstance(found, Found)
             wait = engine.waits.pop(found.lease, None)
@@ -221,22 +223,15 @@ class TiersMachine(RuleBasedStateMachine):
 
     def connect(self, identity: bytes) -> Engine:
         self.numbers += 1
-        self.daemon.sessions.connect(self.numbers)
-        hello = Hello(
-            1,
-            PROTOCOL_VERSION,
-            "engine",
-            f"e{self.numbers}",
-            identity,
-            geometry_to_wire(self.geometry),
-        )
+        self.daemon.sessions.on_connect(self.numbers)
+        hello = engine_hello(self.geometry, f"e{self.numbers}", identity)
         assert isinstance(self.daemon.handle(self.numbers, hello, self.now), Welcome)
         return Engine(self.numbers, identity, self.signs)
 
     @rule(pick=PICK)
     def hang_up(self, pick: int) -> None:
         at = pick % len(self.engines)
-        self.daemon.disconnect(self.engines[at].number)
+        self.daemon.on_disconnect(self.engines[at].number)
         self.engines[at] = self.connect(self.engines[at].identity)
         self.tick()
 
@@ -256,7 +251,7 @@ class TiersMachine(RuleBasedStateMachine):
         tenant=st.integers(0, 1),
     )
     def store(self, pick: int, prompt: int, chunks: int, tenant: int) -> None:
-        """As a connector does."""
+        """Reserve, write and commit slots, as a connector does."""
         engine = self.engines[pick % len(self.engines)]
         for index, group in enumerate(self.geometry.groups):
             for chunk, chunk_hash in enumerate(prompt_hashes(prompt, chunks)):
@@ -267,16 +262,13 @@ class TiersMachine(RuleBasedStateMachine):
                 assert isinstance(granted, Reserved)
                 if not granted.offsets:
                     continue
-                offset, generation = (
-                    unpack_u64(granted.offsets)[0],
-                    unpack_u64(granted.generations)[0],
-                )
+                ((offset, generation),) = unpack_refs(granted.offsets, granted.generations)
                 slot = self.memory[offset : offset + slot_bytes(size, parts)]
                 whole = content(engine.identity, index, chunk_hash, size * parts)
                 slot[payload_offset(parts) : payload_offset(parts) + len(whole)] = whole
                 if engine.signs:
                     sign(slot, part_digests(slot, size, parts), generation)
-                self.written.add((engine.identity, index, chunk_hash))
+                self.written.add(ObjectName(engine.identity, index, chunk_hash))
                 commit = Commit(
                     granted.offsets,
                     granted.generations,
@@ -322,21 +314,21 @@ class TiersMachine(RuleBasedStateMachine):
         self.promoted += sum(found.tiers.values())
         for index, mask in enumerate(found.masks):
             assert all(
-                (identity, index, chunk_hash) in self.written
-                for there, chunk_hash in zip(mask, hashes, strict=True)
-                if there
+                ObjectName(identity, index, chunk_hash) in self.written
+                for is_there, chunk_hash in zip(mask, hashes, strict=True)
+                if is_there
             ), "what nobody stored is found"
         names = [
             (index, chunk)
             for index, group in enumerate(self.geometry.groups)
             for chunk in (needed_chunks(self.geometry, group, found.chunks) if found.chunks else ())
         ]
-        refs = list(zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True))
+        refs = unpack_refs(found.offsets, found.generations)
         if found.chunks:
             assert found.lease not in engine.leases
             engine.leases.add(found.lease)
         for ref, (index, chunk) in zip(refs, names, strict=True):
-            slot = self.daemon.store.get(*ref)
+            slot = self.daemon.store.get(ref.offset, ref.generation)
             assert slot is not None
             assert slot.pins, "what is found may go"
             if ref not in self.spoilt:
@@ -344,7 +336,8 @@ class TiersMachine(RuleBasedStateMachine):
 
     def prove_slot(self, slot: Slot, identity: bytes, index: int, chunk_hash: bytes) -> None:
         memory = self.memory[slot.offset : slot.offset + slot.size_bytes]
-        signed = is_signed(memory, part_digests(memory, *slot.shape), slot.generation)
+        digests = part_digests(memory, slot.part_bytes, slot.parts)
+        signed = is_signed(memory, digests, slot.generation)
         assert signed or (signed is None and not self.signs), "an answer is not signed"
         start, size = payload_offset(slot.parts), slot.part_bytes * slot.parts
         assert memory[start : start + size] == content(identity, index, chunk_hash, size), "LIE"
@@ -362,11 +355,11 @@ class TiersMachine(RuleBasedStateMachine):
 
     def run(self, job: TierJob) -> None:
         self.jobs.remove(job)
-        self.done.append((job, execute(self.tiers[job.tier], job, self.memory)))
+        self.done.append(FinishedJob(job, execute(self.tiers[job.tier], job, self.memory)))
 
     def deliver(self, at: int) -> None:
         job, outcome = self.done.pop(at)
-        self.daemon.transferred(job, outcome, self.now)
+        self.daemon.on_job_done(job, outcome, self.now)
         self.tick()
 
     @precondition(lambda self: self.jobs)
@@ -376,7 +369,7 @@ class TiersMachine(RuleBasedStateMachine):
         seconds=st.sampled_from((0, 0.01)),
     )
     def work(self, pick: int, ill: type[TierError] | None, seconds: float) -> None:
-        """A thread does what it was given, or fails, maybe in the middle."""
+        """A thread does its job, or fails, perhaps in the middle."""
         job = self.jobs[pick % len(self.jobs)]
         self.tiers[job.tier].ill = ill
         self.run(job)
@@ -386,12 +379,12 @@ class TiersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.done)
     @rule(pick=PICK)
     def hear(self, pick: int) -> None:
-        """The loop is told of it, maybe long after it is over."""
+        """The loop takes a job's outcome, perhaps long after its end."""
         self.deliver(pick % len(self.done))
 
     @rule()
     def go_on(self) -> None:
-        """All threads do all they have, and so on until nothing is left."""
+        """Threads do all jobs, and those that follow, until nothing is left."""
         while self.jobs or self.done:
             for job in list(self.jobs):
                 self.run(job)
@@ -402,7 +395,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.001, 0.3, 1.0, 6.0, 40.0)))
     def pass_time(self, seconds: float) -> None:
-        """The loop sleeps no longer than it wants to, and is told late of some of it."""
+        """The loop sleeps, perhaps longer than it wants to."""
         self.now += seconds
         self.tick()
 
@@ -430,7 +423,7 @@ class TiersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.signs)
     @rule(pick=PICK, at=st.integers(0, 1 << 20))
     def flip(self, pick: int, at: int) -> None:
-        """A bit of an object changes in RAM; its reader sees it, and tiers never get it."""
+        """A bit of an object changes in RAM. Its reader sees it, and tiers never get the object."""
         slots = [
             slot for slot in self.daemon.store.slots.values() if slot.state is SlotState.COMMITTED
         ]
@@ -438,7 +431,7 @@ class TiersMachine(RuleBasedStateMachine):
             slot = slots[pick % len(slots)]
             start = payload_offset(slot.parts)
             self.memory[slot.offset + start + at % (slot.part_bytes * slot.parts)] ^= 1
-            self.spoilt.add((slot.offset, slot.generation))
+            self.spoilt.add(Ref(slot.offset, slot.generation))
 
     @rule(pick=PICK, which=PICK)
     def condemn(self, pick: int, which: int) -> None:
@@ -500,12 +493,12 @@ class TiersMachine(RuleBasedStateMachine):
                     )
 
     def teardown(self) -> None:
-        """All threads come back and everybody leaves: nothing is held."""
+        """All jobs end and all connections too. Nothing is held any more."""
         if not hasattr(self, "daemon"):
             return
         event("chunks came up" if self.promoted else "nothing came up")
         for engine in self.engines:
-            self.daemon.disconnect(engine.number)
+            self.daemon.on_disconnect(engine.number)
             engine.waits.clear()
         self.go_on()
         self.now += 100.0

@@ -101,7 +101,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "gives-up-more-than-a-chunk",
         "the hit before the last chunk is taken for one although it lacks a state",
-        "Daemon._audit_offer",
+        "Daemon._offer_audit",
         "is_last = chunks > 0 and largest_hit(geometry, masks, chunks - 1) == chunks - 1",
         "is_last = chunks > 0",
         ("B35",),

@@ -132,7 +132,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "foreign-worker-ends-with-its-connection",
         "slots of a worker of another pid namespace are free while it may write into them",
-        "Sessions.disconnect",
+        "Sessions.on_disconnect",
         "if not process.pid and not self.is_locked(process.started):",
         "if not process.pid:",
         ("B38",),
@@ -141,16 +141,16 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "foreign-worker-not-taken-over",
         "a restarted daemon knows nothing of workers of other pid namespaces",
-        "DaemonServer._open",
-        "if watched or (not known.pid and self._arena.is_locked(known.started)):",
-        "if watched:",
+        "DaemonServer._open_daemon",
+        "if is_watched or (not worker.pid and self.arena.is_locked(worker.started)):",
+        "if is_watched:",
         ("B38",),
         (f"{ELSEWHERE}::test_its_slots_are_kept_by_the_next_daemon",),
     ),
     Mutation(
         "foreign-worker-never-ends",
         "what a worker of another pid namespace held is never free",
-        "Sessions.look_at_locks",
+        "Sessions.check_locks",
         "if not (process.pid or is_open or self.is_locked(process.started)):",
         "if False:",
         ("B38",),
@@ -177,7 +177,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "removed-arena-taken-over",
         "a daemon takes over an arena that somebody removed meanwhile",
-        "attach_arena",
+        "take_over_arena",
         "if not os.fstat(fd).st_nlink:",
         "if False:",
         ("C15",),
@@ -187,11 +187,8 @@ FAULTS: tuple[Mutation, ...] = (
         "hints-get-lost",
         "a group's window does not reach the daemon",
         "geometry_to_wire",
-        "getattr(group, name) for name in WireGroup.__struct_fields__",
-        """
-        0 if name == "window_tokens" else getattr(group, name)
-        for name in WireGroup.__struct_fields__
-        """,
+        "window_tokens=group.window_tokens",
+        "window_tokens=0",
         ("A14",),
         (f"{CODEC}::test_geometry_crosses_the_wire",),
     ),
@@ -225,7 +222,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "lease-without-pins",
         "what a lease names may be evicted",
-        "Daemon._found",
+        "Daemon._answer_lookup",
         "self.store.pin(slots)",
         "",
         ("C16", "C42"),
@@ -334,7 +331,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "refused-and-counted",
         "a lookup is counted before it is refused",
-        "Daemon._lookup",
+        "Daemon._check_lookup",
         "if len(lookup.hashes) % HASH_BYTES:",
         """
         self.counters["lookups"] += 1
@@ -356,8 +353,8 @@ FAULTS: tuple[Mutation, ...] = (
         "broken-frames-go-on",
         "a client whose frames are broken is served on",
         "ClientSockets._refuse",
-        "client.closing = code.closes",
-        "client.closing = False",
+        "client.is_closing = code.closes",
+        "client.is_closing = False",
         ("C42",),
         (LIARS,),
     ),

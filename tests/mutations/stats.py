@@ -118,7 +118,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "told-of-another-identity",
         "an engine with other weights hears of its old objects",
-        "Subscriptions.identified",
+        "Subscriptions.on_identified",
         "self.subscribe(connection)",
         "self._subscribers[connection.number].namespace = connection.session.namespace",
         ("C13",),
@@ -127,7 +127,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "identity-of-the-past",
         "an engine goes on hearing of the objects it had before its weights changed",
-        "Subscriptions.identified",
+        "Subscriptions.on_identified",
         "self.subscribe(connection)",
         "self._subscribers[connection.number].queue.clear()",
         ("C13",),
@@ -149,12 +149,8 @@ FAULTS: tuple[Mutation, ...] = (
         "quota-untold",
         "an object that a quota left no room is announced for ever",
         "slot_requests:commit",
-        "is_stored = state.store.commit(slot, session.namespace, *name, eviction_class, tenant)",
-        """
-        is_stored = (
-            state.store.commit(slot, session.namespace, *name, eviction_class, tenant) or True
-        )
-        """,
+        "is_stored = state.store.commit(slot, session.namespace, new)",
+        "is_stored = state.store.commit(slot, session.namespace, new) or True",
         ("C13",),
         (f"{SUBSCRIPTIONS}::test_a_commit_that_came_to_nothing_is_told",),
     ),

@@ -34,7 +34,7 @@ FAULTS: tuple[Mutation, ...] = (
         "closed-connection-unseen",
         "a worker uses an arena whose daemon did not see its lock",
         "Link.is_open",
-        "return not asked.poll(0)",
+        "return not poller.poll(0)",
         "return True",
         ("B38",),
         (

@@ -173,12 +173,13 @@ class Player(threading.Thread):
                 continue
             size = part_bytes(geometry, group, missing[0])
             slots = client.want(size, 1, len(missing))
-            for (offset, generation), chunk in zip(slots, missing, strict=False):
-                client.fill(offset, generation, index, names[chunk], size, 1)
+            for slot, chunk in zip(slots, missing, strict=False):
+                client.fill(slot, index, names[chunk], size, 1)
                 parent = names[chunk - 1] if chunk else bytes(HASH_BYTES)
                 client._tell(
                     Commit(
-                        pack_u64([offset]), pack_u64([generation]), pack_u64([index]), names[chunk],
+                        pack_u64([slot.offset]), pack_u64([slot.generation]), pack_u64([index]),
+                        names[chunk],
                         geometry.chunk_tokens if group.kind is GroupKind.FULL else 0, parent,
                     )
                 )  # fmt: skip

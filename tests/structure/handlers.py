@@ -166,7 +166,7 @@ HANDLERS = (
         "refused_*",
     ),
     Handler(
-        "DaemonServer._open",
+        "DaemonServer._open_daemon",
         "except Exception",
         "The daemon starts with an empty arena where the earlier daemon's cannot be taken over.",
         "recoveries_failed",
@@ -429,7 +429,7 @@ HANDLERS = (
         RAISED,
     ),
     Handler(
-        "attach_arena",
+        "take_over_arena",
         "except BaseException",
         "The file descriptor is closed whatever went wrong.",
         RAISED,

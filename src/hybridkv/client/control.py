@@ -1,4 +1,4 @@
-"""Blocking calls with a deadline, for commands and start-up; never for an engine's hooks."""
+"""Blocking calls with a deadline, for commands and start-up, and never for an engine's hooks."""
 
 import contextlib
 import itertools
@@ -16,7 +16,7 @@ from hybridkv.wire import messages as wire
 logger = logging.getLogger("vllm.hybridkv")
 
 ANSWER_SECONDS = 1.0
-"""The limit of one greeting. On a busy machine it is slow, and another attempt costs more."""
+"""The limit of one greeting. A busy machine is slow, and another attempt costs more."""
 
 _Answer = TypeVar("_Answer", bound=wire.Reply)
 
@@ -26,7 +26,7 @@ class DaemonUnreachableError(RemediedError):
 
 
 class DaemonRefusedError(DaemonUnreachableError):
-    """Whoever serves the socket is of another user, or of another protocol version."""
+    """The daemon at the socket is another user's, or speaks another protocol version."""
 
 
 class DaemonVersionError(DaemonRefusedError):
@@ -34,7 +34,7 @@ class DaemonVersionError(DaemonRefusedError):
 
 
 class ControlClient:
-    """A control connection; a context manager, which does not wait where nobody listens."""
+    """A control connection. Entering it connects, without a wait where nobody listens."""
 
     def __init__(
         self,
@@ -57,8 +57,9 @@ class ControlClient:
             while self._link.welcome is None:
                 self._link.poll(time.monotonic())
                 if self._link.refusal is not None:
-                    other = self._link.is_other_version
-                    raise (DaemonVersionError if other else DaemonRefusedError)(self._link.refusal)
+                    if self._link.is_other_version:
+                        raise DaemonVersionError(self._link.refusal)
+                    raise DaemonRefusedError(self._link.refusal)
                 if self._link.welcome is None:
                     self._wait(deadline, connecting=self._link.is_served)
         except BaseException:
@@ -71,12 +72,15 @@ class ControlClient:
 
     @property
     def welcome(self) -> wire.Welcome:
-        """The daemon's greeting."""
+        """The daemon's answer to the greeting."""
         assert self._link.welcome is not None
         return self._link.welcome
 
     def call(self, request: wire.Request) -> wire.Reply:
-        """The reply to a request. Raises DaemonUnreachableError, or HybridKVError on a refusal."""
+        """Send a request and return its reply.
+
+        Raises DaemonUnreachableError, or HybridKVError on a refusal.
+        """
         deadline = time.monotonic() + self._timeout_seconds
         self.tell(request)
         while True:
@@ -93,19 +97,22 @@ class ControlClient:
             raise DaemonUnreachableError(f"{self._socket_path}: {self._why}")
 
     def stats(self, status: bool = False) -> wire.Report:
-        """The daemon's values and tiers; with `status` also what its status page shows."""
+        """Return the daemon's values and tiers, and with `status` what its status page shows."""
         return self._ask(wire.Stats(next(self._ids), status), wire.Report)
 
     def explain(self, request_id: str) -> wire.Explained:
-        """What became of a request."""
+        """Return the course of a request, where the daemon knows it, and the latest requests."""
         return self._ask(wire.Explain(next(self._ids), request_id[: wire.TEXT_MAX]), wire.Explained)
 
     def engines(self) -> list[wire.WireEngine]:
-        """Every session of an engine."""
+        """Return every session that an engine has with the daemon."""
         return self._ask(wire.ListEngines(next(self._ids)), wire.Engines).engines
 
     def clear(self, tiers: bool = False) -> int:
-        """Drop every object, and with `tiers` begin to empty those below RAM; how many in RAM."""
+        """Drop every object, and with `tiers` begin to empty the tiers below RAM.
+
+        Returns the number of objects that RAM had.
+        """
         dropped = 0
         while True:
             count = self._ask(wire.Clear(next(self._ids)), wire.Done).count
@@ -136,7 +143,7 @@ class ControlClient:
 
 
 def runtime_directory() -> str:
-    """XDG_RUNTIME_DIR where that is this user's directory, else nothing.
+    """Return XDG_RUNTIME_DIR where that is this user's directory, else "".
 
     sudo, cron and services inherit the name of another user's directory, or of one that is gone.
     """

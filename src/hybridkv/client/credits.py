@@ -3,17 +3,27 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.packed import U64
-from hybridkv.wire.messages import CHANGES_MAX
+from hybridkv.wire.messages import CHANGES_MAX, PackedSlots
 
 RETRY_SECONDS = 0.02
-"""How long the next request waits after the daemon granted fewer slots than it was asked for."""
+"""The next request waits this long after the daemon granted fewer slots than it was asked for."""
+
+
+class CreditRequest(NamedTuple):
+    """A request for slots that is to be sent to the daemon."""
+
+    shape: SlotShape
+    slots: int  # The number of slots.
 
 
 @dataclass
 class _SlotPool:
+    """The slots of one shape that are granted and not taken yet."""
+
     target: int
     offsets: bytes = b""
     generations: bytes = b""
@@ -28,29 +38,29 @@ class SlotCredits:
     def __init__(self, targets: Mapping[SlotShape, int]) -> None:
         self._pools = {shape: _SlotPool(target) for shape, target in targets.items()}
 
-    def take(self, shape: SlotShape, count: int) -> tuple[bytes, bytes]:
-        """(offsets, generations) of at most `count` slots of `shape`, which leave the pool."""
+    def take(self, shape: SlotShape, count: int) -> PackedSlots:
+        """Take at most `count` slots of `shape` out of their pool, and return them."""
         pool = self._pools.get(shape)
         if pool is None:
-            return b"", b""
+            return PackedSlots(b"", b"")
         cut = count * U64
-        taken = pool.offsets[:cut], pool.generations[:cut]
+        slots = PackedSlots(pool.offsets[:cut], pool.generations[:cut])
         pool.offsets, pool.generations = pool.offsets[cut:], pool.generations[cut:]
-        return taken
+        return slots
 
-    def wanted(self, now: float) -> list[tuple[SlotShape, int]]:
-        """(shape, count) of each request to send to the daemon now; `granted` takes the answers."""
-        wanted: list[tuple[SlotShape, int]] = []
+    def wanted(self, now: float) -> list[CreditRequest]:
+        """Return the requests to send to the daemon now. `granted` takes the answers."""
+        requests: list[CreditRequest] = []
         for shape, pool in self._pools.items():
             count = len(pool.offsets) // U64
             if not pool.asked and now >= pool.retry_at and count * 2 <= pool.target:
                 whole, rest = divmod(pool.target - count, CHANGES_MAX)
                 pool.asked.extend([CHANGES_MAX] * whole + [rest] * (rest > 0))
-                wanted += [(shape, asked) for asked in pool.asked]
-        return wanted
+                requests += [CreditRequest(shape, asked) for asked in pool.asked]
+        return requests
 
     def granted(self, shape: SlotShape, offsets: bytes, generations: bytes, now: float) -> None:
-        """The daemon's next answer, maybe with fewer slots than it was asked for."""
+        """Add the slots of the daemon's next answer, perhaps fewer than it was asked for."""
         pool = self._pools.get(shape)
         if pool is None:
             return
@@ -62,9 +72,9 @@ class SlotCredits:
 
     @property
     def awaited(self) -> bool:
-        """Whether a request to the daemon is not answered yet."""
+        """True while the daemon has not answered every request."""
         return any(pool.asked for pool in self._pools.values())
 
     def reset(self) -> None:
-        """The daemon is gone, and every slot with it."""
+        """Empty every pool, because the daemon is gone and its slots with it."""
         self._pools = {shape: _SlotPool(pool.target) for shape, pool in self._pools.items()}

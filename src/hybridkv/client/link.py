@@ -15,14 +15,14 @@ from hybridkv.wire.messages import PROTOCOL_VERSION, Error, Hello, Reply, Reques
 from hybridkv.wire.protocol import ErrorCode
 
 RECONNECT_SECONDS = 0.1
-SEND_QUEUE_BYTES_MAX = 8 << 20  # A connection on which more than this is unread is ended.
+SEND_QUEUE_BYTES_MAX = 8 << 20  # A connection is ended where the daemon leaves more unread.
 FLUSH_BYTES = 1 << 18  # A longer queue is sent without waiting for `flush`.
 RECEIVE_BYTES = 1 << 18
 HELLO_SECONDS = 2.0
 
 
 class Link:
-    """One connection, which is made again after a loss. `now` is seconds of any one clock."""
+    """One connection, which is made again after a loss. Each `now` is seconds of one clock."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class Link:
         """
         self.group = group
         self.welcome: Welcome | None = None
-        """The daemon's greeting while the connection can be used, else None."""
+        """The daemon's answer to the greeting while the connection can be used, else None."""
         self.is_served = True  # False where nobody listened at the last attempt to connect.
-        self.is_other_version = False  # Whether the last refusal was of the protocol's version.
+        self.is_other_version = False  # True where the last refusal was for the protocol's version.
         self.refusal: str | None = None
-        """Why the daemon refused the last greeting; it is greeted again every HELLO_SECONDS."""
+        """The reason why the daemon refused the last greeting. The next one is HELLO_SECONDS later.
+        """
         self._socket_path = socket_path
         self._hello = hello
         self._on_loss = on_loss
         self.greetings = hello.session
-        """How often the daemon was greeted, beside those that `hello` counts already; sent to it.
-        """
+        """The number of the last greeting. The first one has `hello.session` + 1."""
         self._sock: socket.socket | None = None
         self._frames = Frames()
         self._in = memoryview(bytearray(RECEIVE_BYTES))
@@ -58,11 +58,11 @@ class Link:
 
     @property
     def fd(self) -> int | None:
-        """Descriptor to wait on, for callers that may wait (never the engine's hooks)."""
+        """The descriptor to wait on, for callers that may wait (never the engine's hooks)."""
         return self._sock.fileno() if self._sock is not None else None
 
     def poll(self, now: float) -> list[Reply]:
-        """Connect or receive, whichever is due: the replies in order, without the greeting.
+        """Connect or receive, whichever is due. Returns the replies in order, without Welcome.
 
         Replies that came before the end of a connection are returned first, and the next call
         reports the loss, so that no reply of a lost connection seems to belong to a new one.
@@ -79,25 +79,28 @@ class Link:
         return replies if self.flush(now) else []
 
     def send(self, request: Request, now: float) -> bool:
-        """Queue and send what fits; False where no connection is usable or the queue is full."""
+        """Queue a message, and send as much of the queue as fits.
+
+        Returns False where no connection is usable, or the queue is full.
+        """
         return self.queue(request, now) and self.flush(now)
 
     @property
     def lock(self) -> int:
-        """The byte of each arena that is locked while it is mapped, as the greeting says."""
+        """The byte of each arena that is locked while it is mapped. The hello names it."""
         return self._hello.lock
 
     @property
     def is_open(self) -> bool:
-        """Whether the daemon has not closed the connection, also while replies are unread."""
+        """True unless the daemon has closed the connection, also while replies are unread."""
         if self._sock is None:
             return False
-        asked = select.poll()
-        asked.register(self._sock, select.POLLHUP)
-        return not asked.poll(0)
+        poller = select.poll()
+        poller.register(self._sock, select.POLLHUP)
+        return not poller.poll(0)
 
     def queue(self, request: Request, now: float) -> bool:
-        """As `send`, but several messages leave together with the next `flush` or `poll`."""
+        """Queue a message as `send` does. It leaves with the next `flush` or `poll`."""
         if self._sock is None or self.welcome is None:
             return False
         append(self._out, request)
@@ -109,11 +112,11 @@ class Link:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether messages wait because the daemon did not read the ones before."""
+        """True while messages wait because the daemon did not read the ones before."""
         return bool(self._out)
 
     def flush(self, now: float) -> bool:
-        """Send as much of the queue as fits; False where there is no connection any more."""
+        """Send as much of the queue as fits. Returns False where the connection is lost."""
         try:
             while self._out and self._sock is not None:
                 del self._out[: self._sock.send(self._out)]
@@ -127,7 +130,10 @@ class Link:
         return self._sock is not None
 
     def greet_with(self, hello: Hello) -> None:
-        """Use another greeting from the next connection on; one without a welcome is made anew."""
+        """Use another hello from the next connection on.
+
+        A connection that has no welcome yet is made anew at once.
+        """
         self._hello = hello
         if self._sock is not None and self.welcome is None:
             # The daemon may still answer the old greeting.
@@ -135,12 +141,12 @@ class Link:
             self._sock = None
 
     def reset(self, why: str, now: float) -> None:
-        """End the connection, if there is one; a later `poll` makes another."""
+        """End the connection, if there is one. A later `poll` makes another."""
         if self._sock is not None:
             self._lose(why, now)
 
     def close(self, farewell: Request | None = None) -> None:
-        """End the connection for good; `farewell` is sent if there is room for it."""
+        """End the connection for good. `farewell` is sent if there is room for it."""
         if self._sock is not None:
             if farewell is not None and self.welcome is not None:
                 with contextlib.suppress(OSError):
@@ -151,7 +157,7 @@ class Link:
         self._retry_at = float("inf")
 
     def _receive(self, sock: socket.socket, replies: list[Reply], now: float) -> bool:
-        """Add the next replies; True where there may be more."""
+        """Append the next replies to `replies`. Returns True where there may be more."""
         received, why = 0, "connection closed by the daemon"
         try:
             received = sock.recv_into(self._in)
@@ -173,6 +179,7 @@ class Link:
         return received == RECEIVE_BYTES
 
     def _take(self, reply: Reply, replies: list[Reply], now: float) -> None:
+        """Append a reply, or take the answer to the greeting."""
         if self.welcome is not None:
             replies.append(reply)
         elif isinstance(reply, Welcome) and reply.version == PROTOCOL_VERSION:
@@ -226,7 +233,7 @@ class Link:
 
 
 def _closed(path: str) -> str:
-    """Whose a socket is that may not be connected to: the owner of what of its path can be seen."""
+    """Return why a socket may not be connected to: the owner of what can be seen of its path."""
     seen = path
     while seen != "/" and not os.path.lexists(seen):
         seen = os.path.dirname(seen)
@@ -237,7 +244,10 @@ def _closed(path: str) -> str:
 
 
 def peer_pid(socket_path: str) -> int:
-    """The process that listens at a socket; 0 in another pid namespace, -1 where nobody does."""
+    """Return the id of the process that listens at a socket, or -1 where none does.
+
+    The id is 0 for a process of another pid namespace.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
         try:
             sock.connect(socket_path)

@@ -26,14 +26,14 @@ from hybridkv.core.paths import check_socket_path
 logger = logging.getLogger("vllm.hybridkv")
 
 START_SECONDS = 10.0
-END_SECONDS = 10.0  # A daemon that is told to end has so long.
+END_SECONDS = 10.0  # The time that a daemon has to end after the signal.
 RETRY_SECONDS = 0.01
 EXIT_SERVING = 0  # The status of `serve --detach` once its daemon serves.
 EXIT_ALREADY_SERVED = 3
 
 
 def daemon_command(socket_path: str, options: Sequence[str]) -> list[str]:
-    """The command line of a daemon; raises ConfigError where the path cannot be a socket's."""
+    """Return the command line of a daemon. Raises ConfigError where the path can be no socket's."""
     check_socket_path(socket_path, "server")
     return [sys.executable, "-m", "hybridkv", "serve", "--socket", socket_path, *options]
 
@@ -43,9 +43,9 @@ def start_detached(
 ) -> "subprocess.Popen[bytes]":
     """Start a daemon that is no descendant of this process, and return at once.
 
-    vLLM kills all descendants of an engine that it stops. The process that is returned ends with
-    status 0 when the daemon serves, or with the daemon's own status; a thread waits for it, so that
-    no zombie stays.
+    vLLM kills all descendants of an engine that it stops. The returned process ends with status 0
+    when the daemon serves, or else with the daemon's own status. A thread waits for it, so that no
+    zombie stays.
     """
     process = subprocess.Popen(
         [*daemon_command(socket_path, options), "--detach"],
@@ -60,12 +60,12 @@ def start_detached(
 
 
 def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
-    """Return when a daemon answers at `socket_path`; where none does, start one with `options`.
+    """Return when a daemon answers at `socket_path`. Where none does, start one with `options`.
 
     A daemon of another protocol version is told to end, and keeps its arena for the next one. Where
     engines of that version start it again, it is told again: they do so every few seconds at most.
-    Raises ConfigError with the daemon's own message where it ends, and DaemonUnreachableError where
-    none answers within START_SECONDS, with what is known of the process that serves the socket.
+    Raises ConfigError with the daemon's own message where the daemon ends. Raises
+    DaemonUnreachableError, with the process that serves the socket, after START_SECONDS.
     """
     deadline = time.monotonic() + START_SECONDS
     process: subprocess.Popen[bytes] | None = None
@@ -81,12 +81,12 @@ def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
                 if not _end_other(socket_path, str(error)):
                     raise
             except (DaemonUnreachableError, subprocess.TimeoutExpired):
-                pass  # One is started, or says why it cannot be.
-            ended = None if process is None else process.returncode
-            is_gone = ended in (EXIT_SERVING, EXIT_ALREADY_SERVED) and peer_pid(socket_path) < 0
+                pass  # A daemon is started below, or it is known why none can be.
+            status = None if process is None else process.returncode
+            is_gone = status in (EXIT_SERVING, EXIT_ALREADY_SERVED) and peer_pid(socket_path) < 0
             if process is None or is_gone:
                 process = start_detached(socket_path, options, stderr)
-            elif ended not in (None, EXIT_SERVING, EXIT_ALREADY_SERVED):
+            elif status not in (None, EXIT_SERVING, EXIT_ALREADY_SERVED):
                 raise refusal(stderr)
             time.sleep(RETRY_SECONDS)
     raise DaemonUnreachableError(
@@ -96,7 +96,7 @@ def ensure_daemon(socket_path: str, options: Sequence[str]) -> None:
 
 
 def _end_other(socket_path: str, why: str) -> bool:
-    """End a daemon that engines of this version cannot use; False where it cannot be ended."""
+    """End a daemon that engines of this version cannot use. Returns False where that fails."""
     pid = peer_pid(socket_path)
     text = "hybridkv: the daemon at %s (%s) is told to end: %s"
     logger.warning(text, socket_path, _described(socket_path), why)
@@ -107,9 +107,9 @@ def _end_other(socket_path: str, why: str) -> bool:
 
 
 def end_process(pid: int, number: signal.Signals) -> bool:
-    """Send a signal to a daemon; whether it has ended within END_SECONDS.
+    """Send a signal to a daemon. Returns True where it has ended within END_SECONDS.
 
-    Raises OSError where this process may not do so, or sees no process of that number.
+    Raises OSError where this process may not send it, or sees no process of that id.
     """
     process = os.pidfd_open(pid)
     try:
@@ -120,7 +120,7 @@ def end_process(pid: int, number: signal.Signals) -> bool:
 
 
 def _described(socket_path: str) -> str:
-    """The process that serves a socket, for people."""
+    """Return the process that serves a socket, for people: "pid 7, since 2026-01-02 03:04:05"."""
     pid = peer_pid(socket_path)
     try:
         since = Path(f"/proc/{pid}").stat().st_mtime
@@ -130,7 +130,7 @@ def _described(socket_path: str) -> str:
 
 
 def refusal(stderr: IO[bytes]) -> ConfigError:
-    """The error of a daemon that ended, in its own words: the last line of its `stderr`."""
+    """Return the error of a daemon that ended, in its own words: the last line of `stderr`."""
     stderr.seek(0)
     lines = stderr.read().decode(errors="replace").strip().splitlines()
     last = lines[-1] if lines else "the daemon ended without a word"

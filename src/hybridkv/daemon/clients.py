@@ -1,4 +1,4 @@
-"""The daemon's sockets: bytes in, `Daemon.handle`, bytes out, one client's turn after another's."""
+"""The daemon's sockets: bytes in, `Daemon.handle`, bytes out. Clients have turns, in order."""
 
 import errno
 import logging
@@ -22,13 +22,13 @@ logger = logging.getLogger("hybridkv.daemon")
 
 CONNECTIONS_MAX = 4096
 LAST_WORDS_BYTES_MAX = 4 << 20
-"""Read from a connection after its process ended; a socket's buffer holds less."""
+"""The most that is read from a connection after its process ended. A socket's buffer holds less."""
 RECEIVE_BYTES = 1 << 14  # Read from one client before the next one's turn.
 TURN_SECONDS = 0.002  # The length of one client's turn, because many small requests are also work.
 SEND_QUEUE_BYTES_MAX = 64 << 20  # A client that leaves this much unread is disconnected.
-LISTEN_AGAIN_SECONDS = 0.2  # After a connection could not be accepted, unless one ends before.
+LISTEN_AGAIN_SECONDS = 0.2  # The pause after a failed accept, unless a connection ends before.
 SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS))
-"""Errors that pass, and say nothing of what was asked for."""
+"""Errors of a machine that is short of descriptors or memory for the moment."""
 
 
 class ClientSocket:
@@ -40,15 +40,15 @@ class ClientSocket:
         self.process = process
         self.frames = Frames()
         self.received: deque[bytes] = deque()
-        """Messages that wait for the client's turn; nothing more is read before."""
-        self.out = bytearray()
-        self.closing = False
+        """Messages that wait for the client's turn. Nothing more is read before that."""
+        self.unsent = bytearray()
+        self.is_closing = False  # True once the connection ends when `unsent` is empty.
 
 
 class ProcessWatcher:
     """Processes of clients, each with a descriptor at the selector, whose data is the Process.
 
-    A closed socket does not tell that the process copies no more.
+    A closed socket does not prove that its process copies no more.
     """
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
@@ -56,7 +56,10 @@ class ProcessWatcher:
         self.pidfds: dict[Process, int] = {}
 
     def watch(self, process: Process) -> bool:
-        """Whether the end of a process will be noticed. Raises OSError on a shortage."""
+        """Watch for the end of a process. Returns False where it has ended already.
+
+        Raises OSError on a shortage.
+        """
         if process in self.pidfds:
             return True
         try:
@@ -93,41 +96,41 @@ class ClientSockets:
         self._processes = processes
         self.listener = listener
         self._listen_at = math.inf
-        """While nobody can be accepted: when to try again, in monotonic seconds."""
-        self._is_short = False  # Whether descriptors were lacking for the last client.
+        """While no client can be accepted: when to try again, in monotonic seconds."""
+        self._is_short = False  # True where descriptors were lacking for the last client.
         self.connected: dict[int, ClientSocket] = {}  # By number.
         self._last_number = 0
-        self.behind: dict[ClientSocket, None] = {}
-        """Clients whose messages wait for their turn, in order."""
+        self.waiting: dict[ClientSocket, None] = {}
+        """Clients whose messages wait for their next turn, in order."""
         self._selector.register(listener, selectors.EVENT_READ, self.accept)
 
     def serve(self, client: ClientSocket, events: int) -> None:
-        """Handle what the selector reports for a client."""
-        is_heard = events & selectors.EVENT_READ and not client.received
-        if is_heard and client.number in self.connected:
+        """Handle the events that the selector reports for a client: read, write, or both."""
+        is_readable = events & selectors.EVENT_READ and not client.received
+        if is_readable and client.number in self.connected:
             self._receive(client, TURN_SECONDS)
         if events & selectors.EVENT_WRITE and client.number in self.connected:
             self._flush(client)
 
     def listens_at(self, now: float) -> float:
-        """When the listener is heard again; infinity while it is heard."""
+        """Return when clients are accepted again, or infinity while they are accepted."""
         if self._listen_at <= now:
             self._listen()
         return self._listen_at
 
     def answer(self, client: ClientSocket, seconds: float) -> None:
-        """Handle what a client sent, for so long; the rest waits for its next turn."""
-        self.behind.pop(client, None)
+        """Handle a client's messages for at most `seconds`. The rest waits for its next turn."""
+        self.waiting.pop(client, None)
         until = time.monotonic() + seconds
         try:
-            while client.received and not client.closing and client.number in self.connected:
+            while client.received and not client.is_closing and client.number in self.connected:
                 if time.monotonic() > until:
-                    self.behind[client] = None
+                    self.waiting[client] = None
                     return
                 request = decode_request(client.received.popleft())
                 reply = self._daemon.handle(client.number, request, time.monotonic())
                 if reply is not None:
-                    client.closing = isinstance(reply, Error) and reply.code in CLOSING
+                    client.is_closing = isinstance(reply, Error) and reply.code in CLOSING
                     self.send(client, reply)
         except WireError as error:
             self._refuse(client, ErrorCode.WIRE, str(error))
@@ -137,48 +140,48 @@ class ClientSockets:
         client.received.clear()
 
     def send(self, client: ClientSocket, reply: Reply) -> None:
-        """Queue a message and send what fits."""
+        """Queue a message, and send as much of the queue as fits."""
         try:
             frame = encode(reply)
         except WireError as error:
             frame = encode(self._daemon.refuse(reply.id, ErrorCode.TOO_LARGE, str(error)))
-        client.out += frame
+        client.unsent += frame
         self._flush(client)
 
-    def drop(self, client: ClientSocket) -> None:
-        """Close a client's connection."""
+    def disconnect(self, client: ClientSocket) -> None:
+        """Close a client's connection. Nothing is done where it is closed already."""
         if self.connected.pop(client.number, None) is None:
             return
-        self.behind.pop(client, None)
+        self.waiting.pop(client, None)
         self._selector.unregister(client.sock)
         client.sock.close()
         self._listen()
-        self._daemon.disconnect(client.number)
+        self._daemon.on_disconnect(client.number)
         if client.process is not None:
             self._unwatch(client.process)
 
-    def process_ended(self, process: Process, fd: int) -> None:
-        """A watched process has ended."""
+    def on_process_ended(self, process: Process, fd: int) -> None:
+        """The process that descriptor `fd` watches has ended."""
         if self._processes.pidfds.get(process) != fd:
-            # Another event of this turn made it unwatched, and its descriptor may be another's.
+            # Another event of this turn ended the watch, and the descriptor may be reused.
             return
-        for client in self._of(process):
+        for client in self._clients_of(process):
             # Its last messages, such as a commit, may still be in the socket.
             self.answer(client, math.inf)
             for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
                 if client.number not in self.connected or not self._receive(client, math.inf):
                     break
-            self.drop(client)
-        self._daemon.sessions.process_ended(process)
+            self.disconnect(client)
+        self._daemon.sessions.on_process_ended(process)
         self._unwatch(process)
 
     def accept(self) -> None:
-        """Take the next client of the listener's queue."""
+        """Accept the next client of the listener's queue."""
         try:
             sock, _ = self.listener.accept()
         except OSError as error:
             if error.errno in SHORTAGES:
-                # Whoever waits stays in the listener's queue, which would wake the loop for ever.
+                # Clients stay in the listener's queue, which would wake the loop again and again.
                 self._selector.unregister(self.listener)
                 self._listen_at = time.monotonic() + LISTEN_AGAIN_SECONDS
                 self._warn_of_shortage(error)
@@ -195,7 +198,7 @@ class ClientSockets:
             shortage = error
         client = self.connected[self._last_number] = ClientSocket(sock, self._last_number, process)
         self._selector.register(sock, selectors.EVENT_READ, client)
-        self._daemon.sessions.connect(client.number, process)
+        self._daemon.sessions.on_connect(client.number, process)
         code, message = ErrorCode.CONNECTIONS, ""
         if not is_trusted(sock, self._group):
             code, owner = ErrorCode.OTHER_USER, f"user id {os.geteuid()}"
@@ -205,7 +208,7 @@ class ClientSockets:
         elif len(self.connected) > CONNECTIONS_MAX:
             message = f"there are {CONNECTIONS_MAX} connections already"
         elif shortage is not None:
-            # It would be taken for gone at the end of its connection, and might still be copying.
+            # At the end of its connection it would count as gone, and it might still be copying.
             fault = f"process {pid} cannot be watched ({shortage.strerror})"
             message = f"{fault}; a higher limit (ulimit -n) works"
             self._warn_of_shortage(shortage)
@@ -221,7 +224,7 @@ class ClientSockets:
         self._is_short = True
 
     def listen_at(self, listener: socket.socket) -> None:
-        """Accept clients of another listener, in place of one that nobody can reach any more."""
+        """Accept clients of another listener, because no client can reach the old one."""
         if self._listen_at == math.inf:
             self._selector.unregister(self.listener)
         self.listener.close()
@@ -229,13 +232,16 @@ class ClientSockets:
         self._listen()
 
     def _listen(self) -> None:
-        """Hear the listener again."""
+        """Accept clients again, if that was paused."""
         if self._listen_at < math.inf:
             self._listen_at = math.inf
             self._selector.register(self.listener, selectors.EVENT_READ, self.accept)
 
     def _receive(self, client: ClientSocket, seconds: float) -> bool:
-        """Read what has come, and answer for so long; whether there was anything."""
+        """Read from a client, and handle its messages for at most `seconds`.
+
+        Returns False where there was nothing to read, or the connection has ended.
+        """
         try:
             received = client.sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -243,9 +249,9 @@ class ClientSockets:
         except OSError:
             received = b""
         if not received:
-            self.drop(client)
+            self.disconnect(client)
             return False
-        if client.closing:
+        if client.is_closing:
             return True
         try:
             client.received += client.frames.feed(received)
@@ -256,46 +262,48 @@ class ClientSockets:
         return True
 
     def _refuse(self, client: ClientSocket, code: ErrorCode, message: str) -> None:
-        """Refuse what has no reply of its own: a connection, or bytes that are no request."""
-        client.closing = code.closes
+        """Refuse a connection, or bytes that are no request, by an Error with `id` 0."""
+        client.is_closing = code.closes
         self.send(client, self._daemon.refuse(0, code, message))
 
     def _flush(self, client: ClientSocket) -> None:
+        """Send as much of a client's queue as fits. Disconnect a client that does not read."""
         try:
-            sent = client.sock.send(client.out) if client.out else 0
+            sent = client.sock.send(client.unsent) if client.unsent else 0
         except BlockingIOError:
             sent = 0
         except OSError:
-            self.drop(client)
+            self.disconnect(client)
             return
-        del client.out[:sent]
-        is_full = len(client.out) > SEND_QUEUE_BYTES_MAX
+        del client.unsent[:sent]
+        is_full = len(client.unsent) > SEND_QUEUE_BYTES_MAX
         if is_full:
-            unread = format_size(len(client.out))
+            unread = format_size(len(client.unsent))
             text = "client %d leaves %s of answers unread and is disconnected"
             logger.warning(text, client.number, unread)
-        if is_full or (client.closing and not client.out):
-            self.drop(client)
+        if is_full or (client.is_closing and not client.unsent):
+            self.disconnect(client)
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.out else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.unsent else 0)
         self._selector.modify(client.sock, events, client)
 
     def _unwatch(self, process: Process) -> None:
-        """Stop watching a process, unless its end still matters."""
-        if not self._of(process) and process not in self._daemon.sessions.processes():
+        """Stop watching a process, unless it has a connection or may copy for an engine."""
+        watched = self._daemon.sessions.watched_processes()
+        if not self._clients_of(process) and process not in watched:
             fd = self._processes.pidfds.pop(process, None)
             if fd is not None:
                 self._selector.unregister(fd)
                 os.close(fd)
 
-    def _of(self, process: Process) -> list[ClientSocket]:
+    def _clients_of(self, process: Process) -> list[ClientSocket]:
         return [client for client in self.connected.values() if client.process == process]
 
 
 def process_of(pid: int) -> Process | None:
-    """A living process of this pid namespace, with its start in clock ticks since boot.
+    """Return a process of this pid namespace, with its start in clock ticks since boot.
 
-    Raises OSError on a shortage.
+    None where it has ended. Raises OSError on a shortage.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

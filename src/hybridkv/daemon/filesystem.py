@@ -13,20 +13,22 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.sizes import format_size
 from hybridkv.daemon.orphan import remove_if_over
 from hybridkv.shm import arena as shm
-from hybridkv.shm.arena import SHM_DIR, Arena, shm_directory
+from hybridkv.shm.arena import SHM_DIR, Arena, FileId, file_id, shm_directory
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.shm.trailer import ARENA_VERSION, Trailer, read_superblock, trailer_bytes
 
 logger = logging.getLogger("hybridkv.daemon")
 
 ENDING_SECONDS = 1.0
-"""A daemon that ends lets go of its socket first, and of the arena at the latest with its process.
-The next one waits so long for it, and makes an arena of its own if a thread hangs in there."""
+"""The time that the next daemon waits for the arena. A daemon that ends lets go of its socket
+first, and of the arena at the latest with its process. Where one of its threads hangs, the next
+daemon makes an arena of its own."""
 _ARENA = re.compile(r"hybridkv-\d+-[0-9a-f]{12}-[0-9a-f]{32}")
 """The name of an arena: a user, the digest of a socket's path and place, and a daemon's life."""
 _PLACE = re.compile(r"[0-9a-f]{32}")
@@ -34,7 +36,15 @@ _PLACE_BYTES = 32
 
 
 class AlreadyServedError(HybridKVError):
-    """Another daemon holds this socket."""
+    """Another daemon serves the socket, or has locked its lock file."""
+
+
+class OpenedArena(NamedTuple):
+    """An arena that a daemon has opened for itself."""
+
+    arena: Arena
+    trailer: Trailer
+    is_earlier: bool  # True where an earlier daemon left it, with its objects.
 
 
 def make_private_directory(directory: Path, setting: str) -> None:
@@ -67,15 +77,15 @@ def check_private_directory(directory: Path, setting: str) -> None:
         raise _refusal(setting, f"others may write to {directory}", ", or chmod 700 it")
 
 
-def _refusal(setting: str, fault: str, more: str = "") -> ConfigError:
+def _refusal(setting: str, fault: str, alternative: str = "") -> ConfigError:
     works = f'"/tmp/hybridkv-{os.geteuid()}/daemon.sock" works'
-    return ConfigError(f"{setting}: {fault}", works + more)
+    return ConfigError(f"{setting}: {fault}", works + alternative)
 
 
 def share_directory(directory: Path, group: int) -> None:
     """Let the members of a group reach the files of `directory` whose names they know.
 
-    Raises ConfigError where this user is no member, or they cannot reach the directory itself.
+    Raises ConfigError where this user is no member, or where members cannot reach the directory.
     """
     if group not in (os.getegid(), *os.getgroups()):
         what = f"group: you are no member of group id {group}"
@@ -89,7 +99,7 @@ def share_directory(directory: Path, group: int) -> None:
 
 
 def _share(path: Path, group: int | None, mode: int) -> None:
-    """Give a file of this user to a group, with this mode; or to nobody else without a group."""
+    """Give a file of this user this mode, and to a group if there is one."""
     if group is not None:
         os.chown(path, -1, group)
     path.chmod(mode)
@@ -98,8 +108,9 @@ def _share(path: Path, group: int | None, mode: int) -> None:
 class ServedSocket:
     """The daemon's socket and its lock file. Either name may be removed while the daemon lives.
 
-    The lock file stays after the daemon, and names the place: a number that it was given when it
-    was made. Sockets of one path in two containers are two places, and an arena is of one of them.
+    The lock file stays after the daemon. It has the *place*, a random number that was written when
+    the file was made. Sockets of one path in two containers are two places, and an arena belongs to
+    one place.
     """
 
     def __init__(self, path: Path, group: int | None = None) -> None:
@@ -109,11 +120,10 @@ class ServedSocket:
         """
         self._path = path
         self._lock_path = _lock_path(path)
-        self._place: str | None = None  # What the lock file says; None until it is locked.
+        self._place: str | None = None  # The place in the lock file; None until it is locked.
         self._group = group
-        self._is_told = False  # Whether the log has it that the socket cannot be made again.
-        self._listened: tuple[int, int] | None = None
-        """(device, inode) of the socket's name; None before `listen`."""
+        self._loss_logged = False  # True once the log has that the socket cannot be made again.
+        self._socket_id: FileId | None = None  # The socket's file; None before `listen`.
         self._make_directory()
         self._lock_fd = self._lock()
         self._check_nobody_serves()
@@ -124,17 +134,17 @@ class ServedSocket:
             share_directory(self._path.parent, self._group)
 
     def listen(self) -> socket.socket:
-        """A non-blocking listening socket in place of a stale one. Raises ConfigError."""
+        """Remove a stale socket, and return a new one that listens. Raises ConfigError."""
         kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         listener = socket.socket(socket.AF_UNIX, kind)
         try:
             if self._path.is_socket():
                 self._path.unlink()
             listener.bind(str(self._path))
-            # Whoever may write to a socket may connect.
+            # Permission to write to a socket is permission to connect.
             _share(self._path, self._group, 0o600 if self._group is None else 0o660)
             listener.listen(128)
-            self._listened = _inode(self._path)
+            self._socket_id = _file_id(self._path)
         except OSError as error:
             listener.close()
             fault = f"no socket can be made at {self._path} ({error.strerror})"
@@ -142,13 +152,13 @@ class ServedSocket:
         return listener
 
     def restored(self) -> socket.socket | None:
-        """Make again what was removed: a new listening socket where that was the socket.
+        """Make the lock file and the socket again where their names were removed.
 
-        Raises AlreadyServedError where another daemon has taken the place meanwhile.
+        Returns the new listening socket, or None where the old one can still be reached. Raises
+        AlreadyServedError where another daemon has taken the place meanwhile.
         """
-        status = os.fstat(self._lock_fd)
-        is_listening = _inode(self._path) == self._listened
-        is_locked = _inode(self._lock_path) == (status.st_dev, status.st_ino)
+        is_listening = _file_id(self._path) == self._socket_id
+        is_locked = _file_id(self._lock_path) == file_id(os.fstat(self._lock_fd))
         if is_listening and is_locked:
             return None
         try:
@@ -162,26 +172,30 @@ class ServedSocket:
             listener = self.listen()
         except AlreadyServedError:
             if is_listening:
-                # A daemon that starts has the lock until it finds that this one answers.
+                # A daemon that starts keeps the lock until it finds that this one answers.
                 return None
             raise
         except ConfigError as error:
-            # Whoever is connected is served all the same.
-            if not self._is_told:
+            # Clients that are connected are served all the same.
+            if not self._loss_logged:
                 logger.warning("the socket was removed and cannot be made again: %s", error.what)
-            self._is_told = True
+            self._loss_logged = True
             return None
-        self._is_told = False
+        self._loss_logged = False
         logger.warning("%s was removed while it was served; it was made again", self._path)
         return listener
 
     def close(self) -> None:
         """Remove the socket, unless it is another daemon's, and let go of the lock."""
-        if self._listened is not None and _inode(self._path) == self._listened:
+        if self._socket_id is not None and _file_id(self._path) == self._socket_id:
             self._path.unlink(missing_ok=True)
         os.close(self._lock_fd)
 
     def _lock(self) -> int:
+        """Lock the lock file, and write the place into it. Returns its descriptor.
+
+        Raises ConfigError, AlreadyServedError.
+        """
         flags, is_new = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, True
         try:
             try:
@@ -195,7 +209,7 @@ class ServedSocket:
             os.close(fd)
             raise AlreadyServedError(f"a daemon is already serving {self._path}")
         if self._place is None:
-            # A file without a place is of an earlier version, whose arena is taken over.
+            # A file without a place was made by an earlier version, whose arena is taken over.
             self._place = uuid.uuid4().hex if is_new else _place_of(self._path)
         os.pwrite(fd, self._place.encode(), 0)
         os.ftruncate(fd, len(self._place))
@@ -204,7 +218,7 @@ class ServedSocket:
     def _check_nobody_serves(self) -> None:
         """Raise AlreadyServedError where a daemon listens whose lock file was removed."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
-            # With a full queue EAGAIN says that somebody listens.
+            # EAGAIN means that a daemon listens and that its queue is full.
             if client.connect_ex(str(self._path)) in (0, errno.EAGAIN):
                 raise AlreadyServedError(f"a daemon is already serving {self._path}")
 
@@ -214,7 +228,7 @@ def _lock_path(socket_path: Path) -> Path:
 
 
 def _place_of(socket_path: Path) -> str:
-    """The place that the lock file of a socket names; empty where it names none."""
+    """Return the place that the lock file of a socket has, or "" where it has none."""
     try:
         fd = os.open(_lock_path(socket_path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -227,7 +241,7 @@ def _place_of(socket_path: Path) -> str:
 
 
 def _takes_lock(fd: int) -> bool:
-    """Whether nobody else has the lock of a file, which the descriptor has from here on."""
+    """Lock a file for this descriptor. Returns False where another process has the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -235,19 +249,18 @@ def _takes_lock(fd: int) -> bool:
     return True
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
-    """(device, inode) of the file of that name; None where there is none that can be seen."""
+def _file_id(path: Path) -> FileId | None:
+    """Return the id of the file of that name, or None where no file can be seen."""
     try:
-        status = path.lstat()
+        return file_id(path.lstat())
     except OSError:
         return None
-    return status.st_dev, status.st_ino
 
 
 def stale_arenas(socket_path: Path, directory: Path | None = None) -> list[Path]:
-    """Arenas of this socket's daemons, also those that are in use.
+    """Return the arenas of this socket's daemons, also those that are in use.
 
-    They are looked for in SHM_DIR, and in `directory` or, without one, where new ones would be.
+    They are looked for in SHM_DIR, and in `directory`, which is by default that of new arenas.
     """
     return _files_of_user(_arena_prefix(socket_path), directory)
 
@@ -259,24 +272,23 @@ def open_arena(
     boot: str,
     directory: Path,
     group: int | None = None,
-) -> tuple[Arena, Trailer, bool]:
-    """An earlier daemon's arena where one fits, else a new one; and whether it is an earlier one.
+) -> OpenedArena:
+    """Open an earlier daemon's arena where one fits, or else a new one. Raises ConfigError.
 
-    The members of `group` may map it; without one, this user alone.
-
-    Without `ram_bytes` an arena of any size in `directory` fits. Those that do not fit, or all of
-    them where `fresh`, are removed, unless another process uses them. Raises ConfigError.
+    Without `ram_bytes` an arena of any size in `directory` fits. With `fresh` none fits. Arenas
+    that do not fit are removed, unless another process uses them. This user may map the arena, and
+    the members of `group`.
     """
     if not shm.is_in_memory(directory):
         text = "shm-dir: %s is on no tmpfs, so the cache is written to a disk; /dev/shm works"
         logger.warning(text, directory)
     for path in [] if fresh else stale_arenas(socket_path, directory):
-        taken = _take_over(path, ram_bytes) if path.parent == directory else None
-        if taken is not None:
+        arena = _take_over(path, ram_bytes) if path.parent == directory else None
+        if arena is not None:
             remove_unused_arenas(socket_path, directory)
             remove_orphans(directory)
             _share(path, group, 0o600 if group is None else 0o660)
-            return *taken, True
+            return OpenedArena(arena, _trailer_of(arena), is_earlier=True)
     remove_unused_arenas(socket_path, directory)
     remove_orphans(directory)
     wanted_bytes = shm.default_ram_bytes(directory) if ram_bytes is None else ram_bytes
@@ -290,10 +302,10 @@ def open_arena(
     except PermissionError as error:
         what = f"shm-dir: you may not make files in {directory}"
         raise ConfigError(what, "a directory on a tmpfs that is yours works") from error
-    trailer = Trailer(arena.memory[slots_bytes:], slots_bytes)
+    trailer = _trailer_of(arena)
     trailer.format()
     _share(path, group, 0o600 if group is None else 0o660)
-    return arena, trailer, False
+    return OpenedArena(arena, trailer, is_earlier=False)
 
 
 def remove_unused_arenas(socket_path: Path, directory: Path | None = None) -> None:
@@ -303,7 +315,7 @@ def remove_unused_arenas(socket_path: Path, directory: Path | None = None) -> No
 
 
 def remove_unused(arena: Path) -> bool:
-    """Remove an arena, unless a daemon has it open; whether it was removed."""
+    """Remove an arena, unless a daemon has it open. Returns True where it was removed."""
     with _claimed(arena) as is_ours:
         if is_ours:
             arena.unlink(missing_ok=True)
@@ -311,21 +323,21 @@ def remove_unused(arena: Path) -> bool:
 
 
 def remove_orphans(directory: Path | None = None) -> None:
-    """Remove the arenas of this user's daemons whose time is over, of whatever socket."""
+    """Remove the arenas of all of this user's daemons whose time is over."""
     for path in arenas_of_user(shm_directory() if directory is None else directory):
         if remove_if_over(path):
             logger.info("%s is removed: no daemon took it over in time", path)
 
 
 def is_in_use(arena: Path) -> bool:
-    """Whether a daemon has an arena open. None can take it over while this is found out."""
+    """Return True where a daemon has an arena open. None can take it over during the call."""
     with _claimed(arena) as is_ours:
         return not is_ours
 
 
 @contextlib.contextmanager
 def _claimed(arena: Path) -> Iterator[bool]:
-    """Whether no daemon has an arena open; if so, none can take it over meanwhile."""
+    """Lock an arena for the block, so that no daemon takes it over. False where one has it open."""
     try:
         fd = os.open(arena, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -352,16 +364,16 @@ def free_left(socket_path: Path, directory: Path | None = None) -> None:
 
 
 def arenas_of_user(directory: Path) -> list[Path]:
-    """Every arena of this user in `directory` and in SHM_DIR, also those in use.
+    """Return every arena of this user in `directory` and in SHM_DIR, also those in use.
 
-    One without a byte is left out: it is being made, and its maker has not locked it yet.
+    An empty file is left out: it is being made, and its maker has not locked it yet.
     """
     found = _files_of_user(f"hybridkv-{os.geteuid()}-", directory)
     return [path for path in found if _ARENA.fullmatch(path.name) and arena_bytes(path)[0]]
 
 
 def arena_bytes(arena: Path) -> tuple[int, int]:
-    """The size of an arena and the memory that it takes, in bytes; zeros where it is gone."""
+    """Return the size of an arena and the memory that it takes, in bytes. Zeros if it is gone."""
     try:
         status = arena.lstat()
     except FileNotFoundError:
@@ -370,18 +382,19 @@ def arena_bytes(arena: Path) -> tuple[int, int]:
 
 
 def is_arena_of(arena: Path, socket_path: str) -> bool:
-    """Whether an arena is one of the daemons of this socket."""
+    """Return True where an arena belongs to the daemons of this socket."""
     return arena.name.startswith(_arena_prefix(socket_path))
 
 
 def bound_sockets() -> list[str]:
-    """The path of every Unix socket that a process of this network namespace has bound."""
+    """Return the path of every Unix socket that a process of this network namespace has bound."""
     lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
     columns = (line.split(" ", maxsplit=7) for line in lines)
     return [row[7] for row in columns if len(row) == 8]
 
 
-def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | None:
+def _take_over(path: Path, ram_bytes: int | None) -> Arena | None:
+    """Open the arena of an earlier daemon if it fits. If not, log the reason and return None."""
     left, name = read_superblock(path), path.name
     if left is None:
         logger.warning("%s is not taken over: it is damaged, or was never finished", name)
@@ -392,44 +405,54 @@ def _take_over(path: Path, ram_bytes: int | None) -> tuple[Arena, Trailer] | Non
         text = "%s is not taken over: it has %s, and --ram asks for %s; what tiers have stays"
         logger.warning(text, name, format_size(left.slots_bytes), format_size(ram_bytes))
     else:
-        return _attached(path, left.slots_bytes)
+        return _take_over_in_time(path, left.slots_bytes)
     return None
 
 
-def _attached(path: Path, slots_bytes: int) -> tuple[Arena, Trailer] | None:
+def _take_over_in_time(path: Path, slots_bytes: int) -> Arena | None:
+    """Open the arena of an earlier daemon, which has ENDING_SECONDS to let go of it."""
     size_bytes = slots_bytes + trailer_bytes(slots_bytes)
     deadline = time.monotonic() + ENDING_SECONDS
     while True:
         try:
-            arena = shm.attach_arena(path, size_bytes, slots_bytes, owner=True)
+            return shm.take_over_arena(path, size_bytes, slots_bytes)
         except (shm.ArenaGoneError, BlockingIOError) as error:
             if isinstance(error, BlockingIOError) and time.monotonic() < deadline:
                 time.sleep(ENDING_SECONDS / 100)
                 continue
             logger.warning("%s is not taken over: %s", path.name, error)
             return None
-        return arena, Trailer(arena.memory[slots_bytes:], slots_bytes)
+
+
+def _trailer_of(arena: Arena) -> Trailer:
+    return Trailer(arena.memory[arena.slots_bytes :], arena.slots_bytes)
 
 
 def node_name(socket_path: Path) -> str:
-    """A name for the daemon of this socket among all that use the same storage."""
+    """Return a name for the daemon of this socket among all that use the same storage.
+
+    It is the host's name and a digest of the path: "gpu7-0a1b2c3d".
+    """
     # Linux has no host names of more than 64 characters.
     host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64]
     return f"{host}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
 
 
 def _arena_prefix(socket_path: Path | str) -> str:
-    """The start of the names of arenas: it has a digest of the socket's path and place."""
+    """Return the start of the names of a socket's arenas, with a digest of its path and place."""
     name = f"{socket_path}{_place_of(Path(socket_path))}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
     return f"hybridkv-{os.geteuid()}-{digest}-"
 
 
 def _files_of_user(prefix: str, directory: Path | None) -> list[Path]:
-    """The files of this user whose names begin so (stale_arenas), in order."""
+    """Return the files of this user whose names begin with `prefix`, sorted.
+
+    The directories are those of `stale_arenas`.
+    """
     found = []
     directories = {SHM_DIR, shm_directory() if directory is None else directory}
-    for path in sorted(path for one in directories for path in one.glob(f"{prefix}*")):
+    for path in sorted(path for place in directories for path in place.glob(f"{prefix}*")):
         try:
             status = path.lstat()
         except FileNotFoundError:

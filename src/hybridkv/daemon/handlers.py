@@ -1,8 +1,8 @@
-"""What the daemon decides: requests in, replies out. It has no socket, clock, thread or file."""
+"""The decisions of the daemon: requests in, replies out, without socket, clock, thread or file."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -13,7 +13,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64
 from hybridkv.core.tails import longest_tail, tail_chunk, tail_tokens, units_per_chunk
 from hybridkv.daemon import slot_requests
-from hybridkv.daemon.sessions import ClientConnection, RequestError, Session
+from hybridkv.daemon.sessions import ClientConnection, Lease, OutgoingMessage, RequestError, Session
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
@@ -34,13 +34,25 @@ AUDIT_COUNTERS: Mapping[AuditOutcome, str] = {
     AuditOutcome.UNMADE: "audits_unmade",
 }
 
-_Present = tuple[list[bytes], Sequence[Sequence[Slot | None] | None], int]
-"""What RAM has of some chunks: each group's mask; each chunk's slots by group index, None where RAM
-has no object of the chunk; and the largest hit in chunks."""
+
+class ResidentChunks(NamedTuple):
+    """The objects that RAM has of the chunks of a lookup, and the hit that they are."""
+
+    masks: list[bytes]  # By group index, a byte for each chunk: 1 where the object is there.
+    entries: Sequence[Sequence[Slot | None] | None]
+    """By chunk, its objects by group index. None for a chunk without any object."""
+    chunks: int  # The largest hit.
+
+
+class ResidentTail(NamedTuple):
+    """The longest tail that RAM has after a hit."""
+
+    number: int  # The tail's place in the lookup, from 1 on; 0 = there is none.
+    slots: Sequence[Slot | None]  # Its objects by group index.
 
 
 class Daemon(DaemonState):
-    """The state machine behind the socket. Times are seconds of one clock."""
+    """The daemon's answers to messages and events. Times are seconds of one clock."""
 
     def __init__(
         self, store: Store, welcome: wire.Welcome, tiers: Sequence[TierState] = ()
@@ -49,7 +61,7 @@ class Daemon(DaemonState):
         self.view = DaemonView(self)
         self._handlers: Mapping[type[Request], Callable[[ClientConnection, Any], Reply | None]] = {
             wire.Hello: self._hello,
-            wire.Drained: self.sessions.drained,
+            wire.Drained: self.sessions.on_drained,
             wire.ReportMapping: self._report_mapping,
             wire.ReportStale: self._report_stale,
             wire.Identify: self._identify,
@@ -71,30 +83,34 @@ class Daemon(DaemonState):
 
     # Events
 
-    def disconnect(self, connection_id: int) -> None:
-        """A socket is closed; its process may still copy."""
+    def on_disconnect(self, connection_id: int) -> None:
+        """The socket of a connection was closed. Its process may still copy."""
         self.promotion.cancel(connection_id)
-        self.subscriptions.forget(connection_id)
-        self.sessions.disconnect(connection_id)
+        self.subscriptions.on_disconnect(connection_id)
+        self.sessions.on_disconnect(connection_id)
 
     def tick(self, now: float) -> None:
-        """Do whatever is due: to be called after other events, and at `wakes_at`."""
+        """Do everything that is due. To be called after other events, and at `wakes_at`."""
         self.now = now
         for tier in self.tiers:
             tier.tick(now)
         if self.tiers:
-            self._answer_ended(self.promotion.tick(now))
+            self._answer_waiting(self.promotion.tick(now))
             self.demotion.pump(now)
-        self.later.extend(self.subscriptions.due(now))
+        self.outgoing.extend(self.subscriptions.take_due(now))
         self.view.tick(now)
 
     def wakes_at(self) -> float:
-        """When something is due that no event tells of."""
-        first = (self.promotion.wakes_at(), self.demotion.wakes_at(), self.view.wakes_at())
-        return min(*first, *(tier.wakes_at() for tier in self.tiers))
+        """Return when `tick` has something to do, if no event comes before."""
+        return min(
+            self.promotion.wakes_at(),
+            self.demotion.wakes_at(),
+            self.view.wakes_at(),
+            *(tier.wakes_at() for tier in self.tiers),
+        )
 
-    def transferred(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
-        """A job of a tier came back."""
+    def on_job_done(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
+        """A thread of a tier has ended a job."""
         self.now = now
         tier = self.tiers[job.tier]
         was_open = tier.is_open
@@ -118,18 +134,18 @@ class Daemon(DaemonState):
             case JobKind.USE:
                 self.demotion.used(tier, job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
-                self.demotion.opened(self.sessions.slots())
+                self.demotion.opened(self.sessions.stored_slots())
 
     def handle(self, connection_id: int, request: Request, now: float = 0.0) -> Reply | None:
-        """The reply to one request; None for a one-way message, and for a lookup that waits.
+        """Handle a message and return the reply to it. None for a one-way message.
 
-        The Found of a lookup that waits comes by `later`. After an Error whose code closes
-        (wire.protocol), nothing more of this connection may be handled.
+        The reply to a lookup that waits is Pending, and its Found comes by `outgoing`. After an
+        Error whose code closes (wire.protocol), nothing more of this connection may be handled.
         """
         self.now = now
         connection = self.sessions.connections[connection_id]
         self.labelled["requests", type(request).__name__.lower()] += 1
-        self.subscriptions.heard(connection_id)
+        self.subscriptions.on_request(connection_id)
         try:
             if (code := refused(connection.state, type(request))) is not None:
                 raise RequestError(code)
@@ -141,7 +157,7 @@ class Daemon(DaemonState):
         return reply
 
     def refuse(self, request_id: int, code: ErrorCode, message: str) -> wire.Error:
-        """An error reply, counted."""
+        """Return the Error for a refused request, and count it. The message is cut to fit."""
         self.labelled["refused", str(code)] += 1
         return wire.Error(request_id, code, message[:4096])
 
@@ -157,17 +173,18 @@ class Daemon(DaemonState):
 
     def _identify(self, connection: ClientConnection, request: wire.Identify) -> Reply:
         session = connection.session
-        told = request.namespace, session.geometry, session.model
         try:
-            session.namespace = self.sessions.named(*told)
+            session.namespace = self.sessions.namespace_of(
+                request.namespace, session.geometry, session.model
+            )
         except RequestError as error:
             # The bytes are not of the old identity any more, so the connection ends.
             raise RequestError(ErrorCode.IDENTIFY) from error
-        self.subscriptions.identified(connection)
+        self.subscriptions.on_identified(connection)
         return wire.Done(request.id, 0)
 
-    def _report_mapping(self, connection: ClientConnection, told: wire.ReportMapping) -> None:
-        connection.is_unmapped = not told.is_mapped
+    def _report_mapping(self, connection: ClientConnection, report: wire.ReportMapping) -> None:
+        connection.is_unmapped = not report.is_mapped
         self.counters["mappings_failed"] += connection.is_unmapped
 
     def _report_stale(self, connection: ClientConnection, report: wire.ReportStale) -> None:
@@ -177,12 +194,55 @@ class Daemon(DaemonState):
     # Lookups
 
     def _lookup(self, connection: ClientConnection, lookup: wire.Lookup) -> Reply:
+        """Answer a lookup from RAM, or begin to wait for tiers. Raises RequestError."""
         session = connection.session
         namespace, geometry = session.namespace, session.geometry
+        self._check_lookup(connection, lookup)
+        # A hit of more chunks might need more slots than fit in a message.
+        hashes = lookup.hashes[: BATCH_MAX // len(geometry.groups) * HASH_BYTES]
+        resident = resident_chunks(namespace, geometry, hashes)
+        masks, chunks, asked_chunks = resident.masks, resident.chunks, len(resident.entries)
+        self.counters["lookups"] += 1
+        self.counters["chunks_asked"] += asked_chunks
+        self.counters["tokens_asked"] += asked_chunks * geometry.chunk_tokens
+        request = LookupRequest(
+            connection_id=connection.number,
+            id=lookup.id,
+            lease=lookup.lease,
+            namespace=namespace,
+            geometry=geometry,
+            hashes=hashes,
+            asked_at=self.now,
+            deadline=self.now + lookup.wait_ms / 1e3,
+            tokens_per_second=lookup.tokens_per_second,
+            resident=PromptHit(chunks, 0, chunks * geometry.chunk_tokens),
+            tails=lookup.tails,
+            tails_from=lookup.tails_from,
+            audit_lease=lookup.audit_lease,
+        )
+        tail, tails = resident_tail(request, masks, chunks).number, len(lookup.tails) // HASH_BYTES
+        if tail:
+            request = request._replace(resident=request.hit_of(chunks, tail))
+        last = tail_chunk(geometry, lookup.tails_from, tails - 1) if tail < tails else -1
+        shortfall = ""
+        if self.tiers and lookup.wait_ms and (chunks < asked_chunks or last >= chunks):
+            waiting = WaitingLookup(request)
+            if self.promotion.begin(waiting, masks, self.now):
+                return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
+            shortfall = waiting.shortfall
+            if waiting.located:
+                # Chunks may have been evicted for objects that then were not read.
+                resident = resident_chunks(namespace, geometry, hashes)
+        return self._answer_lookup(request, resident, {}, shortfall)
+
+    def _check_lookup(self, connection: ClientConnection, lookup: wire.Lookup) -> None:
+        """Raise RequestError where a lookup cannot be answered as it is."""
+        session = connection.session
         if len(lookup.hashes) % HASH_BYTES:
             fault = f"{len(lookup.hashes)} bytes are no whole number of hashes"
             raise RequestError(ErrorCode.HASHES, fault)
-        if lookup.tails and (len(lookup.tails) % HASH_BYTES or units_per_chunk(geometry) < 2):
+        has_tails = units_per_chunk(session.geometry) > 1
+        if lookup.tails and (len(lookup.tails) % HASH_BYTES or not has_tails):
             fault = f"{len(lookup.tails)} bytes are no names of tails of this session's chunks"
             raise RequestError(ErrorCode.HASHES, fault)
         is_waiting = self.promotion.is_waiting(connection.number, lookup.lease)
@@ -192,84 +252,58 @@ class Daemon(DaemonState):
         if is_taken or len(session.leases) >= LEASES_MAX:
             fault = f"lease {lookup.lease} is taken, or {LEASES_MAX} leases are open"
             raise RequestError(ErrorCode.LEASE, fault)
-        # A hit of more chunks might need more slots than fit in a message.
-        hashes = lookup.hashes[: BATCH_MAX // len(geometry.groups) * HASH_BYTES]
-        present = masks, entries, chunks = resident_chunks(namespace, geometry, hashes)
-        self.counters["lookups"] += 1
-        self.counters["chunks_asked"] += len(entries)
-        self.counters["tokens_asked"] += len(entries) * geometry.chunk_tokens
-        names = connection.number, lookup.id, lookup.lease
-        times = self.now, self.now + lookup.wait_ms / 1e3
-        asked = LookupRequest(
-            *(*names, namespace, geometry, hashes, *times, lookup.tokens_per_second),
-            *(PromptHit(chunks, 0, chunks * geometry.chunk_tokens), lookup.tails),
-            *(lookup.tails_from, lookup.audit_lease),
-        )
-        tail, tails = resident_tail(asked, masks, chunks)[0], len(lookup.tails) // HASH_BYTES
-        asked = asked._replace(resident=asked.hit_of(chunks, tail))
-        last = tail_chunk(geometry, lookup.tails_from, tails - 1) if tail < tails else -1
-        why = ""
-        if self.tiers and lookup.wait_ms and (chunks < len(entries) or last >= chunks):
-            waiting = WaitingLookup(asked)
-            if self.promotion.begin(waiting, masks, self.now):
-                return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
-            why = waiting.shortfall
-            if waiting.located:
-                # Room for what then did not come may have been made at the cost of other chunks.
-                present = resident_chunks(namespace, geometry, hashes)
-        return self._found(asked, present, {}, why)
 
-    def _answer_ended(self, ended: Iterable[WaitingLookup]) -> None:
-        """Answer lookups that waited for tiers, from what RAM has now."""
+    def _answer_waiting(self, ended: Iterable[WaitingLookup]) -> None:
+        """Answer lookups whose wait for tiers has ended, from what RAM has now."""
         for waiting in ended:
-            asked = waiting.request
-            present = resident_chunks(asked.namespace, asked.geometry, asked.hashes)
-            self.waits.add(self.now - asked.asked_at)
-            found = self._found(asked, present, waiting.origins, waiting.shortfall)
-            self.later.append((asked.connection_id, found))
+            request = waiting.request
+            resident = resident_chunks(request.namespace, request.geometry, request.hashes)
+            self.waits.add(self.now - request.asked_at)
+            found = self._answer_lookup(request, resident, waiting.origins, waiting.shortfall)
+            self.outgoing.append(OutgoingMessage(request.connection_id, found))
             self.store.unpin(waiting.held)
 
-    def _found(
-        self, asked: LookupRequest, present: _Present, origins: Mapping[int, str], why: str
+    def _answer_lookup(
+        self,
+        request: LookupRequest,
+        resident: ResidentChunks,
+        origins: Mapping[int, str],
+        shortfall: str,
     ) -> wire.Found:
-        """Open the lease of a hit; the answer. `origins` are the tiers that chunks came from."""
-        masks, entries, chunks = present
-        session = self.sessions.connections[asked.connection_id].session
+        """Open the lease of a hit, and return the answer to the lookup.
+
+        `origins` are the tiers from which chunks came for it. `shortfall` is why no more came.
+        """
+        masks, entries, chunks = resident
+        session = self.sessions.connections[request.connection_id].session
         geometry, identity = session.geometry, session.namespace.identity
-        if asked.namespace is session.namespace:
-            self.ceiling.answered(identity, geometry, asked.hashes, masks, chunks)
+        if request.namespace is session.namespace:
+            self.ceiling.answered(identity, geometry, request.hashes, masks, chunks)
         else:
             # The engine has other weights by now.
             masks, chunks = [bytes(len(mask)) for mask in masks], 0
-        slots: list[Slot] = []
         tokens, tail = chunks * geometry.chunk_tokens, 0
-        if asked.tails and asked.namespace is session.namespace:
-            tail, of_tail = resident_tail(asked, masks, chunks)
+        if request.tails and request.namespace is session.namespace:
+            tail, tail_slots = resident_tail(request, masks, chunks)
         if tail:
-            chunks = tail_chunk(geometry, asked.tails_from, tail - 1) + 1
-            tokens = tail_tokens(geometry, asked.tails_from, tail - 1)
-            entries = [*entries[: chunks - 1], of_tail]
+            chunks = tail_chunk(geometry, request.tails_from, tail - 1) + 1
+            tokens = tail_tokens(geometry, request.tails_from, tail - 1)
+            entries = [*entries[: chunks - 1], tail_slots]
             self.counters["tails_hit"] += 1
-        tiers: dict[str, int] = {}
-        for _, name in sorted((chunk, name) for chunk, name in origins.items() if chunk < chunks):
-            tiers[name] = tiers.get(name, 0) + 1
-            self.labelled["tier_chunks_hit", name] += 1
+        tiers = self._count_origins(origins, chunks)
+        slots = hit_slots(geometry, entries, chunks)
+        lease = None
         if chunks:
-            for index, group in enumerate(geometry.groups):
-                need = needed_chunks(geometry, group, chunks)
-                needed = entries[need.start : need.stop]
-                # Every entry of a hit is whole.
-                slots += [entry[index] for entry in needed]  # type: ignore[index, misc]
             self.demotion.read(slots)
             self.store.pin(slots)
-            session.leases[asked.lease] = slots
-            session.asked[asked.lease] = asked.asked_at, asked.tokens_per_second
+            lease = Lease(slots, request.asked_at, request.tokens_per_second, opened_at=self.now)
+            session.leases[request.lease] = lease
             self.counters["lookups_hit"] += 1
             self.counters["chunks_hit"] += chunks
             self.counters["tokens_hit"] += tokens
         audit = None
-        if asked.audit_lease and not tail and asked.namespace is session.namespace:
-            audit = self._audit_offer(session, asked, (masks, entries, chunks))
+        if request.audit_lease and not tail and request.namespace is session.namespace:
+            audit = self._offer_audit(session, request, ResidentChunks(masks, entries, chunks))
         packed = slot_requests.pack_slots(slots)
         if self.spans is not None:
             facts: dict[str, str | int] = {
@@ -277,69 +311,91 @@ class Daemon(DaemonState):
                 "identity": identity.hex()[:12],
                 "asked_tokens": len(entries) * geometry.chunk_tokens,
                 "hit_tokens": tokens,
-                "why": why,
+                "why": shortfall,
                 **{f"chunks_from_{name}": count for name, count in tiers.items()},
             }
-            span = self.spans.put("lookup", (asked.asked_at, self.now), facts)
-            if chunks:
-                session.spans[asked.lease] = self.now, span
-        why = why[: wire.FACT_MAX]  # An error's text may be of any length.
-        return wire.Found(asked.id, asked.lease, chunks, masks, *packed, tiers, why, tail, audit)
+            span = self.spans.put("lookup", (request.asked_at, self.now), facts)
+            if lease is not None:
+                lease.span = span
+        return wire.Found(
+            id=request.id,
+            lease=request.lease,
+            chunks=chunks,
+            masks=masks,
+            offsets=packed.offsets,
+            generations=packed.generations,
+            tiers=tiers,
+            why=shortfall[: wire.FACT_MAX],  # An error's text may be of any length.
+            tail=tail,
+            audit=audit,
+        )
 
-    def _audit_offer(
-        self, session: Session, asked: LookupRequest, present: _Present
+    def _count_origins(self, origins: Mapping[int, str], chunks: int) -> dict[str, int]:
+        """Return the number of a hit's chunks that came up for it, by tier, and count them."""
+        tiers: dict[str, int] = {}
+        for chunk, name in sorted(origins.items()):
+            if chunk < chunks:
+                tiers[name] = tiers.get(name, 0) + 1
+                self.labelled["tier_chunks_hit", name] += 1
+        return tiers
+
+    def _offer_audit(
+        self, session: Session, request: LookupRequest, resident: ResidentChunks
     ) -> wire.AuditOffer | None:
-        """Open the audit's lease on what can be compared; None where nothing can be.
+        """Open the audit's lease on objects that can be compared. None where there are none.
 
-        That is the last chunk of the hit, if the hit before it is one too. Else it is what the
-        groups have of the chunk behind the hit, which the engine computes anyway.
+        These are the objects of the hit's last chunk, if the chunks before it are a hit too. Else
+        they are those of the first chunk after the hit, which the engine computes anyway.
         """
-        masks, entries, chunks = present
+        masks, entries, chunks = resident
         geometry = session.geometry
-        shorter: list[Slot] = []
         is_last = chunks > 0 and largest_hit(geometry, masks, chunks - 1) == chunks - 1
-        if is_last:
-            for index, group in enumerate(geometry.groups):
-                need = needed_chunks(geometry, group, chunks - 1)
-                # Every entry of a hit is whole.
-                shorter += [entry[index] for entry in entries[need.start : need.stop]]  # type: ignore[index, misc]
+        shorter = hit_slots(geometry, entries, chunks - 1) if is_last else []
         chunk = chunks - is_last
         entry = entries[chunk] if chunk < len(entries) else None
         compared = [slot for slot in entry or () if slot is not None]
-        is_taken = asked.audit_lease in session.leases or len(session.leases) >= LEASES_MAX
+        is_taken = request.audit_lease in session.leases or len(session.leases) >= LEASES_MAX
         if entry is None or not compared or is_taken:
             return None
         leased = [*shorter, *compared]
-        self.store.hold(leased)  # A proof is no use.
-        session.leases[asked.audit_lease] = leased
-        session.asked[asked.audit_lease] = asked.asked_at, asked.tokens_per_second
-        offsets = pack_u64([slot.offset if slot is not None else 0 for slot in entry])
-        generations = pack_u64([slot.generation if slot is not None else 0 for slot in entry])
-        names = asked.audit_lease, chunk
-        return wire.AuditOffer(*names, offsets, generations, *slot_requests.pack_slots(shorter))
+        self.store.hold(leased)  # To compare an object is not to use it.
+        session.leases[request.audit_lease] = Lease(
+            leased, request.asked_at, request.tokens_per_second
+        )
+        packed_shorter = slot_requests.pack_slots(shorter)
+        return wire.AuditOffer(
+            lease=request.audit_lease,
+            chunk=chunk,
+            offsets=pack_u64([slot.offset if slot is not None else 0 for slot in entry]),
+            generations=pack_u64([slot.generation if slot is not None else 0 for slot in entry]),
+            shorter_offsets=packed_shorter.offsets,
+            shorter_generations=packed_shorter.generations,
+        )
 
     def _release(self, connection: ClientConnection, release: wire.Release) -> None:
-        session = connection.session
         self.promotion.cancel(connection.number, release.lease)
-        slots = session.leases.pop(release.lease, None)
-        if slots is not None:
-            if release.tokens or release.failed:
-                for slot in slots:
-                    slot.is_doubted = release.failed
-            self.store.unpin(slots)
-        asked_at, speed = session.asked.pop(release.lease, (0.0, 0))
-        if release.tokens or release.failed:
-            self.saved.add(release.tokens, speed, self.now - asked_at)
-        since, span = session.spans.pop(release.lease, (0.0, None))
-        if self.spans is not None and span is not None:
-            facts = {"tokens": release.tokens, "bytes": release.loaded_bytes}
-            error = "the load failed" if release.failed else ""
-            self.spans.put("load", (since, self.now), facts, span, error)
+        lease = connection.session.leases.pop(release.lease, None)
+        if lease is not None:
+            self._end_lease(lease, release)
         self.counters["tokens_loaded"] += release.tokens
         self.counters["bytes_loaded"] += release.loaded_bytes
         self.counters["loads_failed"] += release.failed
 
-    # What people ask
+    def _end_lease(self, lease: Lease, release: wire.Release) -> None:
+        """Let go of the objects of a lease, and note the load that it was for, if there was one."""
+        if release.tokens or release.failed:
+            for slot in lease.slots:
+                slot.is_doubted = release.failed
+            seconds = self.now - lease.asked_at
+            self.saved.add(release.tokens, lease.tokens_per_second, seconds)
+        self.store.unpin(lease.slots)
+        if self.spans is not None and lease.span is not None:
+            times = lease.opened_at, self.now
+            facts = {"tokens": release.tokens, "bytes": release.loaded_bytes}
+            error = "the load failed" if release.failed else ""
+            self.spans.put("load", times, facts, lease.span, error)
+
+    # Questions of people and commands
 
     def _stats(self, _: ClientConnection, stats: wire.Stats) -> Reply:
         values, tiers = self.view.values().named(), self.view.tiers()
@@ -347,26 +403,35 @@ class Daemon(DaemonState):
         return wire.Report(stats.id, values, tiers, self.metrics_url, status)
 
     def _list_engines(self, _: ClientConnection, request: wire.ListEngines) -> Reply:
-        engines = []
-        for one in self.sessions.all:
-            about = wire.geometry_to_wire(one.geometry), one.model
-            engines.append(wire.WireEngine(one.engine_id, one.namespace.identity, *about))
+        engines = [
+            wire.WireEngine(
+                engine_id=session.engine_id,
+                namespace=session.namespace.identity,
+                geometry=wire.geometry_to_wire(session.geometry),
+                model=session.model,
+            )
+            for session in self.sessions.all
+        ]
         return wire.Engines(request.id, engines)
 
-    def _report_request(self, connection: ClientConnection, told: wire.ReportRequest) -> None:
-        ended = told.request_id, connection.session.namespace.identity, told.explanation
-        self.history.add_request(RequestOutcome(*ended, self.now))
+    def _report_request(self, connection: ClientConnection, report: wire.ReportRequest) -> None:
+        identity = connection.session.namespace.identity
+        self.history.add_request(
+            RequestOutcome(report.request_id, identity, report.explanation, self.now)
+        )
 
-    def _report_audit(self, connection: ClientConnection, told: wire.ReportAudit) -> None:
-        self.counters[AUDIT_COUNTERS[told.outcome]] += 1
-        known = self.history.known(told.request_id)
+    def _report_audit(self, connection: ClientConnection, report: wire.ReportAudit) -> None:
+        self.counters[AUDIT_COUNTERS[report.outcome]] += 1
+        known = self.history.known(report.request_id)
         if known is not None:
-            explanation = replace(known.explanation, audit=told.outcome, audit_detail=told.detail)
+            explanation = replace(
+                known.explanation, audit=report.outcome, audit_detail=report.detail
+            )
             self.history.add_request(known._replace(explanation=explanation))
 
-    def _report_identity(self, connection: ClientConnection, told: wire.ReportIdentity) -> None:
+    def _report_identity(self, connection: ClientConnection, report: wire.ReportIdentity) -> None:
         in_use = {session.namespace.identity for session in self.sessions.all}
-        self.history.add_identity(connection.session.namespace.identity, told.facts, in_use)
+        self.history.add_identity(connection.session.namespace.identity, report.facts, in_use)
 
     def _explain(self, _: ClientConnection, explain: wire.Explain) -> Reply:
         history = self.history
@@ -375,37 +440,60 @@ class Daemon(DaemonState):
         if known is None:
             return wire.Explained(explain.id, latest)
         others = [
-            wire.OtherIdentity(other.identity, history.differences(known.identity, other.identity))
-            for other in self.sessions.namespaces.values()
-            if other.identity != known.identity and known.explanation.first_chunk in other.entries
+            wire.OtherIdentity(
+                namespace.identity, history.differences(known.identity, namespace.identity)
+            )
+            for namespace in self.sessions.namespaces.values()
+            if namespace.identity != known.identity
+            and known.explanation.first_chunk in namespace.entries
         ]
         return wire.Explained(explain.id, latest, known.identity, known.explanation, others)
 
 
-def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> _Present:
-    """What RAM has of some chunks."""
+def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> ResidentChunks:
+    """Return the objects that RAM has of chunks, given their hashes, and the hit that they are."""
     masks, entries = namespace.present(hashes)
-    return masks, entries, largest_hit(geometry, masks, len(entries))
+    return ResidentChunks(masks, entries, largest_hit(geometry, masks, len(entries)))
 
 
-def resident_tail(
-    asked: LookupRequest, masks: Sequence[bytes], chunks: int
-) -> tuple[int, Sequence[Slot | None]]:
-    """(the number from 1 on, the objects) of the longest tail that RAM has behind a hit of `chunks`
-    chunks; 0 = none. `masks` are those of whole chunks.
+def hit_slots(
+    geometry: Geometry, entries: Sequence[Sequence[Slot | None] | None], chunks: int
+) -> list[Slot]:
+    """Return the slots that a hit of `chunks` chunks needs, group by group."""
+    slots: list[Slot] = []
+    for index, group in enumerate(geometry.groups) if chunks else ():
+        need = needed_chunks(geometry, group, chunks)
+        # Every entry of a hit is whole.
+        slots += [entry[index] for entry in entries[need.start : need.stop]]  # type: ignore[index, misc]
+    return slots
+
+
+def resident_tail(request: LookupRequest, masks: Sequence[bytes], chunks: int) -> ResidentTail:
+    """Return the longest tail that RAM has after a hit of `chunks` chunks.
+
+    `masks` are those of whole chunks.
     """
-    geometry, entries = asked.geometry, asked.namespace.entries
+    count = len(request.tails) // HASH_BYTES
+    if not count:
+        return ResidentTail(0, ())
+    geometry, entries = request.geometry, request.namespace.entries
     chunks_max = BATCH_MAX // len(geometry.groups)
 
     def objects(number: int) -> Sequence[Slot | None]:
-        entry = entries.get(asked.tails[number * HASH_BYTES : (number + 1) * HASH_BYTES])
+        entry = entries.get(request.tails[number * HASH_BYTES : (number + 1) * HASH_BYTES])
         return () if entry is None else entry.slots
 
     def is_whole(number: int) -> bool:
-        there = objects(number)
-        is_short = tail_chunk(geometry, asked.tails_from, number) < chunks_max
-        return bool(there) and all(there) and is_short
+        slots = objects(number)
+        is_short = tail_chunk(geometry, request.tails_from, number) < chunks_max
+        return bool(slots) and all(slots) and is_short
 
-    count = len(asked.tails) // HASH_BYTES
-    tail = longest_tail(geometry, masks, chunks, asked.tails_from, count, is_whole)
-    return tail, objects(tail - 1) if tail else ()
+    tail = longest_tail(
+        geometry=geometry,
+        masks=masks,
+        chunks=chunks,
+        first_chunk=request.tails_from,
+        count=count,
+        is_whole=is_whole,
+    )
+    return ResidentTail(tail, objects(tail - 1) if tail else ())

@@ -48,15 +48,15 @@ from hybridkv.wire.status import DaemonSetup
 
 logger = logging.getLogger("hybridkv.daemon")
 
-IDLE_SECONDS = 0.0005  # While nobody sends anything, the ceiling is computed in pieces of so long.
+IDLE_SECONDS = 0.0005  # While no message comes, the ceiling is computed for so long at a time.
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DESCRIPTORS_MAX = 2 * clients.CONNECTIONS_MAX + 64
-"""Descriptors that the daemon may need: a socket and a process for each connection, and some."""
+"""Descriptors that the daemon may need: two for each connection (socket, process), and others."""
 OPEN_SECONDS = 2.0
-"""Tiers have so long, before the first client is heard, to say that a setting can never work."""
-CLOSE_SECONDS = 2.0  # A tier's threads have so long at the end to finish what they are writing.
+"""The time that tiers have, before the first client is heard, to find that a setting is wrong."""
+CLOSE_SECONDS = 2.0  # The time that a tier's threads have at the end to finish their writes.
 FILES_SECONDS = 1.0  # How often the daemon looks whether its socket is still there.
 RESERVE_STEP_BYTES = 32 << 20
 RESERVE_AHEAD_BYTES = 256 << 20  # Pages exist so far ahead of the used part of the arena.
@@ -64,28 +64,28 @@ RESERVE_RETRY_SECONDS = 1.0  # How often more memory is asked for while there is
 
 
 class ServeOptions(NamedTuple):
-    """The settings of `hybridkv serve`."""
+    """The settings of `hybridkv serve`, all checked."""
 
     socket_path: Path
     ram_bytes: int | None  # None for as much as an earlier daemon left, or else the default.
     metrics_port: int | None  # None for the usual one, or a free one; -1 for no pages.
-    fresh: bool = False  # Whether to start empty, even where an earlier daemon left an arena.
+    fresh: bool = False  # True to start empty, even where an earlier daemon left an arena.
     eviction: EvictionPolicy = EvictionPolicy.TWO_QUEUES
     salt_quota_bytes: int | None = None
-    """The most that the objects of one `cache_salt` may take; None for no bound but the arena."""
+    """The most that the objects of one `cache_salt` may take. None for no bound but the arena."""
     tiers: tuple[TierSpec, ...] = ()  # The tiers below RAM, in the order in which they are asked.
     node: str = ""  # This daemon's name, in all its lives, among those with the same tiers.
     shm_dir: Path = SHM_DIR  # The directory of the arena.
     arena_ttl_seconds: float = math.inf
-    """How long the arena is kept for the next daemon after the end of this one."""
+    """The time for which the arena is kept for the next daemon after the end of this one."""
     metrics_host: str = LOOPBACK_ADDRESS
-    metrics_token_file: str | None = None  # None: whoever can connect is answered.
+    metrics_token_file: str | None = None  # None where no token is asked for.
     group: int | None = None  # The members of this group of users are served too.
     traces_url: str = ""  # The URL of an OpenTelemetry collector; empty to trace nothing.
 
 
 def setup_of(options: ServeOptions, ram_bytes: int) -> DaemonSetup:
-    """What people are shown of a daemon's settings; `ram_bytes` is the size of its arena."""
+    """Return a daemon's settings as people are shown them. `ram_bytes` is the size of its arena."""
     quota = options.salt_quota_bytes
     settings = {
         "ram": format_size(ram_bytes),
@@ -98,6 +98,13 @@ def setup_of(options: ServeOptions, ram_bytes: int) -> DaemonSetup:
         **{f"tier {number}": tier.settings for number, tier in enumerate(options.tiers, 1)},
     }
     return DaemonSetup(platform.node(), str(options.socket_path), settings)
+
+
+class FinishedJob(NamedTuple):
+    """A job that a thread of a tier has ended, for the loop to take."""
+
+    job: TierJob
+    outcome: JobOutcome
 
 
 class Waker:
@@ -114,12 +121,12 @@ class Waker:
             self._writer.send(b"\0")
 
     def clear(self) -> None:
-        """Forget every `wake` until now; the caller looks at every queue next."""
+        """Forget every `wake` until now. The caller looks at every queue next."""
         with contextlib.suppress(BlockingIOError):
             self.reader.recv(4096)
 
     def close(self) -> None:
-        """Close both ends."""
+        """Close the pair of sockets. Later calls of `wake` do nothing."""
         self.reader.close()
         self._writer.close()
 
@@ -137,19 +144,19 @@ class ArenaReserver:
         self.reserved_bytes = store.extents.limit_bytes  # Pages below this exist.
         self._goal = min(self.reserved_bytes + RESERVE_AHEAD_BYTES, arena.slots_bytes)
         self._has_failed = False
-        """Whether there was no memory the last time; the store grows no more meanwhile."""
+        """True while the last attempt found no memory. The store does not grow meanwhile."""
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="reserve", daemon=True)
         self._thread.start()
 
     def adopt(self) -> None:
-        """Give the store the pages that exist by now, and ask for those that are needed next."""
+        """Give the store the pages that exist by now, and have the thread make the next ones."""
         extents = self._store.extents
         if self.reserved_bytes > extents.limit_bytes:
             self._store.grow(self.reserved_bytes)
-        full = self._has_failed
-        self._store.bound_bytes = extents.limit_bytes if full else self._arena.slots_bytes
+        is_full = self._has_failed
+        self._store.bound_bytes = extents.limit_bytes if is_full else self._arena.slots_bytes
         used = extents.limit_bytes - extents.free_bytes
         goal = min(used + RESERVE_AHEAD_BYTES, self._arena.slots_bytes)
         if goal > self._goal:
@@ -158,7 +165,7 @@ class ArenaReserver:
                 self._changed.notify()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, after the step that it is reserving."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -191,59 +198,62 @@ class ArenaReserver:
 
 
 class DaemonServer:
-    """Owns the sockets, the threads and the arena; runs until `stop`."""
+    """The owner of the daemon's sockets, threads and arena. It runs until `stop`."""
 
     def __init__(self, options: ServeOptions) -> None:
         """Open the arena and the tiers, and listen. Raises ConfigError, AlreadyServedError."""
-        with contextlib.ExitStack() as failed:
-            self._start(options, failed)
-            failed.pop_all()
-        size, url = format_size(self._arena.slots_bytes), self.daemon.metrics_url
+        with contextlib.ExitStack() as on_failure:
+            self._start(options, on_failure)
+            on_failure.pop_all()
+        size, url = format_size(self.arena.slots_bytes), self.daemon.metrics_url
         logger.info("serving %s, ram %s, metrics %s", options.socket_path, size, url)
 
-    def _start(self, options: ServeOptions, failed: contextlib.ExitStack) -> None:
-        """Begin; `failed` removes what was made, if the rest of the start fails."""
+    def _start(self, options: ServeOptions, on_failure: contextlib.ExitStack) -> None:
+        """Open everything. `on_failure` removes the files again where a later step fails."""
         self._socket = ServedSocket(options.socket_path, options.group)
-        failed.callback(self._socket.close)
+        on_failure.callback(self._socket.close)
         self._files_due_at = 0.0  # When the files are looked at next.
         self._options = options
-        self._selector = selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()
         self._waker = Waker()
-        self._selector.register(self._waker.reader, selectors.EVENT_READ, self._waker.clear)
-        self._processes = clients.ProcessWatcher(self._selector)
-        self._outcomes: deque[tuple[TierJob, JobOutcome]] = deque()
-        if not self._open(options.fresh, failed):
-            # Whatever the last daemon left, it must not keep this one from serving.
-            self._trailer.release()
-            self._arena.unlink()
-            self._arena.close()
-            self._open(fresh=True, failed=failed)
+        self.selector.register(self._waker.reader, selectors.EVENT_READ, self._waker.clear)
+        self.processes = clients.ProcessWatcher(self.selector)
+        self._finished_jobs: deque[FinishedJob] = deque()
+        if not self._open_daemon(options.fresh, on_failure):
+            # A broken arena must not keep this daemon from serving.
+            self.trailer.release_views()
+            self.arena.unlink()
+            self.arena.close()
+            self._open_daemon(fresh=True, on_failure=on_failure)
             self.daemon.counters["recoveries_failed"] += 1
         self._keep_arena(time.monotonic())
-        self.daemon.setup = setup_of(options, self._arena.slots_bytes)
+        self.daemon.setup = setup_of(options, self.arena.slots_bytes)
         listener = self._socket.listen()
-        self.clients = clients.ClientSockets(self.daemon, self._processes, listener, options.group)
-        self._asked: deque[Future[Snapshot]] = deque()  # Snapshots that other threads wait for.
+        self.clients = clients.ClientSockets(self.daemon, self.processes, listener, options.group)
+        self._snapshots: deque[Future[Snapshot]] = deque()  # Those that other threads wait for.
         self._running = True
         self._keeps_arena = True
         self._await_tiers()
-        self._reserver = ArenaReserver(
-            self._arena, self.daemon.store, self._waker.wake, self.daemon.counters
+        self.reserver = ArenaReserver(
+            self.arena, self.daemon.store, self._waker.wake, self.daemon.counters
         )
         if options.metrics_port != -1:
             self.daemon.metrics_url = serve_web(
-                self._ask, options.metrics_port, options.metrics_host, options.metrics_token_file
+                self._request_snapshot,
+                options.metrics_port,
+                options.metrics_host,
+                options.metrics_token_file,
             )
-        self._exporter = self._export() if options.traces_url else None
+        self._exporter = self._start_exporter() if options.traces_url else None
 
     @property
     def left_arena(self) -> Path | None:
-        """The arena, if it is kept for the next daemon for a time; None otherwise."""
+        """The arena, if it is kept for the next daemon for a limited time. None otherwise."""
         is_left = self._keeps_arena and not math.isinf(self._options.arena_ttl_seconds)
-        return self._arena.path if is_left else None
+        return self.arena.path if is_left else None
 
     def run(self) -> None:
-        """Serve until `stop`; then remove the socket."""
+        """Serve until `stop`, then remove the socket and end the threads."""
         try:
             while self._running:
                 self.turn()
@@ -251,26 +261,26 @@ class DaemonServer:
             self._close()
 
     def turn(self) -> None:
-        """Handle whatever is ready."""
-        behind = list(self.clients.behind)
-        ready = self._selector.select(self._patience())
+        """Wait for events, handle each of them once, and do everything else that is due."""
+        waiting = list(self.clients.waiting)
+        ready = self.selector.select(self.sleep_seconds())
         for key, events in ready:
             match key.data:
                 case clients.ClientSocket():
                     self.clients.serve(key.data, events)
                 case Process():
-                    self.clients.process_ended(key.data, key.fd)
+                    self.clients.on_process_ended(key.data, key.fd)
                 case accept_or_clear:
                     accept_or_clear()
-        for client in behind:
+        for client in waiting:
             self.clients.answer(client, clients.TURN_SECONDS)
-        self._reserver.adopt()
-        self._take_outcomes()
+        self.reserver.adopt()
+        self._take_finished_jobs()
         if time.monotonic() >= self._files_due_at:
-            self._look_at_files()
-        while self._asked:
-            self._asked.popleft().set_result(self.daemon.view.snapshot(time.monotonic()))
-        if not ready and not behind:
+            self._check_files()
+        while self._snapshots:
+            self._snapshots.popleft().set_result(self.daemon.view.snapshot(time.monotonic()))
+        if not ready and not waiting:
             until = time.monotonic() + IDLE_SECONDS
             while self.daemon.ceiling.has_work and time.monotonic() < until:
                 self.daemon.ceiling.work()
@@ -284,18 +294,18 @@ class DaemonServer:
         self._running = False
         self._waker.wake()
 
-    def _patience(self) -> float | None:
-        """Seconds that the loop may sleep; None for any time."""
-        if self.clients.behind or self._outcomes or self.daemon.ceiling.has_work:
+    def sleep_seconds(self) -> float | None:
+        """Return the time for which the loop may sleep if nothing happens. None for any time."""
+        if self.clients.waiting or self._finished_jobs or self.daemon.ceiling.has_work:
             return 0.0
         now = time.monotonic()
         due = min(self.clients.listens_at(now), self.daemon.wakes_at(), self._files_due_at)
         return None if due == math.inf else max(0.0, due - now)
 
-    def _look_at_files(self) -> None:
-        """Make the socket again if somebody removed it, and remove arenas that nobody uses."""
+    def _check_files(self) -> None:
+        """Make the socket again where it was removed, and remove arenas that nobody uses."""
         self._keep_arena(time.monotonic())
-        self.daemon.sessions.look_at_locks()
+        self.daemon.sessions.check_locks()
         try:
             listener = self._socket.restored()
             if listener is not None:
@@ -304,18 +314,21 @@ class DaemonServer:
         except OSError:
             return  # No descriptor is left at this moment.
         except AlreadyServedError as error:
-            # New engines are the other one's, and no later daemon can take this arena over.
+            # New engines connect to the other daemon, and no later one can take this arena over.
             logger.warning("%s; this one ends", error)
             self.stop(keep_arena=False)
 
     def _keep_arena(self, now: float) -> None:
-        """Move the end of the arena's time ahead, whenever this daemon may end."""
+        """Move the end of the arena's time ahead, because the daemon lives."""
         self._files_due_at = now + FILES_SECONDS
         seconds = self._options.arena_ttl_seconds
-        self._trailer.kept_until = 0.0 if math.isinf(seconds) else now + seconds
+        self.trailer.kept_until = 0.0 if math.isinf(seconds) else now + seconds
 
     def _await_tiers(self) -> None:
-        """Wait a moment for the tiers: a setting that can never work is told at the start."""
+        """Wait up to OPEN_SECONDS for the tiers, so that the start reports settings that are wrong.
+
+        Raises ConfigError.
+        """
         until = time.monotonic() + OPEN_SECONDS
         self.daemon.tick(time.monotonic())
         # A tier that is being opened has no thread for opening it.
@@ -325,55 +338,73 @@ class DaemonServer:
                 break
             select.select([self._waker.reader], [], [], left)
             self._waker.clear()
-            self._take_outcomes(is_start=True)
+            self._take_finished_jobs(is_start=True)
 
-    def _take_outcomes(self, is_start: bool = False) -> None:
-        """Take what the tiers' threads did, and send what it answers.
+    def _take_finished_jobs(self, is_start: bool = False) -> None:
+        """Take the outcomes of the tiers' threads, and send the messages that follow from them.
 
         Raises ConfigError, at the start only.
         """
-        outcomes, later = self._outcomes, self.daemon.later
-        while outcomes:
-            job, outcome = outcomes.popleft()
+        while self._finished_jobs:
+            job, outcome = self._finished_jobs.popleft()
             if is_start and outcome.config:
                 raise outcome.config
-            self.daemon.transferred(job, outcome, time.monotonic())
+            self.daemon.on_job_done(job, outcome, time.monotonic())
         self.daemon.tick(time.monotonic())
-        while later:
-            number, reply = later.popleft()
-            client = self.clients.connected.get(number)
-            if client is not None and not client.closing:
-                self.clients.send(client, reply)
+        outgoing = self.daemon.outgoing
+        while outgoing:
+            connection_id, message = outgoing.popleft()
+            client = self.clients.connected.get(connection_id)
+            if client is not None and not client.is_closing:
+                self.clients.send(client, message)
 
-    def _open(self, fresh: bool, failed: contextlib.ExitStack) -> bool:
-        """Open an arena with a daemon over it; False where an earlier one cannot be taken over."""
+    def _open_daemon(self, fresh: bool, on_failure: contextlib.ExitStack) -> bool:
+        """Open an arena with a daemon over it.
+
+        Returns False where an earlier daemon's arena was opened and cannot be taken over.
+        """
         options, boot = self._options, uuid.uuid4().hex
-        self._arena, self._trailer, warm = open_arena(
-            *(options.socket_path, options.ram_bytes, fresh, boot, options.shm_dir, options.group)
+        opened = open_arena(
+            socket_path=options.socket_path,
+            ram_bytes=options.ram_bytes,
+            fresh=fresh,
+            boot=boot,
+            directory=options.shm_dir,
+            group=options.group,
         )
-        if not warm:
-            failed.callback(self._arena.unlink)
-        memory = self._arena.memory[: self._arena.slots_bytes]
-        first_generation = time.time_ns() // 10**6 << GENERATION_BITS
-        rules = options.eviction, options.salt_quota_bytes
-        store = Store(memory, first_generation, self._trailer, *rules)
-        tiers = self._make_tiers(memory)
-        sizes = self._arena.size_bytes, self._arena.slots_bytes
-        place = boot, str(self._arena.path)
-        welcome = Welcome(0, PROTOCOL_VERSION, *place, *sizes, os.getpid())
-        self.daemon = Daemon(store, welcome, tiers)
-        self.daemon.sessions.is_locked = self._arena.is_locked
-        if not warm:
+        self.arena, self.trailer = opened.arena, opened.trailer
+        if not opened.is_earlier:
+            on_failure.callback(self.arena.unlink)
+        memory = self.arena.memory[: self.arena.slots_bytes]
+        store = Store(
+            memory=memory,
+            first_generation=time.time_ns() // 10**6 << GENERATION_BITS,
+            trailer=self.trailer,
+            policy=options.eviction,
+            tenant_bytes=options.salt_quota_bytes,
+        )
+        welcome = Welcome(
+            id=0,
+            version=PROTOCOL_VERSION,
+            boot=boot,
+            arena_path=str(self.arena.path),
+            arena_bytes=self.arena.size_bytes,
+            slots_bytes=self.arena.slots_bytes,
+            pid=os.getpid(),
+        )
+        self.daemon = Daemon(store, welcome, self._make_tiers(memory))
+        self.daemon.sessions.is_locked = self.arena.is_locked
+        if not opened.is_earlier:
             return True
         try:
             living = []
-            for known in self._trailer.processes():
-                process = Process(known.pid, known.started)
-                watched = self._processes.watch(process) if known.pid else False
-                if watched or (not known.pid and self._arena.is_locked(known.started)):
-                    living.append(known)
+            for worker in self.trailer.processes():
+                process = Process(worker.pid, worker.started)
+                is_watched = self.processes.watch(process) if worker.pid else False
+                if is_watched or (not worker.pid and self.arena.is_locked(worker.started)):
+                    living.append(worker)
                 else:
-                    self._trailer.forget(known)
+                    self.trailer.remove_process(worker)
             self.daemon.sessions.recover(living)
         except Exception:
             logger.exception("what an earlier daemon left cannot be taken over; starting empty")
@@ -383,7 +414,10 @@ class DaemonServer:
         return True
 
     def _make_tiers(self, memory: memoryview) -> list[TierState]:
-        """The tiers below RAM, each with threads of its own, which copy from and to `memory`."""
+        """Make the tiers below RAM, each with threads that copy from and to `memory`.
+
+        Of several tiers of one kind, the second is named "disk2", and so on.
+        """
         tiers: list[TierState] = []
         self._threads: list[TierThreads] = []
         names: Counter[str] = Counter()
@@ -391,12 +425,12 @@ class DaemonServer:
             tier = make_tier(spec, self._options.node)
             names[tier.name] += 1
             name = tier.name if names[tier.name] == 1 else f"{tier.name}{names[tier.name]}"
-            self._threads.append(TierThreads(tier, memory, self._job_done))
+            self._threads.append(TierThreads(tier, memory, self._on_job_done))
             tiers.append(TierState(number, name, tier, spec, self._threads[-1].submit))
         return tiers
 
-    def _export(self) -> Any:
-        """Export spans. Raises ConfigError where the library is missing, which only this needs."""
+    def _start_exporter(self) -> Any:
+        """Export spans from now on. Raises ConfigError where the library for it is missing."""
         try:
             traces = importlib.import_module("hybridkv.observe.traces")
         except ImportError as error:
@@ -405,37 +439,37 @@ class DaemonServer:
         self.daemon.spans = exporter
         return exporter
 
-    def _job_done(self, job: TierJob, outcome: JobOutcome) -> None:
-        """Called by the tiers' threads."""
-        self._outcomes.append((job, outcome))
+    def _on_job_done(self, job: TierJob, outcome: JobOutcome) -> None:
+        """A thread of a tier has ended a job, and calls this itself."""
+        self._finished_jobs.append(FinishedJob(job, outcome))
         self._waker.wake()
 
-    def _ask(self) -> Future[Snapshot]:
-        """A snapshot that the loop makes for another thread."""
-        asked: Future[Snapshot] = Future()
-        self._asked.append(asked)
+    def _request_snapshot(self) -> Future[Snapshot]:
+        """Have the loop make a snapshot for the calling thread."""
+        snapshot: Future[Snapshot] = Future()
+        self._snapshots.append(snapshot)
         self._waker.wake()
-        return asked
+        return snapshot
 
     def _close(self) -> None:
         self._running = False
-        self._reserver.close()
+        self.reserver.close()
         for client in list(self.clients.connected.values()):
-            self.clients.drop(client)
-        for fd in self._processes.pidfds.values():
+            self.clients.disconnect(client)
+        for fd in self.processes.pidfds.values():
             os.close(fd)
         ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
         if self._exporter is not None:
             self._exporter.close(CLOSE_SECONDS)
-        self._selector.close()
+        self.selector.close()
         self.clients.listener.close()
         self._waker.close()
         if self._keeps_arena:
             self._keep_arena(time.monotonic())
         else:
-            self._arena.unlink()
+            self.arena.unlink()
         if all(ended):
-            self._arena.close()
+            self.arena.close()
         # Otherwise a thread may still read into the arena, which stays locked until the storage
         # answers and this process ends. The next daemon makes an arena of its own.
         self._socket.close()

@@ -1,10 +1,10 @@
 """The end of an arena that no daemon takes over.
 
-A daemon writes into its arena until when the arena is kept, and goes on to move that time ahead
-while it lives. When it ends and leaves the arena to the next daemon, it leaves a small process too,
-`python -m hybridkv.daemon.orphan ARENA`, which removes the arena at that time. The process ends as
-soon as another daemon has the arena. Where nobody could leave it (kill -9, a crash, systemd), the
-next daemon of the user removes what is over.
+A daemon writes into its arena the time until which the arena is kept, and moves it ahead while it
+lives. When it ends and leaves the arena to the next daemon, it leaves a small process too, `python
+-m hybridkv.daemon.orphan ARENA`, which removes the arena at that time. The process ends as soon as
+another daemon has the arena. Where there is no such process (kill -9, a crash, systemd), the next
+daemon of the user removes the arena.
 """
 
 import fcntl
@@ -19,11 +19,11 @@ from hybridkv.shm.trailer import read_superblock
 
 logger = logging.getLogger("hybridkv.daemon")
 
-LOOK_SECONDS = 2.0  # How often the process looks whether a daemon has the arena.
+LOOK_SECONDS = 2.0  # The process looks so often whether a daemon has the arena.
 
 
 def leave_waiter(arena: Path) -> None:
-    """Start the process that removes `arena` in time, as the last act of this one."""
+    """Start the process that removes `arena` when its time is over. The caller ends after this."""
     try:
         subprocess.Popen(
             [sys.executable, "-m", "hybridkv.daemon.orphan", str(arena)],
@@ -39,7 +39,7 @@ def leave_waiter(arena: Path) -> None:
 
 
 def seconds_left(arena: Path) -> float | None:
-    """Seconds for which an arena is kept where no daemon has it; None where that has no bound."""
+    """Return the seconds for which an arena is kept if no daemon takes it. None for no bound."""
     left = read_superblock(arena)
     if left is None or not left.kept_until:
         return None
@@ -47,7 +47,7 @@ def seconds_left(arena: Path) -> float | None:
 
 
 def remove_if_over(arena: Path) -> bool:
-    """Remove an arena whose time is over and that no daemon has; whether it was removed."""
+    """Remove an arena whose time is over and that no daemon has. Returns True if it was removed."""
     if seconds_left(arena) != 0.0:
         return False
     try:
@@ -56,7 +56,7 @@ def remove_if_over(arena: Path) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A daemon may have had it meanwhile, and have left it again.
+        # A daemon may have taken it over meanwhile, and have left it again.
         if is_over := seconds_left(arena) == 0.0:
             arena.unlink(missing_ok=True)
     except BlockingIOError:
@@ -67,10 +67,10 @@ def remove_if_over(arena: Path) -> bool:
 
 
 def wait(arena: Path) -> None:
-    """Return when the arena is removed, is gone, or is another daemon's.
+    """Wait until the arena's time is over, and remove it. Return early where a daemon took it over.
 
-    The lock of the arena is not asked for before the time is over: a daemon that starts meanwhile
-    would find it taken.
+    The arena is not locked before its time is over, because a daemon that starts meanwhile would
+    find it locked.
     """
     first = read_superblock(arena)
     while first is not None and first.kept_until and read_superblock(arena) == first:

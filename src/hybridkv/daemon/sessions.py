@@ -1,15 +1,15 @@
 """Sessions of engines, their worker processes, and what ends with them.
 
-A *session* is one greeting of an engine's scheduler. What it holds (write slots and read leases)
-ends with processes, never with a timer. A worker may still copy after its scheduler died, so a
-session whose scheduler is gone ends when each of the engine's worker processes is gone, or has said
-that it copies nothing more for it.
+A *session* is one greeting of an engine's scheduler. Its write slots and read leases end with
+processes, never with a timer. A worker may still copy after its scheduler died. So a session whose
+scheduler is gone ends when each of the engine's worker processes is gone, or has reported that it
+copies nothing more for the session.
 
-A session that subscribed is told which objects of its identity RAM has no more, and which of them
-a tier below has that knows at once what it has. These are looked at again, LOOKS_MAX a second, so
-that it is told when no tier has them. While it sends nothing it is sent only UNHEARD_MAX messages,
-and objects of which it is not told are queued. A queue of more than QUEUE_MAX is replaced by one
-flag: any object may be gone.
+A session that subscribed gets Removed messages. They name the objects of its identity that left
+RAM, and say which of these a tier below has, as far as a tier knows that at once. The latter are
+looked at again, LOOKS_MAX in LOOK_SECONDS, and reported again when no tier has them. While a
+session sends nothing, at most UNHEARD_MAX messages are sent to it, and further objects are queued.
+A queue of more than QUEUE_MAX is replaced by one flag: any object may be gone.
 """
 
 import hashlib
@@ -29,15 +29,15 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.record import RecordName
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import WireModel
+from hybridkv.wire.messages import Reply, WireModel
 from hybridkv.wire.protocol import ConnectionState, ErrorCode
 
 SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
 QUEUE_MAX = 1 << 16
 UNHEARD_MAX = 8
-BELOW_MAX = 1 << 17  # Objects of which one session was told that a tier has them; no more are.
-LOOKS_MAX = 2048  # Of these, how many are looked at again in LOOK_SECONDS.
+BELOW_MAX = 1 << 17  # The most objects of one session that are reported as being in a tier.
+LOOKS_MAX = 2048  # So many of these are looked at again in LOOK_SECONDS.
 LOOK_SECONDS = 1.0
 
 
@@ -50,10 +50,10 @@ class RequestError(HybridKVError):
 
 
 class Process(NamedTuple):
-    """A client's process; `started` tells it from a later one with the same id.
+    """A client's process. `started` tells it from a later one with the same id.
 
-    Of another pid namespace the daemon knows neither: pid is 0, and `started` is the byte of the
-    arena that a worker locks, or else the connection's number.
+    Of a process in another pid namespace the daemon knows neither. Its pid is 0, and `started` is
+    the byte of the arena that the worker locks, or else the connection's number.
     """
 
     pid: int
@@ -61,10 +61,28 @@ class Process(NamedTuple):
 
 
 class CopyProgress(NamedTuple):
-    """The connection of a worker's process, and the session before which it copies nothing more."""
+    """The progress of a worker's process with its copies."""
 
-    connection: int
-    drained: int
+    connection_id: int  # The connection on which it reports.
+    drained: int  # It copies nothing more that was planned before this greeting of its engine.
+
+
+class IdentityModel(NamedTuple):
+    """The model of the last engine that greeted with an identity."""
+
+    geometry: Geometry
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """The objects that stay in RAM for one hit, until the engine releases them."""
+
+    slots: list[Slot]
+    asked_at: float  # When the lookup came.
+    tokens_per_second: int  # The engine's computing speed, 0 = not known.
+    opened_at: float = 0.0
+    span: object = None  # The span of the lookup, while spans are exported.
 
 
 @dataclass(eq=False)
@@ -74,21 +92,17 @@ class Session:
     engine_id: str
     geometry: Geometry
     namespace: Namespace
-    engine_connection: int | None
+    engine_connection: int | None  # The connection of the scheduler; None once it is closed.
     number: int = 0  # The number of the engine's greeting.
     model: WireModel | None = None
     since: float = 0.0  # When it greeted, by the daemon's clock.
-    leases: dict[int, list[Slot]] = field(default_factory=dict)
-    asked: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """By lease: when it was asked for, and how fast the engine computes (tokens per second)."""
-    spans: dict[int, tuple[float, object]] = field(default_factory=dict)
-    """By lease, while spans are exported: when it began, and the span of its lookup."""
+    leases: dict[int, Lease] = field(default_factory=dict)
     writing: dict[int, Slot] = field(default_factory=dict)
     """Granted slots that are not committed, by offset."""
     writing_bytes: int = 0
 
     def unwritten(self, offset: int, generation: int) -> Slot | None:
-        """The session's granted slot of that offset and generation, if it has one."""
+        """Return the session's granted slot of that offset and generation, if it has one."""
         slot = self.writing.get(offset)
         return slot if slot is not None and slot.generation == generation else None
 
@@ -101,9 +115,9 @@ class ClientConnection:
     process: Process
     state: ConnectionState = ConnectionState.NEW
     engine_id: str = ""
-    is_unmapped: bool = False  # Whether it is a worker that cannot map the arena.
-    is_stale: bool = False  # Whether it is an engine that serves nothing until it is reset.
-    session: Session = field(init=False, repr=False)  # The session that it opened, as an engine's.
+    is_unmapped: bool = False  # True for a worker that cannot map the arena.
+    is_stale: bool = False  # True for an engine that serves nothing until it is reset.
+    session: Session = field(init=False, repr=False)  # The session that an engine opened by it.
 
 
 class Sessions:
@@ -120,17 +134,16 @@ class Sessions:
         """Write slots of an earlier life of the daemon, by the engine that may still write them."""
         self.namespaces: dict[bytes, Namespace] = {}
         self.is_locked: Callable[[int], bool] = lambda number: False
-        """Whether a worker has locked that byte of the arena, and so may copy."""
-        self.geometries: dict[bytes, tuple[Geometry, str]] = {}
-        """By identity: the geometry of the last engine that greeted with it, and its model."""
+        """Tells of a byte of the arena whether a worker has locked it, and so may copy."""
+        self.models: dict[bytes, IdentityModel] = {}  # By identity.
 
-    def connect(self, connection_id: int, process: Process | None = None) -> None:
-        """A socket was accepted; a client without a process ends with its connection."""
+    def on_connect(self, connection_id: int, process: Process | None = None) -> None:
+        """A socket was accepted. A client without a process ends with its connection."""
         process = process or Process(0, connection_id)
         self.connections[connection_id] = ClientConnection(connection_id, process)
 
     def recover(self, workers: Iterable[WorkerProcess]) -> None:
-        """Take over what an earlier daemon left; `workers` are those of its workers that live."""
+        """Take over what an earlier daemon left. `workers` are those of its workers that live."""
         self.namespaces, writing = self._store.recover()
         for owner, pid, started in workers:
             self._workers.setdefault(owner, {})[Process(pid, started)] = CopyProgress(0, 0)
@@ -140,44 +153,46 @@ class Sessions:
             self._retire(owner)
         self._counters["objects_recovered"] = self._store.objects
 
-    def disconnect(self, connection_id: int) -> None:
-        """A socket is closed; its process may still copy. The socket was closed before the call."""
+    def on_disconnect(self, connection_id: int) -> None:
+        """The socket of a connection was closed. Its process may still copy."""
         connection = self.connections.pop(connection_id)
         for session in self.all:
             if session.engine_connection == connection_id:
                 session.engine_connection = None
         process = connection.process
         if not process.pid and not self.is_locked(process.started):
-            # Whoever locks it from now on sees that the connection is closed, and copies nothing.
-            self.process_ended(process)
+            # A worker that locks the byte from now on sees that the connection is closed, and
+            # copies nothing.
+            self.on_process_ended(process)
         elif connection.engine_id:
             owner = owner_of(connection.engine_id)
-            known = self._workers.get(owner, {}).get(process, CopyProgress(0, 0))
-            if known.connection == connection_id and known.drained >= wire.NEVER:
+            progress = self._workers.get(owner, {}).get(process, CopyProgress(0, 0))
+            is_its_own = progress.connection_id == connection_id
+            if is_its_own and progress.drained >= wire.GREETING_NEVER:
                 # It does not copy again, however long its process lives.
                 self._forget_worker(owner, process)
             self._retire(owner)
 
-    def process_ended(self, process: Process) -> None:
-        """A process has ended."""
+    def on_process_ended(self, process: Process) -> None:
+        """A process has ended, so it copies nothing more for any engine."""
         for owner in [owner for owner, workers in self._workers.items() if process in workers]:
             self._forget_worker(owner, process)
         for owner in sorted({*self.held, *(owner_of(session.engine_id) for session in self.all)}):
             self._retire(owner)
 
-    def look_at_locks(self) -> None:
-        """Find the end of workers that only their locks tell of."""
+    def check_locks(self) -> None:
+        """Find workers of other pid namespaces that have ended, by their locks."""
         for process in {process for workers in self._workers.values() for process in workers}:
-            is_open = any(one.process == process for one in self.connections.values())
+            is_open = any(connection.process == process for connection in self.connections.values())
             if not (process.pid or is_open or self.is_locked(process.started)):
-                self.process_ended(process)
+                self.on_process_ended(process)
 
-    def processes(self) -> set[Process]:
-        """Every process whose end the daemon must be told."""
+    def watched_processes(self) -> set[Process]:
+        """Return every process whose end the daemon must notice."""
         return {process for workers in self._workers.values() for process in workers if process.pid}
 
     def greet(self, connection: ClientConnection, hello: wire.Hello, now: float) -> None:
-        """Open the session of an engine, or add a worker. Raises RequestError."""
+        """Open the session of an engine, or add a worker to one. Raises RequestError."""
         if hello.role == ConnectionState.ENGINE:
             if hello.namespace is None or hello.geometry is None or not hello.engine_id:
                 raise RequestError(ErrorCode.INCOMPLETE)
@@ -187,44 +202,56 @@ class Sessions:
                 raise RequestError(ErrorCode.GEOMETRY, str(error)) from error
             if len(self.all) >= SESSIONS_MAX:
                 raise RequestError(ErrorCode.SESSIONS, f"there are {SESSIONS_MAX} sessions already")
-            namespace = self.named(hello.namespace, geometry, hello.model)
-            told = connection.number, hello.session, hello.model
-            connection.session = Session(hello.engine_id, geometry, namespace, *told, now)
+            connection.session = Session(
+                engine_id=hello.engine_id,
+                geometry=geometry,
+                namespace=self.namespace_of(hello.namespace, geometry, hello.model),
+                engine_connection=connection.number,
+                number=hello.session,
+                model=hello.model,
+                since=now,
+            )
             self.all.append(connection.session)
         elif hello.role == ConnectionState.WORKER:
             owner = owner_of(hello.engine_id)
             if not connection.process.pid and hello.lock:
                 connection.process = Process(0, hello.lock)
-            # What the process said before may be of an engine of the same name that has ended. A
-            # worker that only lost its connection says it again.
+            # An earlier Drained of the process may be for an engine of the same name that has
+            # ended. A worker that only lost its connection sends it again.
             progress = CopyProgress(connection.number, 0)
-            if connection.process.pid or hello.lock:
-                worker = WorkerProcess(owner, *connection.process)
-                if not self._store.trailer.remember(worker):
+            process = connection.process
+            if process.pid or hello.lock:
+                worker = WorkerProcess(owner, process.pid, process.started)
+                if not self._store.trailer.add_process(worker):
                     # The next daemon would give away slots into which it still writes.
                     fault = f"there are {PROCESSES_MAX} processes of workers already"
                     raise RequestError(ErrorCode.SESSIONS, fault)
-            self._workers.setdefault(owner, {})[connection.process] = progress
+            self._workers.setdefault(owner, {})[process] = progress
         connection.state = ConnectionState(hello.role)
         if connection.state is not ConnectionState.CONTROL:
             connection.engine_id = hello.engine_id
 
-    def drained(self, connection: ClientConnection, request: wire.Drained) -> None:
+    def on_drained(self, connection: ClientConnection, request: wire.Drained) -> None:
         """A worker copies nothing more that was planned before a greeting of its engine."""
         owner = owner_of(connection.engine_id)
         workers = self._workers.get(owner, {})
-        known = workers.get(connection.process, CopyProgress(0, 0))
-        if known.connection == connection.number:
-            drained = max(known.drained, request.session)
+        progress = workers.get(connection.process, CopyProgress(0, 0))
+        if progress.connection_id == connection.number:
+            drained = max(progress.drained, request.session)
             workers[connection.process] = CopyProgress(connection.number, drained)
             self._retire(owner)
 
-    def slots(self) -> Iterable[Slot]:
-        """Every slot that has an object."""
-        return chain.from_iterable(one.objects() for one in self.namespaces.values())
+    def stored_slots(self) -> Iterable[Slot]:
+        """Return every slot that has an object."""
+        return chain.from_iterable(namespace.objects() for namespace in self.namespaces.values())
 
-    def named(self, identity: bytes, geometry: Geometry, model: WireModel | None) -> Namespace:
-        """The namespace of an identity, as an engine told of it. Raises RequestError."""
+    def namespace_of(
+        self, identity: bytes, geometry: Geometry, model: WireModel | None
+    ) -> Namespace:
+        """Return the namespace of an identity for an engine of this geometry and model.
+
+        It is made where there is none. Raises RequestError where it has another geometry.
+        """
         gids = tuple(group.gid for group in geometry.groups)
         shapes = tuple(frozenset(slot_shapes(geometry, group)) for group in geometry.groups)
         prefixes = tuple(group.kind is GroupKind.FULL for group in geometry.groups)
@@ -234,61 +261,86 @@ class Sessions:
             known = self.namespaces[identity] = self._store.regroup(known, like)
         if known is None:
             if len(self.namespaces) >= NAMESPACES_MAX:
-                # Those that have neither objects nor sessions are forgotten.
-                used = {session.namespace.identity for session in self.all}
-                for other, namespace in list(self.namespaces.items()):
-                    if not namespace.entries and other not in used:
-                        self.namespaces.pop(other).is_current = False
-                        self.geometries.pop(other, None)
+                self._forget_unused_namespaces()
             known = self.namespaces[identity] = Namespace(identity, gids, shapes, prefixes)
         if (known.gids, known.shapes, known.prefixes) != (gids, shapes, prefixes):
             raise RequestError(ErrorCode.IDENTITY)
-        # An engine that names no model does not make an earlier one's forgotten.
-        _, name = self.geometries.get(identity, (None, ""))
-        self.geometries[identity] = geometry, (model.name if model is not None else "") or name
+        name = model.name if model is not None else ""
+        if not name and identity in self.models:
+            # An engine that names no model does not make an earlier one's forgotten.
+            name = self.models[identity].name
+        self.models[identity] = IdentityModel(geometry, name)
         return known
+
+    def _forget_unused_namespaces(self) -> None:
+        """Forget the namespaces that have neither objects nor sessions."""
+        used = {session.namespace.identity for session in self.all}
+        for identity, namespace in list(self.namespaces.items()):
+            if not namespace.entries and identity not in used:
+                self.namespaces.pop(identity).is_current = False
+                self.models.pop(identity, None)
 
     def _forget_worker(self, owner: bytes, process: Process) -> None:
         del self._workers[owner][process]
-        self._store.trailer.forget(WorkerProcess(owner, *process))
+        worker = WorkerProcess(owner, process.pid, process.started)
+        self._store.trailer.remove_process(worker)
         if not self._workers[owner]:
             del self._workers[owner]
 
     def _retire(self, owner: bytes) -> None:
-        """End what an engine held in earlier sessions and lives, if no worker can touch it."""
+        """Free what an engine holds of earlier sessions and of the daemon's earlier lives.
+
+        Slots and leases that a worker may still use stay.
+        """
         workers = self._workers.get(owner, {}).values()
         drained = min((worker.drained for worker in workers), default=None)
         sessions = [session for session in self.all if owner_of(session.engine_id) == owner]
-        # Greetings are counted by the engine, so every one of this life is later than those of an
-        # earlier one.
+        # The engine counts its greetings, so every greeting of this life of the daemon has a
+        # greater number than those of an earlier life.
         present = max((session.number for session in sessions), default=0)
-        if drained is None or drained >= wire.NEVER or 0 < present <= drained:
+        if drained is None or drained >= wire.GREETING_NEVER or 0 < present <= drained:
             for slot in self.held.pop(owner, ()):
                 self._store.free(slot)
         for session in sessions:
             may_copy = drained is not None and drained <= session.number
             if session.engine_connection is not None or may_copy:
                 continue
-            for slots in session.leases.values():
-                self._store.unpin(slots)
+            for lease in session.leases.values():
+                self._store.unpin(lease.slots)
             for slot in session.writing.values():
                 self._store.free(slot)
             self.all.remove(session)
             self._counters["sessions_ended"] += 1
 
 
+class RemovedObject(NamedTuple):
+    """An object of a subscriber's namespace that left RAM."""
+
+    chunk_hash: bytes
+    group_index: int
+
+
+class OutgoingMessage(NamedTuple):
+    """A message that is to be sent beside the replies to requests."""
+
+    connection_id: int
+    message: Reply
+
+
 @dataclass(eq=False)
 class Subscriber:
-    """One session that subscribed."""
+    """A session that subscribed, and what it does not know yet."""
 
     namespace: Namespace
-    queue: dict[tuple[bytes, int], None] = field(default_factory=dict)
-    """(chunk hash, group index) of objects that went and are not told, the oldest first."""
-    everything: bool = False  # Whether more objects went than the queue takes.
-    unheard: int = 0
-    below: dict[tuple[bytes, int], bytes] = field(default_factory=dict)
-    """Objects of which it was told that a tier has them, those first that were looked at first, and
-    their keys in tiers."""
+    queue: dict[RemovedObject, None] = field(default_factory=dict)
+    """Objects that left RAM and are not reported, the oldest first."""
+    everything: bool = False  # True after more objects left than the queue takes.
+    unheard: int = 0  # Messages that were sent to the session since its last message.
+    below: dict[RemovedObject, bytes] = field(default_factory=dict)
+    """Objects that were reported as being in a tier, with their keys there.
+
+    The one that was looked at longest ago comes first.
+    """
 
 
 class Subscriptions:
@@ -297,108 +349,117 @@ class Subscriptions:
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._subscribers: dict[int, Subscriber] = {}
         self._tiers = tiers
-        self._look_at = 0.0
+        self._look_at = 0.0  # When tiers are looked at next.
         self.overflows = 0
-        self.untold = 0  # Objects that a tier has, and of which a session was not told.
+        self.untold = 0  # Objects that a tier has, and that were reported as being in none.
 
     def __len__(self) -> int:
-        """Sessions that subscribed."""
+        """The number of sessions that subscribed."""
         return len(self._subscribers)
 
     def subscribe(self, connection: ClientConnection, _: wire.Subscribe | None = None) -> None:
-        """Tell a session of objects that go from now on."""
+        """Report objects to a session that leave RAM from now on."""
         self._subscribers[connection.number] = Subscriber(connection.session.namespace)
 
-    def identified(self, connection: ClientConnection) -> None:
-        """The session has another identity, of whose objects it was told nothing."""
+    def on_identified(self, connection: ClientConnection) -> None:
+        """The session has another identity now, of whose objects nothing was reported to it."""
         if connection.number in self._subscribers:
             self.subscribe(connection)
 
-    def forget(self, connection_id: int) -> None:
-        """The connection has ended."""
+    def on_disconnect(self, connection_id: int) -> None:
+        """The connection has ended, and its subscription with it."""
         self._subscribers.pop(connection_id, None)
 
-    def heard(self, connection_id: int) -> None:
+    def on_request(self, connection_id: int) -> None:
         """The session sent a message, so it reads."""
         if self._subscribers and connection_id in self._subscribers:
             self._subscribers[connection_id].unheard = 0
 
-    def object_changed(self, slot: Slot, is_there: bool) -> None:
-        """The store has the slot's object from now on, or no longer."""
+    def on_object_changed(self, slot: Slot, is_there: bool) -> None:
+        """The slot's object has entered the index, or is about to leave it."""
         entry = slot.entry
         if not self._subscribers or entry is None:
             return
+        changed = RemovedObject(entry.chunk_hash, slot.group_index)
         for subscriber in self._subscribers.values():
             if subscriber.namespace is not entry.namespace:
                 continue
             if is_there:
-                subscriber.queue.pop((entry.chunk_hash, slot.group_index), None)
-                subscriber.below.pop((entry.chunk_hash, slot.group_index), None)
+                subscriber.queue.pop(changed, None)
+                subscriber.below.pop(changed, None)
             else:
-                self._queue(subscriber, entry.chunk_hash, slot.group_index)
+                self._queue(subscriber, changed)
 
-    def missing(self, connection_id: int | None, chunk_hash: bytes, group_index: int) -> None:
-        """A slot that a session committed did not become an object, which it does not know."""
+    def on_not_stored(self, connection_id: int | None, chunk_hash: bytes, group_index: int) -> None:
+        """A slot that a session committed did not become an object.
+
+        The session believes that it did, so a Removed message is queued unless RAM has the object.
+        """
         subscriber = self._subscribers.get(connection_id) if connection_id is not None else None
         if subscriber is not None and group_index < len(subscriber.namespace.gids):
             entry = subscriber.namespace.entries.get(chunk_hash)
             if entry is None or entry.slots[group_index] is None:
-                self._queue(subscriber, chunk_hash, group_index)
+                self._queue(subscriber, RemovedObject(chunk_hash, group_index))
 
-    def due(self, now: float) -> Iterator[tuple[int, wire.Removed]]:
-        """(connection, message) of everything that may be told now."""
+    def take_due(self, now: float) -> Iterator[OutgoingMessage]:
+        """Yield the Removed messages that may be sent now, and empty the queues by that."""
         if self._tiers and now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             for subscriber in self._subscribers.values():
                 self._look_below(subscriber)
-        for number, subscriber in self._subscribers.items():
+        for connection_id, subscriber in self._subscribers.items():
             while (subscriber.queue or subscriber.everything) and subscriber.unheard < UNHEARD_MAX:
-                told = list(islice(subscriber.queue, wire.REMOVED_MAX))
-                for one in told:
-                    del subscriber.queue[one]
-                everything, subscriber.everything = subscriber.everything, False
-                subscriber.unheard += 1
-                hashes = b"".join(chunk_hash for chunk_hash, _ in told)
-                groups = bytes(group for _, group in told)
-                below = bytes(self._tell_below(subscriber, one) for one in told if self._tiers)
-                yield number, wire.Removed(0, hashes, groups, everything, below)
+                yield OutgoingMessage(connection_id, self._next_message(subscriber))
 
-    def _tell_below(self, subscriber: Subscriber, one: tuple[bytes, int]) -> bool:
-        """Whether a tier has an object; if so the session is told when that ends."""
-        subscriber.below.pop(one, None)
-        namespace, (chunk_hash, group_index) = subscriber.namespace, one
-        key = RecordName(namespace.identity, namespace.gids[group_index], chunk_hash).key
+    def _next_message(self, subscriber: Subscriber) -> wire.Removed:
+        """Return a message with the oldest objects of the queue, and take them off it."""
+        objects = list(islice(subscriber.queue, wire.REMOVED_MAX))
+        for removed in objects:
+            del subscriber.queue[removed]
+        everything, subscriber.everything = subscriber.everything, False
+        subscriber.unheard += 1
+        hashes = b"".join(removed.chunk_hash for removed in objects)
+        groups = bytes(removed.group_index for removed in objects)
+        below = bytes(self._note_below(subscriber, removed) for removed in objects if self._tiers)
+        return wire.Removed(0, hashes, groups, everything, below)
+
+    def _note_below(self, subscriber: Subscriber, removed: RemovedObject) -> bool:
+        """Return True where a tier has the object, and note it so that it is looked at again."""
+        subscriber.below.pop(removed, None)
+        namespace = subscriber.namespace
+        gid = namespace.gids[removed.group_index]
+        key = RecordName(namespace.identity, gid, removed.chunk_hash).key
         if not self._is_below(key):
             return False
         if len(subscriber.below) >= BELOW_MAX:
             self.untold += 1
             return False
-        subscriber.below[one] = key
+        subscriber.below[removed] = key
         return True
 
     def _is_below(self, key: bytes) -> bool:
         return any(tier.peek(key) for tier in self._tiers)
 
     def _look_below(self, subscriber: Subscriber) -> None:
-        """Queue the next few objects of which tiers had been told and that none has any more."""
-        for one, key in list(islice(subscriber.below.items(), LOOKS_MAX)):
-            del subscriber.below[one]
+        """Queue those of the next LOOKS_MAX objects of `below` that no tier has any more."""
+        for removed, key in list(islice(subscriber.below.items(), LOOKS_MAX)):
+            del subscriber.below[removed]
             if self._is_below(key):
-                subscriber.below[one] = key
+                subscriber.below[removed] = key
             else:
-                self._queue(subscriber, *one)
+                self._queue(subscriber, removed)
 
-    def _queue(self, subscriber: Subscriber, chunk_hash: bytes, group_index: int) -> None:
+    def _queue(self, subscriber: Subscriber, removed: RemovedObject) -> None:
         if len(subscriber.queue) >= QUEUE_MAX:
             subscriber.queue.clear()
             subscriber.below.clear()
             subscriber.everything = True
             self.overflows += 1
         if not subscriber.everything:
-            subscriber.queue[chunk_hash, group_index] = None
+            subscriber.queue[removed] = None
 
 
 @lru_cache(maxsize=SESSIONS_MAX)
 def owner_of(engine_id: str) -> bytes:
-    """The HASH_BYTES that name an engine in the arena."""
+    """Return the HASH_BYTES that name an engine in the arena."""
     return hashlib.sha256(engine_id.encode()).digest()

@@ -1,6 +1,7 @@
 """Requests about slots: reserve, commit, free, report corrupt ones, and clear."""
 
 from array import array
+from collections.abc import Sequence
 from itertools import islice
 
 from hybridkv.core.keys import HASH_BYTES
@@ -9,9 +10,9 @@ from hybridkv.core.policies import EvictionClass
 from hybridkv.daemon.sessions import ClientConnection, RequestError, Session, owner_of
 from hybridkv.daemon.state import DaemonState
 from hybridkv.shm.slots import SlotState, slot_bytes
-from hybridkv.store.index import Slot
+from hybridkv.store.index import NewObject, Slot
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import CHANGES_MAX
+from hybridkv.wire.messages import CHANGES_MAX, PackedSlots
 from hybridkv.wire.protocol import ErrorCode
 
 SESSION_SHARE = 4
@@ -22,13 +23,16 @@ NO_PARENT = bytes(HASH_BYTES)
 def reserve(
     state: DaemonState, connection: ClientConnection, request: wire.Reserve
 ) -> wire.Reserved:
-    """Grant write slots."""
+    """Grant write slots to a session, at most CHANGES_MAX. Raises RequestError.
+
+    A session has a share of the arena, so there may be fewer than it asked for, or none.
+    """
     session = connection.session
     shape = request.part_bytes, request.parts
     if not any(shape in shapes for shapes in session.namespace.shapes):
         parts = f"{request.parts} parts of {request.part_bytes} bytes"
         raise RequestError(ErrorCode.PART_BYTES, f"no group of this engine has objects of {parts}")
-    size = slot_bytes(*shape)
+    size = slot_bytes(request.part_bytes, request.parts)
     room = min(
         state.welcome.slots_bytes // SESSION_SHARE - session.writing_bytes,
         state.welcome.slots_bytes // 2 - state.store.writing_bytes,
@@ -40,7 +44,15 @@ def reserve(
     session.writing_bytes += size * len(slots)
     state.counters["slots_granted"] += len(slots)
     state.counters["slots_short"] += wanted - len(slots)
-    return wire.Reserved(request.id, *shape, *pack_slots(slots), state.store.extents.limit_bytes)
+    packed = pack_slots(slots)
+    return wire.Reserved(
+        id=request.id,
+        part_bytes=request.part_bytes,
+        parts=request.parts,
+        offsets=packed.offsets,
+        generations=packed.generations,
+        reserved_bytes=state.store.extents.limit_bytes,
+    )
 
 
 def commit(state: DaemonState, connection: ClientConnection, request: wire.Commit) -> None:
@@ -48,34 +60,33 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
     session = connection.session
     groups: list[int] = []
     hashes: list[bytes] = []
-    for slot, group, chunk_hash, parent, eviction_class, tenant in _rows(session, request):
+    for slot, new in _new_objects(session, request):
         if slot is None or session.writing.pop(slot.offset, None) is None:
             state.counters["commits_unknown"] += 1
             is_stored = False
         else:
-            groups.append(group)
-            hashes.append(chunk_hash)
+            groups.append(new.group_index)
+            hashes.append(new.chunk_hash)
             session.writing_bytes -= slot.size_bytes
-            name = group, chunk_hash, b"" if parent == NO_PARENT else parent
-            is_stored = state.store.commit(slot, session.namespace, *name, eviction_class, tenant)
+            is_stored = state.store.commit(slot, session.namespace, new)
             if is_stored:
                 state.counters["objects_stored"] += 1
                 state.counters["bytes_stored"] += slot.part_bytes * slot.parts
                 state.demotion.stored((slot,))
         if not is_stored:
-            state.subscriptions.missing(session.engine_connection, chunk_hash, group)
+            state.subscriptions.on_not_stored(
+                session.engine_connection, new.chunk_hash, new.group_index
+            )
     state.counters["tokens_stored"] += request.tokens
     state.ceiling.stored(session.namespace.identity, groups, b"".join(hashes))
 
 
-def _rows(
-    session: Session, request: wire.Commit
-) -> list[tuple[Slot | None, int, bytes, bytes, EvictionClass, int]]:
-    """Each object's slot, group, hash, parent, eviction class and tenant, checked.
+def _new_objects(session: Session, request: wire.Commit) -> list[tuple[Slot | None, NewObject]]:
+    """Return the objects of a commit, each with its slot, after all of them were checked.
 
     The slot is None where the session does not hold it. Raises RequestError.
     """
-    refs = _pairs(request.offsets, request.generations)
+    refs = _unpack_slots(request.offsets, request.generations)
     count, hashes = len(refs), request.hashes
     if count * HASH_BYTES != len(hashes):
         raise RequestError(ErrorCode.COMMIT, f"{count} slots with {len(hashes)} bytes of hashes")
@@ -91,19 +102,21 @@ def _rows(
     if {len(groups), len(tenants), len(classes), len(parents) / HASH_BYTES} != {count}:
         message = f"{count} slots with more or less of what belongs to them"
         raise RequestError(ErrorCode.COMMIT, message)
-    slots = [session.unwritten(*ref) for ref in refs]
+    slots = [session.unwritten(offset, generation) for offset, generation in refs]
     shapes = session.namespace.shapes
     for slot, group in zip(slots, groups, strict=True):
         if slot is not None and (group >= len(shapes) or slot.shape not in shapes[group]):
             fault = f"a slot of (bytes, parts) {slot.shape} is no object of group {group}"
             raise RequestError(ErrorCode.COMMIT, fault)
-    return list(zip(slots, groups, _cut(hashes), _cut(parents), classes, tenants, strict=True))
+    parent_hashes = [b"" if parent == NO_PARENT else parent for parent in _cut(parents)]
+    fields = zip(groups, _cut(hashes), parent_hashes, classes, tenants, strict=True)
+    return list(zip(slots, map(NewObject._make, fields), strict=True))
 
 
 def free(state: DaemonState, connection: ClientConnection, request: wire.Free) -> None:
-    """Take write slots back unused."""
+    """Take back the session's write slots that a client did not use. Others are passed over."""
     session = connection.session
-    for offset, generation in _pairs(request.offsets, request.generations):
+    for offset, generation in _unpack_slots(request.offsets, request.generations):
         slot = session.unwritten(offset, generation)
         if slot is not None:
             del session.writing[offset]
@@ -113,7 +126,7 @@ def free(state: DaemonState, connection: ClientConnection, request: wire.Free) -
 
 def report_corrupt(state: DaemonState, _: ClientConnection, request: wire.ReportCorrupt) -> None:
     """Drop objects whose bytes were proven wrong."""
-    for offset, generation in _pairs(request.offsets, request.generations):
+    for offset, generation in _unpack_slots(request.offsets, request.generations):
         slot = state.store.get(offset, generation)
         if slot is not None and slot.state is SlotState.COMMITTED:
             if (entry := slot.entry) is not None:
@@ -127,23 +140,27 @@ def clear(state: DaemonState, _: ClientConnection, request: wire.Clear) -> wire.
     for tier in state.tiers if request.tiers else ():
         tier.clear(state.now)
     state.ceiling.cleared()
-    slots = list(islice(state.sessions.slots(), CHANGES_MAX))
+    slots = list(islice(state.sessions.stored_slots(), CHANGES_MAX))
     for slot in slots:
         state.store.drop(slot)
     return wire.Done(request.id, len(slots))
 
 
-def pack_slots(slots: list[Slot]) -> tuple[bytes, bytes]:
-    """(offsets, generations) as messages have them."""
-    return pack_u64([slot.offset for slot in slots]), pack_u64([slot.generation for slot in slots])
+def pack_slots(slots: Sequence[Slot]) -> PackedSlots:
+    """Return slots as messages name them."""
+    return PackedSlots(
+        offsets=pack_u64([slot.offset for slot in slots]),
+        generations=pack_u64([slot.generation for slot in slots]),
+    )
 
 
 def _cut(hashes: bytes) -> list[bytes]:
+    """Return the hashes of HASH_BYTES each that a byte string has, in order."""
     return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
 
 def _for_each(packed: bytes, count: int) -> "array[int]":
-    """Numbers; a single one is that of all `count` things."""
+    """Return the numbers of a packed list. A single one is repeated for all `count` objects."""
     try:
         numbers = unpack_u64(packed)
     except ValueError as error:
@@ -151,7 +168,8 @@ def _for_each(packed: bytes, count: int) -> "array[int]":
     return numbers * count if len(numbers) == 1 else numbers
 
 
-def _pairs(offsets: bytes, generations: bytes) -> list[tuple[int, int]]:
+def _unpack_slots(offsets: bytes, generations: bytes) -> list[tuple[int, int]]:
+    """Return (offset, generation) of each slot of a message. Raises RequestError."""
     try:
         return list(zip(unpack_u64(offsets), unpack_u64(generations), strict=True))
     except ValueError as error:

@@ -1,29 +1,29 @@
-"""What the daemon knows. The handlers change it, and the view reads it."""
+"""The state of the daemon. The handlers change it, and the view reads it."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybridkv.daemon.sessions import Sessions, Subscriptions
+from hybridkv.daemon.sessions import OutgoingMessage, Sessions, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
 from hybridkv.observe.history import Histogram, RequestHistory, TimeSaved
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.promotion import Promotion
-from hybridkv.wire.messages import Reply, Welcome
+from hybridkv.wire.messages import Welcome
 from hybridkv.wire.status import DaemonSetup
 
-if TYPE_CHECKING:  # The library that it needs is an extra.
+if TYPE_CHECKING:  # The module needs a library that is an extra.
     from hybridkv.observe.traces import SpanExporter
 
 
 class DaemonState:
-    """The daemon's parts and counters; `tiers` are those below RAM, the fastest first."""
+    """The daemon's parts and counters. `tiers` are those below RAM, the fastest first."""
 
     def __init__(self, store: Store, welcome: Welcome, tiers: Sequence[TierState]) -> None:
         self.store = store
-        self.welcome = welcome  # What clients are told; the `id` is that of their hello.
+        self.welcome = welcome  # The answer to each hello, but for the `id`.
         self.tiers = tiers
         self.counters: Counter[str] = Counter()  # Counts of metrics without a label.
         self.labelled: Counter[tuple[str, str]] = Counter()  # Counts by (metric, label).
@@ -31,14 +31,14 @@ class DaemonState:
         self.demotion = Demotion(store, tiers)
         self.promotion = Promotion(store, tiers)
         self.subscriptions = Subscriptions(tiers)
-        store.on_change = self.subscriptions.object_changed
+        store.on_change = self.subscriptions.on_object_changed
         self.history = RequestHistory()
         self.ceiling = HitRateCeiling()
         self.waits = Histogram()  # Seconds that lookups waited for tiers.
         self.saved = TimeSaved()
-        self.spans: SpanExporter | None = None  # Where spans go, if they are exported.
+        self.spans: SpanExporter | None = None  # None where no spans are exported.
         self.setup = DaemonSetup("", "", {})
-        self.metrics_url = ""  # The URL of /metrics; empty where no pages are served.
-        self.later: deque[tuple[int, Reply]] = deque()
-        """(connection, message) of what is to be sent beside the replies to requests."""
-        self.now = 0.0  # When the last event came, by the daemon's clock.
+        self.metrics_url = ""  # The URL of /metrics. Empty where no pages are served.
+        self.outgoing: deque[OutgoingMessage] = deque()
+        """Messages that are to be sent beside the replies to requests, in order."""
+        self.now = 0.0  # The time of the last event, by the daemon's clock.

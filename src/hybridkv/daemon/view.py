@@ -1,28 +1,64 @@
-"""What people are shown of a daemon: its values, their past, and a snapshot of everything."""
+"""The view that people have of a daemon: its values, their past, a snapshot of everything."""
 
 from collections.abc import Iterator
 from heapq import nlargest
+from typing import NamedTuple
 
 from hybridkv.daemon.state import DaemonState
 from hybridkv.observe import status as shown
 from hybridkv.observe.catalog import TIER_PREFIX, Values
 from hybridkv.observe.history import Sample, Series, Snapshot
 from hybridkv.observe.status import StatusReport
+from hybridkv.store.index import Namespace
 from hybridkv.wire.messages import describe_groups
 from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierStatus
 
 SAMPLED = (
-    *("lookups", "lookups_hit", "lookups_waited", "lookup_wait_seconds"),
-    *("tokens_asked", "tokens_hit", "ceiling_asked_tokens", "ceiling_hit_tokens"),
-    *("ceiling_tokens", "bytes_loaded", "bytes_stored", "evicted", "slots_short", "loads_failed"),
-    *("tokens_loaded", "computing_seconds_spared", "loading_seconds", "reserves_failed"),
-    *("deadlines_missed", "bytes_committed", "objects", "sessions", "leases", "lookups_waiting"),
+    "lookups",
+    "lookups_hit",
+    "lookups_waited",
+    "lookup_wait_seconds",
+    "tokens_asked",
+    "tokens_hit",
+    "ceiling_asked_tokens",
+    "ceiling_hit_tokens",
+    "ceiling_tokens",
+    "bytes_loaded",
+    "bytes_stored",
+    "evicted",
+    "slots_short",
+    "loads_failed",
+    "tokens_loaded",
+    "computing_seconds_spared",
+    "loading_seconds",
+    "reserves_failed",
+    "deadlines_missed",
+    "bytes_committed",
+    "objects",
+    "sessions",
+    "leases",
+    "lookups_waiting",
 )
 """Values whose past is kept."""
 SAMPLED_OF_TIERS = ("bytes", "bytes_read", "bytes_written", "failures", "breaker_open")
-HOUR = 10.0, 361  # Seconds between two samples, and how many are kept.
-DAY = 60.0, 1441
+HOUR_SAMPLES, HOUR_STEP_SECONDS = 361, 10.0
+DAY_SAMPLES, DAY_STEP_SECONDS = 1441, 60.0
 STATUS_SECONDS = 0.25
+
+
+class CachedStatus(NamedTuple):
+    """A brief status, which is shown again for STATUS_SECONDS."""
+
+    made_at: float
+    status: Status
+
+
+class HeldGroup(NamedTuple):
+    """The bytes that one group of a namespace takes."""
+
+    held_bytes: int
+    namespace: Namespace
+    group_index: int
 
 
 class DaemonView:
@@ -35,10 +71,10 @@ class DaemonView:
             *((name, "") for name in SAMPLED),
             *((TIER_PREFIX + name, tier.name) for tier in state.tiers for name in SAMPLED_OF_TIERS),
         )
-        self._hour, self._day = Series(*HOUR), Series(*DAY)
+        self._hour = Series(HOUR_STEP_SECONDS, HOUR_SAMPLES)
+        self._day = Series(DAY_STEP_SECONDS, DAY_SAMPLES)
         self._report = StatusReport(is_brief=True)
-        self._status: tuple[float, Status] | None = None
-        """The brief status that was made last, and when."""
+        self._status: CachedStatus | None = None
 
     def tick(self, now: float) -> None:
         """Keep a sample of the values where one is due."""
@@ -47,16 +83,16 @@ class DaemonView:
         due = [series for series in (self._hour, self._day) if series.due_at <= now]
         if due:
             values = self.values()
-            sample = Sample(now, tuple(values.of(*column) for column in self._columns))
+            sample = Sample(now, tuple(values.of(name, label) for name, label in self._columns))
             for series in due:
                 series.add(sample)
 
     def wakes_at(self) -> float:
-        """When the next sample is due."""
+        """Return when the next sample is due."""
         return min(self._hour.due_at, self._day.due_at)
 
     def values(self) -> Values:
-        """Every counter and gauge."""
+        """Return every counter and gauge of the daemon and its tiers."""
         state = self._state
         store, sessions, ceiling = state.store, state.sessions, state.ceiling
         held = (slot.size_bytes for slots in sessions.held.values() for slot in slots)
@@ -79,8 +115,12 @@ class DaemonView:
             "below_untold": state.subscriptions.untold,
             "leases": sum(len(session.leases) for session in sessions.all),
             "connections": len(sessions.connections),
-            "workers_unmapped": sum(one.is_unmapped for one in sessions.connections.values()),
-            "engines_stale": sum(one.is_stale for one in sessions.connections.values()),
+            "workers_unmapped": sum(
+                connection.is_unmapped for connection in sessions.connections.values()
+            ),
+            "engines_stale": sum(
+                connection.is_stale for connection in sessions.connections.values()
+            ),
             "spans_dropped": 0 if state.spans is None else state.spans.dropped,
             "lookups_waited": state.waits.cumulative[-1][1],
             "lookup_wait_seconds": state.waits.total,
@@ -106,35 +146,40 @@ class DaemonView:
         return values
 
     def snapshot(self, now: float) -> Snapshot:
-        """Everything that is shown at `now`."""
+        """Return everything that is shown at `now`."""
         state = self._state
         return Snapshot(
-            now,
-            now if self._started_at is None else self._started_at,
-            state.setup,
-            self.values(),
-            tuple(state.waits.cumulative),
-            tuple(self._groups()),
-            tuple(self._sessions(now)),
-            tuple(self.tiers()),
-            self._columns,
-            tuple(self._hour.samples),
-            tuple(self._day.samples),
-            tuple(state.history.latest(shown.DECISIONS_SHOWN_MAX)),
+            now=now,
+            started_at=now if self._started_at is None else self._started_at,
+            setup=state.setup,
+            values=self.values(),
+            waits=tuple(state.waits.cumulative),
+            groups=tuple(self._groups()),
+            sessions=tuple(self._sessions(now)),
+            tiers=tuple(self.tiers()),
+            columns=self._columns,
+            hour=tuple(self._hour.samples),
+            day=tuple(self._day.samples),
+            decisions=tuple(state.history.latest(shown.DECISIONS_SHOWN_MAX)),
         )
 
     def status(self, now: float) -> Status:
-        """The brief status; it may be STATUS_SECONDS old."""
-        if self._status is None or not 0.0 <= now - self._status[0] < STATUS_SECONDS:
-            self._status = now, self._report.make(self.snapshot(now))
-        return self._status[1]
+        """Return the brief status, which may be STATUS_SECONDS old."""
+        if self._status is None or not 0.0 <= now - self._status.made_at < STATUS_SECONDS:
+            self._status = CachedStatus(now, self._report.make(self.snapshot(now)))
+        return self._status.status
 
     def tiers(self) -> list[TierStatus]:
-        """Every tier below RAM."""
+        """Return the status of each tier below RAM, the fastest first."""
         return [
             TierStatus(
-                *(tier.name, tier.spec.shown, str(tier.spec.write), tier.spec.max_bytes),
-                *(tier.is_open, tier.is_shut, tier.is_hung),
+                name=tier.name,
+                location=tier.spec.shown,
+                write=str(tier.spec.write),
+                max_bytes=tier.spec.max_bytes,
+                is_open=tier.is_open,
+                is_shut=tier.is_shut,
+                is_hung=tier.is_hung,
                 values=dict(tier.values()),
             )
             for tier in self._state.tiers
@@ -143,34 +188,42 @@ class DaemonView:
     def _sessions(self, now: float) -> Iterator[SessionStatus]:
         for session in self._state.sessions.all[: shown.SESSIONS_SHOWN_MAX]:
             yield SessionStatus(
-                session.engine_id,
-                session.model.name if session.model is not None else "",
-                session.namespace.identity.hex()[:12],
-                session.geometry.chunk_tokens,
-                describe_groups(session.geometry.groups),
-                len(session.leases),
-                session.writing_bytes,
-                session.engine_connection is not None,
-                round(now - session.since, 3),
+                engine_id=session.engine_id,
+                model=session.model.name if session.model is not None else "",
+                identity=session.namespace.identity.hex()[:12],
+                chunk_tokens=session.geometry.chunk_tokens,
+                groups=describe_groups(session.geometry.groups),
+                leases=len(session.leases),
+                writing_bytes=session.writing_bytes,
+                is_connected=session.engine_connection is not None,
+                since=round(now - session.since, 3),
             )
 
     def _groups(self) -> Iterator[GroupStatus]:
-        """The groups that take most first, and the sum of the others."""
+        """Yield the groups that take most, the largest first, and then the sum of the others."""
         sessions = self._state.sessions
         held = [
-            (namespace.held_bytes[index], namespace, index)
+            HeldGroup(namespace.held_bytes[index], namespace, index)
             for namespace in sessions.namespaces.values()
             if namespace.entries
             for index in range(len(namespace.gids))
         ]
-        largest = nlargest(shown.GROUPS_SHOWN_MAX, held, key=lambda one: one[0])
+        largest = nlargest(shown.GROUPS_SHOWN_MAX, held, key=lambda group: group.held_bytes)
         for size, namespace, index in largest:
-            geometry, model = sessions.geometries.get(namespace.identity, (None, ""))
-            kind = str(geometry.groups[index].kind) if geometry and namespace.shapes else ""
-            identity, objects = namespace.identity.hex()[:12], namespace.held_objects[index]
-            yield GroupStatus(identity, model, namespace.gids[index], kind, objects, size)
+            model = sessions.models.get(namespace.identity)
+            yield GroupStatus(
+                identity=namespace.identity.hex()[:12],
+                model=model.name if model is not None else "",
+                gid=namespace.gids[index],
+                kind=str(model.geometry.groups[index].kind) if model and namespace.shapes else "",
+                objects=namespace.held_objects[index],
+                held_bytes=size,
+            )
         if len(held) > len(largest):
-            objects = sum(sum(one.held_objects) for one in sessions.namespaces.values())
-            objects -= sum(namespace.held_objects[index] for _, namespace, index in largest)
-            size = sum(size for size, *_ in held) - sum(size for size, *_ in largest)
-            yield GroupStatus("", "", 0, "", objects, size)
+            objects = sum(sum(namespace.held_objects) for namespace in sessions.namespaces.values())
+            objects -= sum(group.namespace.held_objects[group.group_index] for group in largest)
+            size = sum(group.held_bytes for group in held)
+            size -= sum(group.held_bytes for group in largest)
+            yield GroupStatus(
+                identity="", model="", gid=0, kind="", objects=objects, held_bytes=size
+            )

@@ -34,7 +34,7 @@ from hybridkv.core.tails import (
     why_no_tails,
 )
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
-from hybridkv.store.index import Namespace
+from hybridkv.store.index import Namespace, NewObject
 from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
@@ -468,15 +468,9 @@ class TraceReplay:
 
     def store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
         pages = max(1, round(stored.size_bytes / self._scale / SLOT_ALIGN))
+        new = NewObject(stored.group_index, stored.chunk_hash, stored.parent, eviction_class)
         for slot in self.store.grant((pages * SLOT_ALIGN - payload_offset(1), 1), 1):
-            self.store.commit(
-                slot=slot,
-                namespace=self._namespace,
-                group_index=stored.group_index,
-                chunk_hash=stored.chunk_hash,
-                parent=stored.parent,
-                eviction_class=eviction_class,
-            )
+            self.store.commit(slot, self._namespace, new)
 
 
 def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TracePrompt]:

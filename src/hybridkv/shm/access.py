@@ -1,4 +1,4 @@
-"""Who may use a daemon and its arena: one user, or a group of users that trust each other."""
+"""The users of a daemon and its arena: one user, or a group of users that trust each other."""
 
 import grp
 import os
@@ -10,9 +10,8 @@ from hybridkv.core.errors import ConfigError
 
 _SO_PEERGROUPS = 59  # Linux's, which Python's socket module has no name for.
 _CREDENTIALS = struct.Struct("3i")
-_GROUPS_BYTES_MAX = (
-    1024  # Python reads no more: of a process in over 256 groups only its own counts.
-)
+_GROUPS_BYTES_MAX = 1024
+"""Python reads no more. Of a process in over 256 groups only its own group counts."""
 
 
 class Peer(NamedTuple):
@@ -24,19 +23,22 @@ class Peer(NamedTuple):
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """The process that connected, or that listens."""
-    size = _CREDENTIALS.size
-    return Peer(*_CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)))
+    """Return the process that connected to `sock`, or that listens at its other end."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return Peer._make(_CREDENTIALS.unpack(raw))
 
 
 def is_trusted(sock: socket.socket, group: int | None) -> bool:
-    """Whether the peer is this process's user or, where there is a group, a member of it."""
+    """Return True where the peer is of this process's user, or a member of `group`."""
     peer = peer_of(sock)
     return peer.uid == os.geteuid() or (group is not None and is_member(sock, peer, group))
 
 
 def is_member(sock: socket.socket, peer: Peer, group: int) -> bool:
-    """Whether the peer had a group, as its own or a further one, when it connected or listened."""
+    """Return True where the peer belonged to `group` when it connected or began to listen.
+
+    Its own group and its supplementary groups count.
+    """
     if peer.gid == group:
         return True
     try:
@@ -47,7 +49,10 @@ def is_member(sock: socket.socket, peer: Peer, group: int) -> bool:
 
 
 def group_id(name: str | None) -> int | None:
-    """The number of a group; None without a name. Raises ConfigError where there is none."""
+    """Return the number of the group of that name, or None without a name.
+
+    Raises ConfigError where this machine has no such group.
+    """
     if name is None:
         return None
     try:

@@ -9,6 +9,7 @@ import secrets
 import stat
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridkv.core import option_parsers
 from hybridkv.core.errors import ConfigError, HybridKVError
@@ -19,18 +20,30 @@ from hybridkv.shm.trailer import trailer_bytes
 SHM_DIR = Path("/dev/shm")  # Where arenas are unless another directory is asked for.
 SHM_DIR_VARIABLE = "HYBRIDKV_SHM_DIR"
 RAM_BYTES_MIN = 512 << 10  # The least size of an arena; a smaller one holds next to nothing.
-LOCKS_FROM = 1 << 61  # Bytes from here on, behind any arena, are locked by workers.
+LOCKS_FROM = 1 << 61  # Bytes from here on, past the end of any arena, are locked by workers.
 _FLOCK = struct.Struct("@hhqqi4x")  # type, whence, start, length, process: struct flock of Linux.
 _MADV_POPULATE_WRITE = 23
 _TMPFS_MAGIC = 0x01021994  # The kind of a file system, which begins Linux's struct statfs.
 _STATFS_BYTES_MAX = 256
 _DAEMON_BYTES, _DAEMON_SHARE = 128 << 20, 64
-"""What a daemon takes beside its arena: so many bytes, and this part of the arena (its index)."""
+"""The memory of a daemon beside its arena: these bytes, and 1/64 of the arena for its index."""
 _POPULATE_STEP_BYTES = 8 << 20
 
 
 class ArenaGoneError(HybridKVError):
     """The arena's file does not exist, is another user's, or has not the expected size."""
+
+
+class FileId(NamedTuple):
+    """The numbers that tell a file from a later one of the same name."""
+
+    device: int
+    inode: int
+
+
+def file_id(status: os.stat_result) -> FileId:
+    """Return the id of the file that `os.stat` or `os.fstat` described."""
+    return FileId(status.st_dev, status.st_ino)
 
 
 class Arena:
@@ -40,10 +53,8 @@ class Arena:
         self.path = path
         self.size_bytes = size_bytes
         self.slots_bytes = slots_bytes
-        """Bytes of slots; the rest of the file is the trailer (shm.trailer)."""
-        status = os.fstat(fd)
-        self.inode = status.st_dev, status.st_ino
-        """(device, inode), which tell the file from a later one of the same name."""
+        """The bytes of slots at the start of the file. The rest is the trailer (shm.trailer)."""
+        self.inode = file_id(os.fstat(fd))
         self._fd: int | None = fd if owner else None
         self._map = mmap.mmap(fd, size_bytes)
         self.memory = memoryview(self._map)
@@ -51,7 +62,7 @@ class Arena:
         """The address of the first byte in this process."""
 
     def reserve(self, start: int, stop: int) -> None:
-        """Allocate the pages of [start, stop), so that no write fails; raises OSError (ENOSPC)."""
+        """Allocate the pages of [start, stop), so that no write fails. Raises OSError (ENOSPC)."""
         assert self._fd is not None, "only the arena's owner reserves"
         os.posix_fallocate(self._fd, start, stop - start)
 
@@ -64,14 +75,14 @@ class Arena:
                 return
 
     def is_locked(self, number: int) -> bool:
-        """Whether a mapping was made with that lock and still is."""
+        """Return True while a mapping exists that was made with the lock of that number."""
         assert self._fd is not None, "only the arena's owner asks"
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
-        found = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked))
-        return bool(found[0] != fcntl.F_UNLCK)
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+        lock_type, *_ = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, request))
+        return bool(lock_type != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Unmap; the file stays."""
+        """Unmap the arena. Its file stays, and a daemon lets go of the file's lock."""
         with contextlib.suppress(BufferError):
             self.memory.release()
             self._map.close()
@@ -80,12 +91,12 @@ class Arena:
             self._fd = None
 
     def unlink(self) -> None:
-        """Remove the file's name; mappings stay valid until they are closed."""
+        """Remove the file's name. Mappings stay valid until they are closed."""
         self.path.unlink(missing_ok=True)
 
 
 def shm_directory(given: str | None = None) -> Path:
-    """The directory of arenas: `given`, else that of the variable, else SHM_DIR.
+    """Return the directory of arenas: `given`, else that of the variable, else SHM_DIR.
 
     Raises ConfigError where there is no such directory.
     """
@@ -98,40 +109,40 @@ def shm_directory(given: str | None = None) -> Path:
 
 
 def arena_seen(path: str, given: str | None = None) -> Path:
-    """Where this process has the arena that is at `path` for its daemon.
+    """Return the path by which this process reaches the arena that is at `path` for its daemon.
 
-    That is in this process's own directory of arenas (shm_directory) if the arena is there: a
-    container may have it at another path. Raises ConfigError as shm_directory does.
+    A container may have the arena at another path, so this process's own directory of arenas
+    (shm_directory) is tried first. Raises ConfigError as shm_directory does.
     """
     here = shm_directory(given) / Path(path).name
     return here if here.exists() else Path(path)
 
 
 def is_in_memory(directory: Path) -> bool:
-    """Whether the files of a directory are on a tmpfs."""
-    told = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
-    failed = ctypes.CDLL(None).statfs(os.fsencode(directory), told)
-    return not failed and ctypes.c_long.from_buffer(told).value == _TMPFS_MAGIC
+    """Return True where the files of a directory are on a tmpfs."""
+    statfs = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
+    failed = ctypes.CDLL(None).statfs(os.fsencode(directory), statfs)
+    return not failed and ctypes.c_long.from_buffer(statfs).value == _TMPFS_MAGIC
 
 
 def new_lock() -> int:
-    """A number for `attach_arena` that nobody else has."""
+    """Return a random number for the lock of `attach_arena`, which no other process has."""
     return LOCKS_FROM + secrets.randbelow(LOCKS_FROM)
 
 
-def create_arena(path: Path, slots_bytes: int, more_bytes: int = 0) -> Arena:
+def create_arena(path: Path, slots_bytes: int, tail_bytes: int = 0) -> Arena:
     """Create an arena that only this user can open. Raises FileExistsError where the name is taken.
 
-    The file is sparse where the slots will be; `more_bytes` behind them are allocated at once, or
-    OSError (ENOSPC) is raised.
+    The file is sparse where the slots will be. The `tail_bytes` after them are allocated at once.
+    Raises OSError (ENOSPC) where there is no room for these.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        size_bytes = slots_bytes + more_bytes
+        size_bytes = slots_bytes + tail_bytes
         os.ftruncate(fd, size_bytes)
-        if more_bytes:
-            os.posix_fallocate(fd, slots_bytes, more_bytes)
+        if tail_bytes:
+            os.posix_fallocate(fd, slots_bytes, tail_bytes)
         arena = Arena(path, fd, size_bytes, slots_bytes, owner=True)
         nodes = memory_nodes()
         if len(nodes) > 1:
@@ -148,19 +159,53 @@ def attach_arena(
     path: Path,
     size_bytes: int,
     slots_bytes: int | None = None,
-    owner: bool = False,
     pid: int = 0,
     lock: int = 0,
     group: int | None = None,
 ) -> Arena:
-    """Map a daemon's arena. Raises ArenaGoneError unless it is this user's, a file, of this size.
+    """Map the arena of a living daemon. By default all of its bytes are slots.
 
-    With `group` it may be another user's that belongs to this group.
+    `pid` is the daemon (0: not known), whose open file is taken where the name was removed. The
+    byte `lock` of the file (0: none) is locked for reading until nothing maps it. By the end of the
+    lock a daemon knows that a process has ended, also one of another pid namespace. The arena must
+    be this user's, or belong to `group`. Raises ArenaGoneError.
+    """
+    fd = _open_arena(path, size_bytes, pid, group)
+    try:
+        if lock:
+            # The mapping keeps the file open, and so locked, when `fd` is closed.
+            request = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, lock, 1, 0)
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
+            except OSError as error:
+                raise ArenaGoneError(f"arena {path} cannot be locked: {error.strerror}") from error
+        slots_bytes = size_bytes if slots_bytes is None else slots_bytes
+        return Arena(path, fd, size_bytes, slots_bytes, owner=False)
+    finally:
+        os.close(fd)
 
-    An `owner` is the next daemon, which locks the file; raises BlockingIOError if it is locked.
-    `pid` is the daemon, of which the file is taken where its name was removed; 0 = not known. The
-    byte `lock` of the file is locked, for reading, until nothing maps it: by the end of the lock a
-    daemon knows that a process has ended, also one of another pid namespace; 0 = none.
+
+def take_over_arena(path: Path, size_bytes: int, slots_bytes: int) -> Arena:
+    """Map the arena that an earlier daemon left, as its next owner, and lock its file.
+
+    Raises ArenaGoneError, and BlockingIOError where another daemon has the lock.
+    """
+    fd = _open_arena(path, size_bytes)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.fstat(fd).st_nlink:
+            # The daemon that had the lock before has removed it.
+            raise ArenaGoneError(f"arena {path} was removed meanwhile")
+        return Arena(path, fd, size_bytes, slots_bytes, owner=True)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _open_arena(path: Path, size_bytes: int, pid: int = 0, group: int | None = None) -> int:
+    """Return a descriptor of an arena. Raises ArenaGoneError.
+
+    The file must be a regular one of this size, and belong to this user or to `group`.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -169,35 +214,16 @@ def attach_arena(
         if removed is None:
             raise ArenaGoneError(f"arena {path} cannot be opened: {error.strerror}") from error
         fd = removed
-    try:
-        status = os.fstat(fd)
-        is_ours = status.st_uid == os.geteuid() or status.st_gid == group
-        if not (is_ours and stat.S_ISREG(status.st_mode)) or status.st_size != size_bytes:
-            raise ArenaGoneError(f"arena {path} is not this user's arena of {size_bytes} bytes")
-        if owner:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(fd).st_nlink:
-                # Whoever had the lock before has removed it.
-                raise ArenaGoneError(f"arena {path} was removed meanwhile")
-        if lock:
-            # The mapping keeps the file open, and so locked, when `fd` is closed.
-            asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, lock, 1, 0)
-            try:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, asked)
-            except OSError as error:
-                raise ArenaGoneError(f"arena {path} cannot be locked: {error.strerror}") from error
-        slots_bytes = size_bytes if slots_bytes is None else slots_bytes
-        arena = Arena(path, fd, size_bytes, slots_bytes, owner)
-    except BaseException:
+    status = os.fstat(fd)
+    is_ours = status.st_uid == os.geteuid() or status.st_gid == group
+    if not (is_ours and stat.S_ISREG(status.st_mode)) or status.st_size != size_bytes:
         os.close(fd)
-        raise
-    if not owner:
-        os.close(fd)
-    return arena
+        raise ArenaGoneError(f"arena {path} is not this user's arena of {size_bytes} bytes")
+    return fd
 
 
 def _open_removed(path: Path, pid: int) -> int | None:
-    """A descriptor of a file that process `pid` has open and whose name `path` was removed.
+    """Return a descriptor of the file that process `pid` has open and whose name was removed.
 
     systemd removes a user's shared memory at the last logout (RemoveIPC), and keeps processes.
     """
@@ -209,13 +235,13 @@ def _open_removed(path: Path, pid: int) -> int | None:
 
 
 def machine_memory_bytes() -> int:
-    """Memory this process may use: the machine's, or its control group's limit if lower."""
+    """Return the memory this process may use: the machine's, or its control group's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total, _group_limit_bytes() or total)
 
 
 def _group_limit_bytes() -> int | None:
-    """The limit of this process's control group, as that of a container; None without one."""
+    """Return the memory limit of this process's control group (a container), or None."""
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
             return int(Path(limit).read_text())
@@ -223,21 +249,24 @@ def _group_limit_bytes() -> int | None:
 
 
 def shm_free_bytes(directory: Path) -> int:
-    """Free bytes of the file system of a directory."""
+    """Return the free bytes of the file system of a directory."""
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
 def default_ram_bytes(directory: Path) -> int:
-    """A quarter of the machine's memory, or 0.9 of what is free in `directory` if that is less."""
+    """Return the default size of an arena, in whole MiB.
+
+    It is a quarter of the machine's memory, or 0.9 of what is free in `directory` if that is less.
+    """
     quarter = min(machine_memory_bytes() // 4, shm_free_bytes(directory) * 9 // 10)
     return max(quarter >> 20, 1) << 20
 
 
 def limit_warning(ram_bytes: int) -> str:
-    """What is wrong where a container's limit has room for the cache alone; empty where nothing is.
+    """Return a warning where a container's limit has no room for the daemon beside its cache.
 
-    The kernel ends the daemon once both are more than the limit.
+    The kernel ends the daemon once both together exceed the limit. Empty where all is well.
     """
     limit = _group_limit_bytes()
     needed = ram_bytes + ram_bytes // _DAEMON_SHARE + _DAEMON_BYTES
@@ -251,7 +280,7 @@ def limit_warning(ram_bytes: int) -> str:
 
 def check_ram(ram_bytes: int, setting: str, directory: Path = SHM_DIR) -> None:
     """Raise ConfigError, with a size that works, if `directory` has no room for `ram_bytes`."""
-    machine, shm = machine_memory_bytes(), shm_free_bytes(directory)
+    machine, shm_free = machine_memory_bytes(), shm_free_bytes(directory)
     works = f'"{format_size(default_ram_bytes(directory))}" works'
     if ram_bytes < RAM_BYTES_MIN:
         least = format_size(RAM_BYTES_MIN)
@@ -261,8 +290,8 @@ def check_ram(ram_bytes: int, setting: str, directory: Path = SHM_DIR) -> None:
         what += ", which the cache counts against"
     elif ram_bytes > machine:
         what = f"is larger than this machine's memory of {format_size(machine)}"
-    elif ram_bytes + trailer_bytes(ram_bytes) > shm:
-        what = f"with its tables is larger than the {format_size(shm)} free in {directory}"
+    elif ram_bytes + trailer_bytes(ram_bytes) > shm_free:
+        what = f"with its tables is larger than the {format_size(shm_free)} free in {directory}"
         works += ", or give the container more"
         works += " (docker run --shm-size)" if directory == SHM_DIR else ""
     else:

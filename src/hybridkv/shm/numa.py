@@ -13,7 +13,7 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def memory_nodes() -> list[int]:
-    """The nodes with memory and processors; empty where the kernel knows none.
+    """Return the nodes with both memory and processors, or [] where the kernel lists none.
 
     A node without processors is a device's memory, or one that is slower than the others.
     """
@@ -21,11 +21,11 @@ def memory_nodes() -> list[int]:
 
 
 def interleave(address: int, size_bytes: int, nodes: list[int]) -> bool:
-    """Take the pages of shared memory that is mapped here from all of `nodes` in turn.
+    """Take the pages of mapped shared memory from all of `nodes` in turn. Returns True if so.
 
-    The policy belongs to the file, so it holds for pages that anybody allocates later. False where
-    the caller has a policy of its own, as under numactl, or where the system refuses, as some
-    containers do: pages are then where that policy says, or on the node of who allocates them.
+    The policy belongs to the file, so it holds for pages that any process allocates later. The
+    result is False where the caller has a policy of its own (numactl), or where the system refuses,
+    as in some containers. Pages are then where that policy says, or on the node that allocates.
     """
     number = _MBIND.get(platform.machine())
     if number is None or not nodes or _has_policy():
@@ -33,25 +33,33 @@ def interleave(address: int, size_bytes: int, nodes: list[int]) -> bool:
     words = (ctypes.c_ulong * (max(nodes) // _WORD_BITS + 1))()
     for node in nodes:
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
-    where = ctypes.c_void_p(address), ctypes.c_ulong(size_bytes)
-    # The kernel takes one bit less than it is told of.
-    mask = words, ctypes.c_ulong(len(words) * _WORD_BITS + 1)
-    return not ctypes.CDLL(None).syscall(number, *where, _INTERLEAVE, *mask, 0)
+    failure: int = ctypes.CDLL(None).syscall(
+        number,
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(size_bytes),
+        _INTERLEAVE,
+        words,
+        # The kernel uses one bit less than this length.
+        ctypes.c_ulong(len(words) * _WORD_BITS + 1),
+        0,
+    )
+    return failure == 0
 
 
 def _nodes(name: str) -> set[int]:
-    """The nodes of one of the kernel's lists, such as "0,2-4"."""
+    """Return the nodes of one of the kernel's lists: "0,2-4" -> {0, 2, 3, 4}."""
     try:
-        said = (NODES_PATH / name).read_text().strip()
+        node_list = (NODES_PATH / name).read_text().strip()
     except OSError:
         return set()
-    spans = (part.split("-") for part in said.split(",") if part)
+    spans = (part.split("-") for part in node_list.split(",") if part)
     return {node for span in spans for node in range(int(span[0]), int(span[-1]) + 1)}
 
 
 def _has_policy() -> bool:
-    """Whether somebody has chosen nodes for the memory of this thread."""
+    """Return True where nodes were chosen for the memory of this thread, as numactl does."""
     mode = ctypes.c_int(0)
     number = _GET_MEMPOLICY[platform.machine()]
-    ctypes.CDLL(None).syscall(number, ctypes.byref(mode), None, ctypes.c_ulong(0), None, 0)
+    no_nodes, no_address = ctypes.c_ulong(0), None
+    ctypes.CDLL(None).syscall(number, ctypes.byref(mode), None, no_nodes, no_address, 0)
     return mode.value != 0

@@ -7,15 +7,15 @@ The daemon alone writes headers; workers write their parts of the payload and th
 
 The checksum of a part is its *signature*. The part is cut into pieces of PIECE_BYTES, the last of
 which may be shorter. Each piece has a *digest*, its XXH3-64 with seed 0. The signature is the
-XXH3-64 of the digests, little-endian one behind the other, seeded with the generation. So a device
+XXH3-64 of all digests in order, each of them little-endian, seeded with the generation. So a device
 can compute digests side by side, and a part is signed with another seed from its digests alone.
 """
 
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -44,23 +44,22 @@ _GENERATION = struct.Struct("<Q")
 
 _USE_OFFSET = HEADER_BYTES - 1
 USE_READ = 255
-"""The `use` of an object that somebody has read; of another one it is its EvictionClass."""
+"""The `use` of an object that was read. The `use` of any other object is its EvictionClass."""
 
 assert _HEADER.size + _CRC.size <= _USE_OFFSET
 
 
 class SlotState(IntEnum):
-    """What a slot holds."""
+    """The life of a slot, as its header says it: FREE, WRITING, COMMITTED, and FREE again."""
 
     FREE = 0
     WRITING = 1
     COMMITTED = 2
-    DROPPED = 3  # The slot holds no object any more, and is kept for those who still read it.
+    DROPPED = 3  # The slot's object left the index. Its bytes stay while the slot is pinned.
 
 
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
-    """What a slot says about itself."""
+class SlotHeader(NamedTuple):
+    """The fields of a slot's header."""
 
     state: SlotState
     generation: int
@@ -69,118 +68,140 @@ class SlotHeader:
     gid: int = 0
     namespace: bytes = bytes(HASH_BYTES)
     chunk_hash: bytes = bytes(HASH_BYTES)
-    parent_short: int = 0  # `short_hash` of the chunk before, 0 = none; only eviction uses it.
-    tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
-    use: int = 0  # A byte for the next daemon's order of eviction; nothing else depends on it.
+    parent_short: int = 0  # `short_hash` of the chunk before, 0 = none. Only eviction uses it.
+    tenant: int = 0  # The tenant whose quota the object counts against, 0 = none.
+    use: int = 0  # A byte for the next daemon's order of eviction. Nothing else depends on it.
 
     def pack(self) -> bytes:
-        """The header as HEADER_BYTES bytes."""
+        """Return the header as HEADER_BYTES bytes, with its CRC."""
         body = _HEADER.pack(
-            *(_MAGIC, SLOT_VERSION, self.state, self.parts),
-            *(self.gid, self.generation, self.part_bytes),
-            *(self.namespace, self.chunk_hash, self.parent_short, self.tenant),
+            _MAGIC,
+            SLOT_VERSION,
+            self.state,
+            self.parts,
+            self.gid,
+            self.generation,
+            self.part_bytes,
+            self.namespace,
+            self.chunk_hash,
+            self.parent_short,
+            self.tenant,
         )
         head = body + _CRC.pack(zlib.crc32(body))
         return head.ljust(_USE_OFFSET, b"\0") + bytes([self.use])
 
 
 def unpack_header(raw: bytes) -> SlotHeader | None:
-    """The header in `raw`; None where the bytes are not a whole and sound header."""
+    """Return the header in `raw`, or None where the bytes are not a whole and sound header."""
     if len(raw) < HEADER_BYTES:
         return None
     body = raw[: _HEADER.size]
     if _CRC.unpack_from(raw, _HEADER.size)[0] != zlib.crc32(body):
         return None
-    magic, version, state, parts, gid, generation, part_bytes, *names = _HEADER.unpack(body)
+    magic, version, state, parts, gid, generation, part_bytes, *rest = _HEADER.unpack(body)
     if magic != _MAGIC or version != SLOT_VERSION or state not in tuple(SlotState):
         return None
-    names.append(raw[_USE_OFFSET])
-    return SlotHeader(SlotState(state), generation, parts, part_bytes, gid, *names)
+    namespace, chunk_hash, parent_short, tenant = rest
+    return SlotHeader(
+        state=SlotState(state),
+        generation=generation,
+        parts=parts,
+        part_bytes=part_bytes,
+        gid=gid,
+        namespace=namespace,
+        chunk_hash=chunk_hash,
+        parent_short=parent_short,
+        tenant=tenant,
+        use=raw[_USE_OFFSET],
+    )
 
 
 def short_hash(chunk_hash: bytes) -> int:
-    """The first SHORT_HASH_BYTES of a chunk hash, for uses where a collision costs nothing."""
+    """Return the first SHORT_HASH_BYTES of a chunk hash, little-endian: b"\\1\\0..." -> 1.
+
+    It serves where a collision costs nothing.
+    """
     return int.from_bytes(chunk_hash[:SHORT_HASH_BYTES], "little")
 
 
 def read_generation(memory: memoryview, offset: int) -> int:
-    """The generation of the slot at `offset`, whatever its state."""
+    """Return the generation of the slot at `offset`, whatever its state."""
     return int(_GENERATION.unpack_from(memory, offset + _GENERATION_OFFSET)[0])
 
 
 def write_read(memory: memoryview, offset: int) -> None:
-    """Have the header of the slot at `offset` say that its object was read."""
+    """Note in the header of the slot at `offset` that its object was read."""
     at = offset + _USE_OFFSET
     memory[at : at + 1] = bytes([USE_READ])
 
 
 def payload_offset(parts: int) -> int:
-    """Bytes from the start of a slot to its payload."""
+    """Return the distance from the start of a slot to its payload, in bytes."""
     head = HEADER_BYTES + parts * CHECKSUM_BYTES
     return -(-head // _PAYLOAD_ALIGN) * _PAYLOAD_ALIGN
 
 
 def checksum_offset(part: int) -> int:
-    """Bytes from the start of a slot to the checksum of one part."""
+    """Return the distance from the start of a slot to the checksum of one part, in bytes."""
     return HEADER_BYTES + part * CHECKSUM_BYTES
 
 
 def slot_bytes(part_bytes: int, parts: int) -> int:
-    """Bytes of the arena that one slot takes."""
+    """Return the bytes of the arena that a slot of this shape takes, a multiple of SLOT_ALIGN."""
     size = payload_offset(parts) + part_bytes * parts
     return -(-size // SLOT_ALIGN) * SLOT_ALIGN
 
 
 def hash_pieces(part: memoryview, starts: range) -> list[int]:
-    """The digests of the pieces of a part that begin at `starts`, for callers that copy it too."""
+    """Return the digests of the pieces that begin at `starts`, for callers that copy them too."""
     return [xxh3_64_intdigest(part[at : at + PIECE_BYTES]) for at in starts]
 
 
 def piece_digests(part: memoryview) -> bytes:
-    """The digests of all pieces of a part, one behind the other."""
+    """Return the digests of all pieces of a part in order, packed (core.packed)."""
     return pack_u64(hash_pieces(part, range(0, len(part), PIECE_BYTES)))
 
 
 def part_digests(slot: memoryview, part_bytes: int, parts: int) -> list[bytes]:
-    """The `piece_digests` of every part of `slot` (a whole slot's memory)."""
+    """Return the `piece_digests` of every part of `slot` (a whole slot's memory)."""
     payload = payload_offset(parts)
     starts = range(payload, payload + part_bytes * parts, part_bytes)
     return [piece_digests(slot[start : start + part_bytes]) for start in starts]
 
 
 def signature(digests: bytes, seed: int) -> bytes:
-    """The CHECKSUM_BYTES of a part by its `piece_digests`.
+    """Return the CHECKSUM_BYTES that sign a part with these `piece_digests`.
 
-    It is never UNSIGNED, so an unsigned slot proves nothing.
+    A signature is never UNSIGNED, so an unsigned slot proves nothing.
     """
     return (xxh3_64_intdigest(digests, seed) | 1).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def is_signed(slot: memoryview, digests: list[bytes], seed: int) -> bool | None:
-    """Whether every part of a slot has the signature of its digests (`part_digests`).
+    """Return True where every part of a slot has the signature of its digests (`part_digests`).
 
-    None if some parts have none, and none is wrong.
+    False where a signature is wrong, and None where none is wrong but parts have none.
     """
     unsigned = False
-    for part, each in enumerate(digests):
+    for part, part_digest in enumerate(digests):
         at = checksum_offset(part)
         known = bytes(slot[at : at + CHECKSUM_BYTES])
         if known == UNSIGNED:
             unsigned = True
-        elif known != signature(each, seed):
+        elif known != signature(part_digest, seed):
             return False
     return None if unsigned else True
 
 
 def sign(slot: memoryview, digests: list[bytes], seed: int) -> None:
     """Sign every part of a slot by its digests (`part_digests`)."""
-    for part, each in enumerate(digests):
+    for part, part_digest in enumerate(digests):
         at = checksum_offset(part)
-        slot[at : at + CHECKSUM_BYTES] = signature(each, seed)
+        slot[at : at + CHECKSUM_BYTES] = signature(part_digest, seed)
 
 
 def committed_slots(memory: memoryview) -> Iterator[tuple[int, SlotHeader]]:
-    """The (offset, header) of every committed slot, by walking the pages of `memory`.
+    """Yield (offset, header) of every committed slot, by walking the pages of `memory`.
 
     `memory` must be the reserved part of an arena: reading a page that does not exist allocates it,
     or raises SIGBUS where there is no room for it.

@@ -1,4 +1,4 @@
-"""The trailer behind the slots of an arena, by which the next daemon takes the arena over.
+"""The trailer after the slots of an arena, by which the next daemon takes the arena over.
 
 ::
 
@@ -6,8 +6,8 @@
     |slots ...   |page table: u32 per SLOT_ALIGN bytes |worker processes |superblock (last page)|
 
 The page table has an entry for each page: the number of pages of the slot that starts there, or 0.
-An entry is one aligned store; it is set after the slot's header is whole and cleared before the
-slot is free. Only the daemon writes, and may be killed at any time.
+An entry is one aligned store. It is set after the slot's header is whole and cleared before the
+slot is free. Only the daemon writes the trailer, and it may be killed at any time.
 """
 
 import os
@@ -34,9 +34,9 @@ _USED = re.compile(rb"[^\0]")
 
 
 class WorkerProcess(NamedTuple):
-    """A process that may write into slots of an engine, which HASH_BYTES name."""
+    """A worker's process, which may write into slots of its engine."""
 
-    engine: bytes
+    engine: bytes  # HASH_BYTES that name the engine.
     pid: int
     started: int  # When it started, which tells it from a later process with the same id.
 
@@ -53,7 +53,7 @@ class Trailer:
     """Reads and writes the trailer of one arena."""
 
     def __init__(self, memory: memoryview, slots_bytes: int) -> None:
-        """`memory` is the `trailer_bytes(slots_bytes)` bytes behind `slots_bytes` of slots."""
+        """`memory` is the `trailer_bytes(slots_bytes)` bytes after `slots_bytes` of slots."""
         self.slots_bytes = slots_bytes
         table_end = _table_bytes(slots_bytes)
         self._table = memory[:table_end]
@@ -70,7 +70,7 @@ class Trailer:
 
     @property
     def reserved_bytes(self) -> int:
-        """The limit below which the pages of slots exist."""
+        """The limit in bytes below which the pages of slots exist."""
         return min(self._numbers[0], self.slots_bytes) // SLOT_ALIGN * SLOT_ALIGN
 
     @reserved_bytes.setter
@@ -88,57 +88,68 @@ class Trailer:
 
     @property
     def kept_until(self) -> float:
-        """When the arena may be removed unless a daemon has it, in monotonic seconds; 0 = never."""
+        """The monotonic time from which the arena may be removed if no daemon has it, 0 = never."""
         return self._numbers[2] / 1e3
 
     @kept_until.setter
     def kept_until(self, value: float) -> None:
         self._numbers[2] = round(value * 1e3)
 
-    def put(self, offset: int, size: int) -> None:
-        """Enter a slot of `size` bytes at `offset`, whose header is written, or remove it (0)."""
-        self._entries[offset // SLOT_ALIGN] = size // SLOT_ALIGN
+    def add_slot(self, offset: int, size_bytes: int) -> None:
+        """Enter a slot at `offset`, whose header is written, into the page table."""
+        self._entries[offset // SLOT_ALIGN] = size_bytes // SLOT_ALIGN
+
+    def remove_slot(self, offset: int) -> None:
+        """Remove the slot at `offset`, if there is one, from the page table."""
+        self._entries[offset // SLOT_ALIGN] = 0
 
     def slots(self) -> Iterator[tuple[int, int]]:
-        """The (offset, size) of every slot, by offset."""
+        """Yield (offset, size in bytes) of every slot of the page table, by offset."""
         at = 0
         while found := _USED.search(self._table, at):
             page = found.start() // _PAGES
             yield page * SLOT_ALIGN, self._entries[page] * SLOT_ALIGN
             at = (page + 1) * _PAGES
 
-    def remember(self, process: WorkerProcess) -> bool:
-        """Keep a process for the next daemon; False where there is no room."""
-        rows = list(_PROCESS.iter_unpack(self._processes))
+    def add_process(self, process: WorkerProcess) -> bool:
+        """Note a process for the next daemon. Returns False where there is no room."""
+        rows = self._process_rows()
         if process in rows:
             return True
-        at = next((number for number, (_, _, started) in enumerate(rows) if not started), None)
+        at = next((number for number, row in enumerate(rows) if not row.started), None)
         if at is None:
             return False
         # An entry counts once its last field is set, which is written last.
-        _PROCESS.pack_into(self._processes, at * _PROCESS.size, *process[:2], 0)
-        _PROCESS.pack_into(self._processes, at * _PROCESS.size, *process)
+        self._write_process(at, process._replace(started=0))
+        self._write_process(at, process)
         return True
 
-    def forget(self, process: WorkerProcess) -> None:
-        """End a `remember`."""
-        rows = list(_PROCESS.iter_unpack(self._processes))
+    def remove_process(self, process: WorkerProcess) -> None:
+        """Remove a process that `add_process` noted. Nothing is done where it is not there."""
+        rows = self._process_rows()
         if process in rows:
-            at = rows.index(process) * _PROCESS.size
-            _PROCESS.pack_into(self._processes, at, bytes(HASH_BYTES), 0, 0)
+            self._write_process(rows.index(process), WorkerProcess(bytes(HASH_BYTES), 0, 0))
 
     def processes(self) -> list[WorkerProcess]:
-        """Every remembered process."""
-        return [WorkerProcess(*row) for row in _PROCESS.iter_unpack(self._processes) if row[2]]
+        """Return every process that was added and not removed, by this daemon or an earlier one."""
+        return [process for process in self._process_rows() if process.started]
 
-    def release(self) -> None:
+    def _process_rows(self) -> list[WorkerProcess]:
+        """Return all PROCESSES_MAX entries. An empty one has `started` 0."""
+        return [WorkerProcess._make(row) for row in _PROCESS.iter_unpack(self._processes)]
+
+    def _write_process(self, row: int, process: WorkerProcess) -> None:
+        offset = row * _PROCESS.size
+        _PROCESS.pack_into(self._processes, offset, process.engine, process.pid, process.started)
+
+    def release_views(self) -> None:
         """Release the views of the arena's memory."""
         for view in (self._entries, self._table, self._processes, self._numbers, self._super):
             view.release()
 
 
 def read_superblock(path: Path) -> Superblock | None:
-    """What the arena at `path` says of itself; None where that is not sound."""
+    """Return the superblock of the arena at `path`, or None where it has no sound one."""
     try:
         with path.open("rb") as file:
             file.seek(-SLOT_ALIGN, os.SEEK_END)
@@ -150,12 +161,12 @@ def read_superblock(path: Path) -> Superblock | None:
         return None
     magic, version, align, slots_bytes = _SUPER.unpack(head)
     kept_ms = int.from_bytes(page[_NUMBERS_END - 8 :], sys.byteorder)
-    known = (magic, align) == (_MAGIC, SLOT_ALIGN)
-    return Superblock(version, slots_bytes, kept_ms / 1e3) if known else None
+    is_known = (magic, align) == (_MAGIC, SLOT_ALIGN)
+    return Superblock(version, slots_bytes, kept_ms / 1e3) if is_known else None
 
 
 def trailer_bytes(slots_bytes: int) -> int:
-    """The bytes of the trailer behind `slots_bytes` of slots, a multiple of SLOT_ALIGN."""
+    """Return the size of the trailer for `slots_bytes` of slots, a multiple of SLOT_ALIGN."""
     processes = -(-PROCESSES_MAX * _PROCESS.size // SLOT_ALIGN) * SLOT_ALIGN
     return _table_bytes(slots_bytes) + processes + SLOT_ALIGN
 

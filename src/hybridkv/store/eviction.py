@@ -2,7 +2,7 @@
 
 Four stages, each least recently used first, and emptied in this order::
 
-    interior    stored behind the end of a prompt's prefix and never read: longer hits do without it
+    interior    stored after the end of a prompt's prefix and never read: longer hits do without it
     generated   stored with tokens of an answer and never read, as far as it is more than its part
                 of the bytes; the rest of it is as old as probation's and goes with that
     probation   stored and never read, or not read for long
@@ -40,7 +40,7 @@ _STAGES = {
 
 @dataclass(slots=True, eq=False)
 class _QueuedItem:
-    """The state of one item. `entry` numbers its one valid entry in a heap; 0 = it has none."""
+    """The state of one item. `entry` is the number of its one valid heap entry, 0 = none."""
 
     stage: int
     size: int
@@ -49,16 +49,19 @@ class _QueuedItem:
 
 
 class EvictionQueue(Generic[T]):
-    """The order of eviction. Whether an item may go at all is asked when one is looked for."""
+    """The order of eviction. `victim` asks of each candidate whether it may go at all."""
 
     def __init__(self, policy: EvictionPolicy, bound_bytes: int) -> None:
-        """`bound_bytes` bounds all items together, and so the protected and the remembered ones."""
+        """`bound_bytes` bounds all items together, and so the protected items and the ghosts."""
         self._two_queues = policy is EvictionPolicy.TWO_QUEUES
         self._bound_bytes = bound_bytes
         self._items: dict[T, _QueuedItem] = {}
         self._heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [], [])
-        """By stage (tick, entry, item). Its tick may have grown; other entries of it are stale."""
-        self._stale = 0
+        """By stage, a heap of (tick, entry number, item). An item's tick may have grown since.
+
+        An entry whose number is not the item's own is stale, and is skipped when it is met.
+        """
+        self._stale = 0  # Stale entries of all heaps.
         self._numbers = count(1)
         self._stage_bytes = [0] * len(self._heaps)
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
@@ -75,7 +78,7 @@ class EvictionQueue(Generic[T]):
         return self._stage_bytes[_GENERATED] > self._bound_bytes // GENERATED_SHARE
 
     def add(self, item: T, size: int, eviction_class: EvictionClass, key: bytes) -> None:
-        """Add a new item of `size` bytes; by `key` it is recognized after its eviction."""
+        """Add a new item of `size` bytes. By `key` it is recognized after its eviction."""
         stage = _STAGES[eviction_class]
         queued = self._items[item] = _QueuedItem(stage, size, next(self._numbers))
         self._stage_bytes[stage] += size
@@ -86,7 +89,7 @@ class EvictionQueue(Generic[T]):
         self.offer(item)
 
     def use(self, items: Iterable[T]) -> None:
-        """The items are read, all at once. They may not go until each of them is offered again."""
+        """Note that the items are read, all at once. Each is a victim again after `offer` only."""
         tick = next(self._numbers)
         wanted = _PROTECTED if self._two_queues else _PROBATION
         known = self._items
@@ -97,26 +100,29 @@ class EvictionQueue(Generic[T]):
                 self._move(queued, wanted)
 
     def offer(self, item: T) -> None:
-        """Consider the item from now on, because it may go again."""
+        """Consider the item for eviction from now on, because it may go again."""
         queued = self._items[item]
         if not queued.entry:
             queued.entry = next(self._numbers)
             heapq.heappush(self._heaps[queued.stage], (queued.tick, queued.entry, item))
 
     def remove(self, item: T) -> None:
-        """Forget the item, which is gone for whatever reason."""
+        """Forget the item, which was evicted or dropped."""
         queued = self._items.pop(item)
         self._move(queued, queued.stage)
         self._stage_bytes[queued.stage] -= queued.size
         if self._stale > len(self._items) + _STALE_MAX:
             valid = {queued.entry for queued in self._items.values()}
             for heap in self._heaps:
-                heap[:] = [one for one in heap if one[1] in valid]
+                heap[:] = [item for item in heap if item[1] in valid]
                 heapq.heapify(heap)
             self._stale = 0
 
     def remember(self, item: T, key: bytes) -> None:
-        """Note that the item is about to be evicted: stored again soon, it is protected."""
+        """Keep the key of an item that is about to be evicted. Stored again soon, it is protected.
+
+        Items that were protected, and answers that nobody read, are not remembered.
+        """
         queued = self._items[item]
         is_scan = queued.stage == _GENERATED and self._has_many_answers
         if not self._two_queues or queued.stage == _PROTECTED or is_scan:
@@ -127,7 +133,7 @@ class EvictionQueue(Generic[T]):
             self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
 
     def victim(self, may_go: Callable[[T], bool]) -> T | None:
-        """The item to evict next, which stays until `remove`; None where no item may go.
+        """Return the item to evict next, which stays until `remove`. None where no item may go.
 
         Items for which `may_go` is false are not considered again before they are offered.
         """
@@ -153,6 +159,7 @@ class EvictionQueue(Generic[T]):
         return oldest if oldest is not None else self._oldest(_PROTECTED, may_go)
 
     def _oldest(self, stage: int, may_go: Callable[[T], bool]) -> T | None:
+        """Return the least recently used item of a stage that may go."""
         heap = self._heaps[stage]
         while heap:
             tick, entry, item = heap[0]
@@ -170,7 +177,7 @@ class EvictionQueue(Generic[T]):
         return None
 
     def _move(self, queued: _QueuedItem, stage: int) -> None:
-        """Withdraw an item from the heap that it was offered in, and let it wait in a stage."""
+        """Put an item into a stage. It is no candidate before it is offered there."""
         self._stale += bool(queued.entry)
         queued.entry = 0
         self._stage_bytes[queued.stage] -= queued.size

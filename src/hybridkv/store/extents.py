@@ -4,18 +4,26 @@ Offsets and sizes are in bytes, multiples of SLOT_ALIGN.
 """
 
 from bisect import bisect_left, insort
+from typing import NamedTuple
+
+
+class FreeRun(NamedTuple):
+    """A free part of the arena: [offset, offset + size). Runs are ordered by size first."""
+
+    size: int
+    offset: int
 
 
 class Extents:
-    """Free runs of [0, limit). The limit grows as pages are reserved; it never shrinks."""
+    """Free runs of [0, limit). The limit grows as pages are reserved, and never shrinks."""
 
     def __init__(self) -> None:
         self.limit_bytes = 0
         self.free_bytes = 0
-        self._by_size: list[tuple[int, int]] = []
-        """(size, offset) of every free run, ascending: the first that is long enough fits best."""
-        self._size_at: dict[int, int] = {}
-        self._start_of_end: dict[int, int] = {}
+        self._by_size: list[FreeRun] = []
+        """Every free run, ascending: the first that is long enough fits best."""
+        self._size_at: dict[int, int] = {}  # The size of each free run, by its offset.
+        self._start_of_end: dict[int, int] = {}  # The offset of each free run, by its end.
 
     def grow(self, limit_bytes: int) -> None:
         """Add [limit, limit_bytes) as free space."""
@@ -24,22 +32,22 @@ class Extents:
             self.free(start, limit_bytes - start)
 
     def allocate(self, size: int) -> int | None:
-        """The offset of `size` bytes, or None where no run is long enough."""
+        """Take `size` bytes. Returns their offset, or None where no run is long enough."""
         at = bisect_left(self._by_size, (size, 0))
         if at == len(self._by_size):
             return None
-        run, offset = self._by_size[at]
-        self._remove(offset, run)
-        if run > size:
-            self._add(offset + size, run - size)
+        run_size, offset = self._by_size[at]
+        self._remove(offset, run_size)
+        if run_size > size:
+            self._add(offset + size, run_size - size)
         return offset
 
     def fits(self, size: int) -> bool:
-        """Whether a run is long enough for `size` bytes."""
-        return bool(self._by_size) and self._by_size[-1][0] >= size
+        """Return True where a run is long enough for `size` bytes."""
+        return bool(self._by_size) and self._by_size[-1].size >= size
 
-    def free(self, offset: int, size: int) -> tuple[int, int]:
-        """Give [offset, offset + size) back; the (offset, size) of the free run around it now."""
+    def free(self, offset: int, size: int) -> FreeRun:
+        """Give [offset, offset + size) back. Returns the free run that contains it now."""
         after = self._size_at.get(offset + size)
         if after is not None:
             self._remove(offset + size, after)
@@ -49,14 +57,15 @@ class Extents:
             self._remove(before, offset - before)
             size += offset - before
             offset = before
-        self._add(offset, size)
-        return offset, size
+        return self._add(offset, size)
 
-    def _add(self, offset: int, size: int) -> None:
-        insort(self._by_size, (size, offset))
+    def _add(self, offset: int, size: int) -> FreeRun:
+        run = FreeRun(size, offset)
+        insort(self._by_size, run)
         self._size_at[offset] = size
         self._start_of_end[offset + size] = offset
         self.free_bytes += size
+        return run
 
     def _remove(self, offset: int, size: int) -> None:
         del self._by_size[bisect_left(self._by_size, (size, offset))]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
@@ -11,44 +12,44 @@ from hybridkv.shm.slots import SlotState, slot_bytes
 
 @dataclass(slots=True, eq=False, repr=False)
 class Slot:
-    """One slot of the arena. Others hold it between grant and free, or while they pin it."""
+    """One slot of the arena. A caller may keep it between grant and free, or while it pins it."""
 
     offset: int
     part_bytes: int
     parts: int
     generation: int
-    owner: bytes = b""  # The writer, as `Store.grant` was told; HASH_BYTES.
+    owner: bytes = b""  # The `owner` of `Store.grant`: HASH_BYTES that name the writing engine.
     state: SlotState = SlotState.WRITING
     pins: int = 0
     entry: "IndexEntry | None" = None  # The object's chunk; None while it is not in the index.
     group_index: int = 0
-    parent_short: int = 0  # The `short_hash` of the chunk before; 0 = there is none.
-    tenant: int = 0  # The tenant whose quota the object counts against; 0 = none.
-    eviction_class: EvictionClass = EvictionClass.PROMPT  # As of an object that is not read yet.
-    is_read: bool = False  # Whether a lookup hit it, since any daemon's life that knows of it.
+    parent_short: int = 0  # The `short_hash` of the chunk before, 0 = none.
+    tenant: int = 0  # The tenant whose quota the object counts against, 0 = none.
+    eviction_class: EvictionClass = EvictionClass.PROMPT  # It matters until the object is read.
+    is_read: bool = False  # True once a lookup hit the object, in this daemon's life or before.
     is_doubted: bool = False
-    """Whether a load failed in which the object took part: the next store of it replaces it."""
+    """True after a load failed in which the object took part. The next store of it replaces it."""
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.
-    queued_in: int = 0  # A bit for each tier to which it waits to be written.
-    used_at: float = 0.0  # When tiers heard of it last: that it is written, or used.
+    queued_in: int = 0  # A bit for each tier to which the object waits to be written.
+    used_at: float = 0.0  # The last time that a write or a use of the object went to tiers.
 
     @property
     def shape(self) -> SlotShape:
-        """The bytes of one part, and the number of parts."""
+        """(bytes of one part, number of parts)."""
         return self.part_bytes, self.parts
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the arena that the slot takes."""
+        """The bytes of the arena that the slot takes."""
         return slot_bytes(self.part_bytes, self.parts)
 
     @property
     def is_prefix(self) -> bool:
-        """Whether every longer hit needs the object as well."""
+        """True where every longer hit needs the object as well."""
         return self.entry is not None and self.entry.namespace.prefixes[self.group_index]
 
     def may_go(self) -> bool:
-        """Whether the object may be evicted: nobody reads it, and no younger chunk needs it."""
+        """Return True where the object may be evicted: nobody reads it, and no child needs it."""
         entry = self.entry
         return entry is not None and not self.pins and not (entry.children and self.is_prefix)
 
@@ -58,16 +59,34 @@ class IndexEntry:
     """The objects of one chunk, and its place in the tree of prefixes.
 
     The prefix objects of a chunk with `children` are not evicted: suffixes go before prefixes. A
-    child has a greater `number` than its parent, so the tree has no circle, whatever clients say.
+    child has a greater `number` than its parent, so no client can make a circle in the tree.
     """
 
     namespace: "Namespace"
     chunk_hash: bytes
     number: int
     slots: list[Slot | None]  # The objects by group index.
-    prefixes: int = 0  # How many of the objects are prefix objects.
+    prefixes: int = 0  # The number of prefix objects among them.
     parent: "IndexEntry | None" = None
-    children: int = 0
+    children: int = 0  # The number of entries whose `parent` this is.
+
+
+class NewObject(NamedTuple):
+    """The object that a written slot becomes when it is committed."""
+
+    group_index: int
+    chunk_hash: bytes
+    parent: bytes = b""  # The hash of the chunk before; empty where there is none.
+    eviction_class: EvictionClass = EvictionClass.PROMPT
+    tenant: int = 0  # The tenant whose quota the object counts against, 0 = none.
+
+
+class PresentChunks(NamedTuple):
+    """The objects that a namespace has of a list of chunks."""
+
+    masks: list[bytes]  # By group index, a byte for each chunk: 1 where the object is there.
+    entries: list[list[Slot | None] | None]
+    """By chunk, its objects by group index. None for a chunk without any object."""
 
 
 @dataclass(eq=False, repr=False)
@@ -77,31 +96,31 @@ class Namespace:
     identity: bytes
     gids: tuple[int, ...]
     shapes: tuple[frozenset[SlotShape], ...]
-    """Per group, the shapes of its objects; empty after a recovery, see `Store.regroup`."""
+    """Per group, the shapes of its objects. Empty after a recovery, see `Store.regroup`."""
     prefixes: tuple[bool, ...] = ()
-    """Per group, whether a hit needs its objects of all chunks before; by default none does."""
+    """Per group, True where a hit needs its objects of all chunks before. By default none does."""
     entries: dict[bytes, IndexEntry] = field(default_factory=dict)
-    chunks_made: int = 0
+    chunks_made: int = 0  # The `number` of the youngest entry.
     is_current: bool = True
-    """False after its owner has forgotten it: nothing may become an object of it any more."""
+    """False after `Sessions` has forgotten it. Nothing may become an object of it any more."""
 
     def __post_init__(self) -> None:
         self.prefixes = self.prefixes or (False,) * len(self.gids)
-        self.held_objects = [0] * len(self.gids)  # Per group, objects of the index.
+        self.held_objects = [0] * len(self.gids)  # Per group, the number of its objects.
         self.held_bytes = [0] * len(self.gids)  # Per group, the bytes of these objects.
 
     def objects(self) -> Iterator[Slot]:
-        """Every object, chunk by chunk."""
+        """Yield the slot of every object, chunk by chunk."""
         for entry in self.entries.values():
             yield from filter(None, entry.slots)
 
     def get(self, chunk_hash: bytes, group_index: int) -> Slot | None:
-        """One object, or None where it is not in the index."""
+        """Return the slot of an object, or None where it is not in the index."""
         entry = self.entries.get(chunk_hash)
         return entry.slots[group_index] if entry is not None else None
 
-    def present(self, hashes: bytes) -> tuple[list[bytes], list[list[Slot | None] | None]]:
-        """(each group's presence mask, each chunk's objects, None where it has none) of chunks."""
+    def present(self, hashes: bytes) -> PresentChunks:
+        """Return what the index has of chunks, given their hashes of HASH_BYTES each."""
         get = self.entries.get
         found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
         entries = [None if entry is None else entry.slots for entry in found]
@@ -109,7 +128,7 @@ class Namespace:
             bytes([entry is not None and entry[index] is not None for entry in entries])
             for index in range(len(self.gids))
         ]
-        return masks, entries
+        return PresentChunks(masks, entries)
 
     def enter(self, slot: Slot, chunk_hash: bytes, group_index: int, parent: bytes = b"") -> None:
         """Put an object into the index. `parent` is the hash of the chunk before."""
@@ -130,7 +149,7 @@ class Namespace:
                 before.children += 1
 
     def leave(self, slot: Slot, entry: IndexEntry) -> IndexEntry | None:
-        """Take an object of `entry` out; the chunk that lost a child by that, if any."""
+        """Take an object of `entry` out. Returns the entry that lost a child by that, if any."""
         parent = None
         if slot.is_prefix:
             entry.prefixes -= 1

@@ -1,14 +1,14 @@
 """The RAM tier: objects in the slots of an arena, and their eviction where room is needed.
 
-Headers of slots, the arena's trailer and empty signatures are written here; payload is never
-touched.  After each single write the next daemon can take the arena over, wherever this one is
-killed: a page table entry is set after the slot's header is whole and cleared before the slot is
-free, and a torn header is one whose checksum is wrong.
+The store writes headers of slots, the arena's trailer and empty signatures, and never payload.
+Wherever the daemon is killed, the next one can take the arena over. A page table entry is set after
+the slot's header is whole and cleared before the slot is free. A torn header has a wrong checksum.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
@@ -17,15 +17,22 @@ from hybridkv.shm import slots as layout
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, short_hash, slot_bytes
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.eviction import EvictionQueue
-from hybridkv.store.extents import Extents
-from hybridkv.store.index import Namespace, Slot
+from hybridkv.store.extents import Extents, FreeRun
+from hybridkv.store.index import Namespace, NewObject, Slot
 
-VAIN_MAX = 8
-"""For one slot at most 8 times its size is evicted at once; then nothing is granted for now."""
+EVICTION_WASTE_MAX = 8
+"""To grant one slot, at most 8 times its size is evicted. Then the grant ends without it."""
+
+
+class RecoveredSlot(NamedTuple):
+    """A slot that an earlier daemon left, with its header."""
+
+    slot: Slot
+    header: SlotHeader
 
 
 class Store:
-    """Slots, index and eviction over one arena. The byte bound is the arena itself."""
+    """The slots, index and eviction of one arena, whose size is the bound of them all."""
 
     def __init__(
         self,
@@ -35,24 +42,25 @@ class Store:
         policy: EvictionPolicy = EvictionPolicy.TWO_QUEUES,
         tenant_bytes: int | None = None,
     ) -> None:
-        """`memory` is the arena's slots, `trailer` what is behind them (by default its own).
+        """`memory` is the arena's slots, `trailer` what follows them (by default its own).
 
-        `first_generation` must be past all generations of earlier daemons whose slots somebody may
-        still name. `tenant_bytes` bounds what the objects of any one tenant take.
+        `first_generation` must be past all generations of earlier daemons whose slots a client may
+        still name. `tenant_bytes` bounds the bytes of any one tenant's objects.
         """
         if trailer is None:
             trailer = Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
         self._memory = memory
         self.trailer = trailer
         # The clock of `first_generation` may have stepped back since the last daemon.
-        self._generation = max(first_generation, trailer.generation)
+        self.generation = max(first_generation, trailer.generation)
+        """The latest generation that a slot was given."""
         self.extents = Extents()
         self.bound_bytes = len(memory)
-        """The limit to which `extents` will grow. While it is below, nothing is evicted."""
+        """The limit to which `extents` will grow. Until then nothing is evicted."""
         self.slots: dict[int, Slot] = {}  # Every slot that is not free, by its offset.
-        self._by_end: dict[int, Slot] = {}
+        self._by_end: dict[int, Slot] = {}  # The same slots, by the offset of their end.
         self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
-        self._tenant_bytes = tenant_bytes
+        self.tenant_bytes = tenant_bytes
         new_queue = partial(EvictionQueue[Slot], policy, tenant_bytes or 0)
         self._tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
         self.tenants: Counter[int] = Counter()
@@ -60,42 +68,46 @@ class Store:
         self.writing_bytes = 0  # Bytes in slots that are granted and not yet committed.
         self.committed_bytes = 0
         """Bytes in slots of objects, also of those that are dropped and still read."""
-        self.objects = 0  # Committed slots.
+        self.objects = 0  # The number of slots that `committed_bytes` counts.
         self.evicted = 0
         self.duplicates = 0
         self.over_quota = 0  # Objects not stored, or evicted, for their tenant's bound.
         self.before_evict: Callable[[Slot], bool] | None = None
-        """Called before an object is evicted for room; True = it has pinned the object instead."""
+        """Called before an object is evicted for room. It may pin the object and return True."""
         self.on_change: Callable[[Slot, bool], None] | None = None
         """Called with each object that has entered the index (True), or is about to leave it."""
 
     def __len__(self) -> int:
-        """Bytes of all slots that the arena has room for."""
+        """The bytes of all slots that the arena has room for."""
         return len(self._memory)
 
     @property
     def is_growing(self) -> bool:
-        """Whether there will be more room without evicting anything."""
+        """True while pages are still reserved, which makes room without evicting anything."""
         return self.extents.limit_bytes < self.bound_bytes
 
     def get(self, offset: int, generation: int) -> Slot | None:
-        """The slot at `offset`, or None where none has this generation."""
+        """Return the slot at `offset`, or None where none has this generation."""
         slot = self.slots.get(offset)
         return slot if slot is not None and slot.generation == generation else None
 
     def recover(self) -> tuple[dict[bytes, Namespace], list[Slot]]:
-        """Take over an earlier daemon's: (namespaces by identity, slots that may be written into).
+        """Take over the slots of an earlier daemon. To be called once, before anything else.
 
-        To be called once, first. Until `regroup` a namespace has the groups of the objects found.
-        Of those that were read, and of those that were not, the oldest is the least recently used.
+        Returns the namespaces by identity, and the slots into which a worker may still write. Until
+        `regroup` a namespace has the groups of the objects found. The order of eviction goes by
+        generation, first among the objects that were not read, then among those that were.
         """
-        found = self._sound_slots()
-        objects = [known for known in found if known[1].state is SlotState.COMMITTED]
+        recovered = self._recover_slots()
+        objects = [known for known in recovered if known.header.state is SlotState.COMMITTED]
         gids: defaultdict[bytes, set[int]] = defaultdict(set)
-        for _, header in objects:
-            gids[header.namespace].add(header.gid)
-        namespaces = {of: Namespace(of, tuple(sorted(known)), ()) for of, known in gids.items()}
-        for slot, header in sorted(objects, key=lambda known: known[0].generation):
+        for known in objects:
+            gids[known.header.namespace].add(known.header.gid)
+        namespaces = {
+            identity: Namespace(identity, tuple(sorted(its_gids)), ())
+            for identity, its_gids in gids.items()
+        }
+        for slot, header in sorted(objects, key=lambda known: known.slot.generation):
             namespace = namespaces[header.namespace]
             index = namespace.gids.index(header.gid)
             if namespace.get(header.chunk_hash, index) is None:
@@ -108,24 +120,25 @@ class Store:
                     queue.offer(slot)
             else:
                 self.free(slot)
-        return namespaces, [slot for slot, header in found if header.state is SlotState.WRITING]
+        writing = [known.slot for known in recovered if known.header.state is SlotState.WRITING]
+        return namespaces, writing
 
-    def _sound_slots(self) -> list[tuple[Slot, SlotHeader]]:
-        """Take over the sound slots of an earlier daemon, none as an object yet, by offset."""
+    def _recover_slots(self) -> list[RecoveredSlot]:
+        """Take over the sound slots of an earlier daemon, by offset. None is an object yet."""
         limit, extents = self.trailer.reserved_bytes, self.extents
-        found: list[tuple[Slot, SlotHeader]] = []
+        recovered: list[RecoveredSlot] = []
         for offset, size in self.trailer.slots():
             header = layout.unpack_header(bytes(self._memory[offset : offset + HEADER_BYTES]))
             is_sound = False
             if header is not None:
-                self._generation = max(self._generation, header.generation)
-                is_taken = header.state in (SlotState.WRITING, SlotState.COMMITTED)
-                is_sound = is_taken and slot_bytes(header.part_bytes, header.parts) == size
-            # What is before `extents.limit_bytes` was taken over, as slots or as free runs.
+                self.generation = max(self.generation, header.generation)
+                is_in_use = header.state in (SlotState.WRITING, SlotState.COMMITTED)
+                is_sound = is_in_use and slot_bytes(header.part_bytes, header.parts) == size
+            # Everything before `extents.limit_bytes` was taken over, as slots or as free runs.
             if header is None or not is_sound or not extents.limit_bytes <= offset <= limit - size:
                 if extents.limit_bytes <= offset <= limit - HEADER_BYTES:
                     self._void(offset)
-                self.trailer.put(offset, 0)
+                self.trailer.remove_slot(offset)
                 continue
             extents.grow(offset)
             extents.limit_bytes += size
@@ -134,14 +147,14 @@ class Store:
             self._add(slot)
             if header.state is SlotState.WRITING:
                 slot.owner = header.namespace
-            found.append((slot, header))
+            recovered.append(RecoveredSlot(slot, header))
         extents.grow(limit)
-        return found
+        return recovered
 
     def regroup(self, recovered: Namespace, like: Namespace) -> Namespace:
-        """Move the objects of a recovered namespace to `like`; those that fit no group are dropped.
+        """Move the objects of a recovered namespace to `like`, and return `like`.
 
-        Returns `like`.
+        Objects that fit none of its groups are dropped.
         """
         hashes = {short_hash(chunk_hash): chunk_hash for chunk_hash in recovered.entries}
         for chunk_hash, entry in list(recovered.entries.items()):
@@ -155,49 +168,45 @@ class Store:
         return like
 
     def grow(self, limit_bytes: int) -> None:
-        """Pages of the arena below `limit_bytes` exist now."""
+        """Give the store the arena up to `limit_bytes`, because its pages exist now."""
         self.extents.grow(limit_bytes)
         self.trailer.reserved_bytes = self.extents.limit_bytes
 
     def grant(self, shape: SlotShape, count: int, owner: bytes = b"") -> list[Slot]:
-        """At most `count` slots that `owner` may write into; objects are evicted for them."""
+        """Return at most `count` slots that `owner` may write into. Objects are evicted for them.
+
+        There are fewer where too little may be evicted.
+        """
         granted: list[Slot] = []
-        size, (_, parts) = slot_bytes(*shape), shape
+        part_bytes, parts = shape
+        size = slot_bytes(part_bytes, parts)
         while len(granted) < count:
             offset = self.extents.allocate(size)
             if offset is None:
                 if self.is_growing or not self._make_room(size):
                     break
                 continue
-            self._generation += 1
-            self.trailer.generation = self._generation
-            slot = Slot(offset, *shape, self._generation, owner)
+            self.generation += 1
+            self.trailer.generation = self.generation
+            slot = Slot(offset, part_bytes, parts, self.generation, owner)
             self._add(slot)
             # Bytes that were here must not be taken for signatures of a writer that makes none.
             start, end = offset + HEADER_BYTES, offset + layout.checksum_offset(parts)
             self._memory[start:end] = bytes(end - start)
             self._write_header(slot)
-            self.trailer.put(offset, size)
+            self.trailer.add_slot(offset, size)
             granted.append(slot)
         return granted
 
-    def commit(
-        self,
-        slot: Slot,
-        namespace: Namespace,
-        group_index: int,
-        chunk_hash: bytes,
-        parent: bytes = b"",
-        eviction_class: EvictionClass = EvictionClass.PROMPT,
-        tenant: int = 0,
-    ) -> bool:
-        """Make a written slot an object. False, and the slot is free, where the object exists.
+    def commit(self, slot: Slot, namespace: Namespace, new: NewObject) -> bool:
+        """Make a written slot an object of `namespace`. Returns False, and frees it, if it is not.
 
-        One that is doubted, and that nobody reads, goes: the new one's writer has just signed it.
-        `parent` is the hash of the chunk before, if any; see store.eviction for `eviction_class`.
-        False too where the tenant has no room, and no object of its own that may go.
+        The object may exist already. If that one is doubted and nobody reads it, the new one takes
+        its place, because its writer has just signed it. Or the tenant has no room for the object,
+        and none of its own objects may be evicted.
         """
         assert slot.state is SlotState.WRITING
+        group_index, chunk_hash, parent, eviction_class, tenant = new
         there = namespace.get(chunk_hash, group_index)
         is_kept = there is not None and (not there.is_doubted or there.pins > 0)
         if is_kept or not self._make_room_of(tenant, slot.size_bytes):
@@ -209,7 +218,7 @@ class Store:
             self.drop(there)
         is_suffix = namespace.prefixes[group_index] and parent
         if is_suffix and namespace.get(parent, group_index) is None:
-            # As long as the chunk before it is missing, no hit can reach it.
+            # While the chunk before it is missing, no hit can reach the object.
             eviction_class = EvictionClass.INTERIOR
         slot.tenant, slot.eviction_class = tenant, eviction_class
         slot.parent_short = short_hash(parent) if parent else 0
@@ -219,8 +228,8 @@ class Store:
         self._write_header(slot)
         return True
 
-    def free(self, slot: Slot) -> tuple[int, int]:
-        """Give back a slot that the index does not have, and the free run that it is part of."""
+    def free(self, slot: Slot) -> FreeRun:
+        """Free a slot that holds no object of the index. Returns the free run that contains it."""
         assert slot.entry is None
         if slot.state is SlotState.WRITING:
             self.writing_bytes -= slot.size_bytes
@@ -233,7 +242,7 @@ class Store:
                     del self.tenants[slot.tenant], self._tenant_queues[slot.tenant]
         slot.state = SlotState.FREE
         self._void(slot.offset)
-        self.trailer.put(slot.offset, 0)
+        self.trailer.remove_slot(slot.offset)
         del self.slots[slot.offset]
         del self._by_end[slot.offset + slot.size_bytes]
         return self.extents.free(slot.offset, slot.size_bytes)
@@ -252,12 +261,12 @@ class Store:
                 self._tenant_queues[slot.tenant].use((slot,))
 
     def hold(self, slots: Iterable[Slot]) -> None:
-        """Keep objects where they are until `unpin`, for a reader that does not count as use."""
+        """Keep objects where they are until `unpin`, without counting them as used."""
         for slot in slots:
             slot.pins += 1
 
     def unpin(self, slots: Iterable[Slot]) -> None:
-        """End a `pin` or a `hold`."""
+        """End a `pin` or a `hold`. A slot that was dropped meanwhile is freed at its last one."""
         for slot in slots:
             slot.pins -= 1
             if slot.entry is not None:
@@ -265,10 +274,10 @@ class Store:
             elif not slot.pins:
                 self.free(slot)
 
-    def drop(self, slot: Slot) -> tuple[int, int] | None:
+    def drop(self, slot: Slot) -> FreeRun | None:
         """Take an object out of the index now, and free its bytes as soon as nobody reads them.
 
-        The (offset, size) of the free run that it is part of then; None while it is read.
+        Returns the free run that contains the slot, or None while the slot is pinned.
         """
         entry = slot.entry
         if entry is None:
@@ -278,50 +287,63 @@ class Store:
         parent = entry.namespace.leave(slot, entry)
         for queue in self._queues_of(slot):
             queue.remove(slot)
-        for freed in filter(None, parent.slots if parent is not None else ()):
-            self._offer(freed)
+        for parent_slot in filter(None, parent.slots if parent is not None else ()):
+            self._offer(parent_slot)
         if not slot.pins:
             return self.free(slot)
         self._write_header(slot)
         return None
 
-    def _evict(self, slot: Slot) -> tuple[int, int]:
-        """Drop an object and what is of no use without it; the free run that it is part of then."""
+    def _evict(self, slot: Slot) -> FreeRun:
+        """Drop an object and those of its chunk that are of no use without it.
+
+        Returns the free run that contains the slot now.
+        """
         assert slot.entry is not None
-        others = filter(None, slot.entry.slots if slot.is_prefix else ())
-        lost = [*(one for one in others if one is not slot and one.may_go()), slot]
-        for one in lost:
-            self.queue.remember(one, _ghost_key(one))
-            run = self.drop(one)
-        self.evicted += len(lost)
+        siblings = filter(None, slot.entry.slots if slot.is_prefix else ())
+        useless = [sibling for sibling in siblings if sibling is not slot and sibling.may_go()]
+        for victim in (*useless, slot):
+            self.queue.remember(victim, _ghost_key(victim))
+            run = self.drop(victim)
+        self.evicted += len(useless) + 1
         assert run is not None, "nobody reads it"
         return run
 
     def _make_room(self, size: int) -> bool:
-        """Evict until there is a free run of `size` bytes; False where too little may go."""
+        """Evict until there is a free run of `size` bytes. Returns False where too little may go.
+
+        Where objects are smaller than `size`, the oldest ones leave holes that are too short. After
+        `size` bytes without such a run, the neighbours of a hole are evicted with it.
+        """
         free_bytes = self.extents.free_bytes
         while not self.extents.fits(size):
-            vain = self.extents.free_bytes - free_bytes
-            victim = self.queue.victim(Slot.may_go) if vain <= VAIN_MAX * size else None
+            wasted_bytes = self.extents.free_bytes - free_bytes
+            if wasted_bytes > EVICTION_WASTE_MAX * size:
+                return False
+            victim = self.queue.victim(Slot.may_go)
             if victim is None:
                 return False
             if self.before_evict is not None and self.before_evict(victim):
                 continue
-            offset, length = self._evict(victim)
-            # Where objects are smaller than `size`, the oldest ones leave holes that are too short.
-            while vain >= size > length:
-                touching = filter(None, (self.slots.get(offset + length), self._by_end.get(offset)))
+            run = self._evict(victim)
+            while wasted_bytes >= size > run.size:
+                after = self.slots.get(run.offset + run.size)
+                before = self._by_end.get(run.offset)
+                touching = filter(None, (after, before))
                 neighbour = next((slot for slot in touching if slot.may_go()), None)
                 if neighbour is None:
                     break
-                offset, length = self._evict(neighbour)
+                run = self._evict(neighbour)
         return True
 
     def _make_room_of(self, tenant: int, size: int) -> bool:
-        """Evict a tenant's own objects until it may have `size` bytes more; False if it may not."""
-        if not tenant or self._tenant_bytes is None:
+        """Evict a tenant's own objects until its quota has room for `size` bytes.
+
+        Returns False where it never has.
+        """
+        if not tenant or self.tenant_bytes is None:
             return True
-        while self.tenants[tenant] + size > self._tenant_bytes:
+        while self.tenants[tenant] + size > self.tenant_bytes:
             queue = self._tenant_queues.get(tenant)
             victim = queue.victim(Slot.may_go) if queue is not None else None
             if victim is None:
@@ -338,19 +360,19 @@ class Store:
     def _enter(
         self, slot: Slot, namespace: Namespace, index: int, chunk_hash: bytes, parent: bytes = b""
     ) -> None:
-        """Make a written slot an object of the index; its header is to be written next."""
+        """Make a written slot an object of the index. Its header is to be written next."""
         self.writing_bytes -= slot.size_bytes
         slot.state = SlotState.COMMITTED
         self.committed_bytes += slot.size_bytes
         self.objects += 1
         namespace.enter(slot, chunk_hash, index, parent)
-        if slot.tenant and self._tenant_bytes is not None:
+        if slot.tenant and self.tenant_bytes is not None:
             self.tenants[slot.tenant] += slot.size_bytes
         for queue in self._queues_of(slot):
             queue.add(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))
 
     def _offer(self, slot: Slot) -> None:
-        """Consider an object for eviction again, if it may go from now on."""
+        """Consider an object for eviction from now on, if it may go."""
         if slot.may_go():
             for queue in self._queues_of(slot):
                 queue.offer(slot)
@@ -361,25 +383,38 @@ class Store:
         self.writing_bytes += slot.size_bytes
 
     def _write_header(self, slot: Slot) -> None:
-        """Write what the slot is now into shared memory."""
-        entry, common = slot.entry, (slot.generation, slot.parts, slot.part_bytes)
+        """Write the slot's header into shared memory, as the slot is now."""
+        entry = slot.entry
         if entry is None:
             is_dropped = slot.state is SlotState.COMMITTED
-            state = SlotState.DROPPED if is_dropped else slot.state
-            header = SlotHeader(state, *common, namespace=slot.owner or bytes(HASH_BYTES))
+            header = SlotHeader(
+                state=SlotState.DROPPED if is_dropped else slot.state,
+                generation=slot.generation,
+                parts=slot.parts,
+                part_bytes=slot.part_bytes,
+                namespace=slot.owner or bytes(HASH_BYTES),
+            )
         else:
-            gid = entry.namespace.gids[slot.group_index]
-            name = gid, entry.namespace.identity, entry.chunk_hash
-            use = layout.USE_READ if slot.is_read else slot.eviction_class
-            header = SlotHeader(slot.state, *common, *name, slot.parent_short, slot.tenant, use)
+            header = SlotHeader(
+                state=slot.state,
+                generation=slot.generation,
+                parts=slot.parts,
+                part_bytes=slot.part_bytes,
+                gid=entry.namespace.gids[slot.group_index],
+                namespace=entry.namespace.identity,
+                chunk_hash=entry.chunk_hash,
+                parent_short=slot.parent_short,
+                tenant=slot.tenant,
+                use=layout.USE_READ if slot.is_read else slot.eviction_class,
+            )
         self._memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()
 
     def _void(self, offset: int) -> None:
-        """End a slot's generation: its header may soon be amid a payload that is written later."""
+        """Write an empty header, so that bytes amid a later payload are not taken for a slot's."""
         self._memory[offset : offset + HEADER_BYTES] = SlotHeader(SlotState.FREE, 0, 0, 0).pack()
 
 
 def _ghost_key(slot: Slot) -> bytes:
-    """The bytes by which an object is known after its eviction; identities may share them."""
+    """Return the key by which an object is known after its eviction. Identities may share it."""
     assert slot.entry is not None
     return slot.entry.chunk_hash + slot.group_index.to_bytes(2, "little")

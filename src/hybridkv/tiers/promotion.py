@@ -20,7 +20,7 @@ from hybridkv.core.coverage import part_bytes, stored_counts
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.store.index import Slot
+from hybridkv.store.index import NewObject, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import DamagedError, TierError
 from hybridkv.tiers.health import JOB_ITEMS_MAX, TierState
@@ -329,8 +329,8 @@ class Promotion:
             return None
         chunk_hash = request.hash_of(need.at)
         parent = request.hash_of(request.chunk_of(need.at) - 1)
-        place = request.namespace, need.group_index, chunk_hash, parent
-        if self._store.commit(slot, *place, tenant=tenant):
+        new = NewObject(need.group_index, chunk_hash, parent, tenant=tenant)
+        if self._store.commit(slot, request.namespace, new):
             slot.in_tiers |= need.tier.bit
             return slot
         return request.namespace.get(chunk_hash, need.group_index)

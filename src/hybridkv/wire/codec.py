@@ -1,4 +1,4 @@
-"""Frames on a byte stream: a little-endian u32 length, and as many bytes of msgpack."""
+"""Frames on a byte stream: a little-endian u32 length, and that many bytes of msgpack."""
 
 import contextlib
 import struct
@@ -22,14 +22,17 @@ class WireError(HybridKVError):
 
 
 def encode(message: Request | Reply) -> bytes:
-    """One frame."""
+    """Return a message as one frame. Raises WireError where it is over the limit."""
     out = bytearray()
     append(out, message)
     return bytes(out)
 
 
 def append(out: bytearray, message: Request | Reply) -> None:
-    """Append a frame to `out` without a copy; raises WireError and leaves `out` as it was."""
+    """Append a message to `out` as one frame, without a copy.
+
+    Raises WireError where it is over the limit, and leaves `out` as it was.
+    """
     start = len(out)
     body = start + _LENGTH.size
     out += bytes(_LENGTH.size)
@@ -45,7 +48,10 @@ def append(out: bytearray, message: Request | Reply) -> None:
 
 
 def decode_request(body: bytes) -> Request:
-    """A request from a frame's body; raises WireError."""
+    """Return the request in a frame's body. Raises WireError.
+
+    The hello of another protocol version becomes a Hello with that version, to be refused.
+    """
     try:
         return _requests.decode(body)
     except _UNREADABLE as error:
@@ -57,7 +63,7 @@ def decode_request(body: bytes) -> Request:
 
 
 def decode_reply(body: bytes) -> Reply:
-    """A reply from a frame's body; raises WireError."""
+    """Return the reply in a frame's body. Raises WireError."""
     try:
         return _replies.decode(body)
     except _UNREADABLE as error:
@@ -65,13 +71,13 @@ def decode_reply(body: bytes) -> Reply:
 
 
 class Frames:
-    """Cuts received bytes into frame bodies; holds at most one incomplete frame."""
+    """Cuts received bytes into the bodies of frames, and holds at most one incomplete frame."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, received: bytes | memoryview) -> list[bytes]:
-        """The bodies that `received` completes; raises WireError on a frame over the limit."""
+        """Return the bodies that `received` completes. Raises WireError on one over the limit."""
         if self._buffer:
             self._buffer += received
         bodies: list[bytes] = []

@@ -1,17 +1,16 @@
 """The messages between an engine and the daemon, in msgpack.
 
-A request has an `id` that its reply repeats. A message without one is one-way; where it is refused
-it is answered by an Error with `id` 0. wire.protocol says who may send what, and what the reply is.
-Lists of things of one size are packed little-endian arrays in byte strings, so that a lookup of
-128k tokens is one message of a few tens of KB.
+A request has an `id` that its reply repeats. A message without one is one-way. Where a one-way
+message is refused, an Error with `id` 0 answers it. wire.protocol has who may send a message, and
+what the reply is. Lists of things of one size are packed little-endian arrays in byte strings, so
+that a lookup of 128k tokens is one message of a few tens of KB.
 """
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
-from msgspec.structs import astuple
 
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
@@ -24,7 +23,7 @@ CHUNKS_MAX = 1 << 16
 BATCH_MAX = 1 << 16
 """Slots in one message."""
 CHANGES_MAX = 256
-"""Slots that one message may change; each takes the daemon some 10 us."""
+"""Slots that one message may change. Each takes the daemon some 10 us."""
 REMOVED_MAX = 1024
 """Objects in one Removed."""
 MESSAGE_BYTES_MAX = 16 << 20
@@ -47,8 +46,15 @@ Mask = Annotated[bytes, Meta(max_length=CHUNKS_MAX)]
 Masks = Annotated[list[Mask], Meta(max_length=GROUPS_MAX)]
 
 
+class PackedSlots(NamedTuple):
+    """Slots as messages name them: packed arrays (core.packed) of the same length."""
+
+    offsets: bytes
+    generations: bytes
+
+
 class WireGroup(Struct, frozen=True, array_like=True):
-    """The part of core.geometry.Group that the daemon needs; `block_bytes` is of all layers."""
+    """The part of core.geometry.Group that the daemon needs. `block_bytes` is of all layers."""
 
     gid: Annotated[int, Meta(ge=0, le=0xFFFF)]
     kind: GroupKind
@@ -60,7 +66,7 @@ class WireGroup(Struct, frozen=True, array_like=True):
 
 
 class WireGeometry(Struct, frozen=True, array_like=True):
-    """core.geometry.Geometry on the wire."""
+    """The part of core.geometry.Geometry that the daemon needs."""
 
     groups: Annotated[list[WireGroup], Meta(min_length=1, max_length=GROUPS_MAX)]
     chunk_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
@@ -70,7 +76,7 @@ class WireGeometry(Struct, frozen=True, array_like=True):
 
 
 class WireModel(Struct, frozen=True, array_like=True):
-    """What commands want to know of an engine besides its geometry; the daemon passes it on."""
+    """Facts of an engine's model, besides its geometry, that the daemon passes on to commands."""
 
     name: Text
     max_model_len: Count
@@ -83,7 +89,7 @@ class WireModel(Struct, frozen=True, array_like=True):
 
 
 class WireEngine(Struct, frozen=True, array_like=True):
-    """One session of the daemon."""
+    """One session of the daemon: the engine that opened it, its geometry and its model."""
 
     engine_id: Text
     namespace: Hash
@@ -92,7 +98,7 @@ class WireEngine(Struct, frozen=True, array_like=True):
 
 
 class Decline(StrEnum):
-    """Why nothing was loaded for a request; each value is the engine's counter of that reason."""
+    """The reason why nothing was loaded for a request: the name of the engine's counter of it."""
 
     UNHASHABLE = "lookups_unhashable"
     ADAPTER = "lookups_adapter"
@@ -112,22 +118,23 @@ class Decline(StrEnum):
 
 
 class GroupPresence(Struct, frozen=True, array_like=True):
-    """What RAM had of one group for a lookup; `lacks` is the chunk that a longer hit needs."""
+    """The objects that RAM had of one group for a lookup. `lacks` is what a longer hit needs."""
 
     gid: Annotated[int, Meta(ge=0, le=0xFFFF)]
     kind: GroupKind
     objects: Count
     lacks: Count | None
+    """The chunk whose object a longer hit needs. None where it lacks none of this group."""
 
 
 class RequestExplanation(Struct, frozen=True, array_like=True):
-    """What became of a request, for `hybridkv explain`."""
+    """The course of a request, for `hybridkv explain`."""
 
     prompt_tokens: Count
     stored_objects: Count
     chunk_tokens: Count = 0
     asked_chunks: Count = 0
-    """Chunks of the last lookup; 0 where none was sent."""
+    """The number of chunks of the last lookup, 0 where none was sent."""
     first_chunk: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
     """The first chunk's hash, by which the prefix is found under other identities."""
     hit_chunks: Count | None = None
@@ -140,17 +147,17 @@ class RequestExplanation(Struct, frozen=True, array_like=True):
     not_read: Fact = ""
     """The `why` of Found."""
     local_tokens: Count | None = None
-    """Tokens of the engine's own hit; None where it did not ask."""
+    """Tokens of the engine's own hit. None where it did not ask."""
     loaded_tokens: Count = 0
     loaded_bytes: Count = 0
     declined: Decline | None = None
-    """Why nothing was loaded; None where nothing went wrong."""
+    """The reason why nothing was loaded. None where nothing went wrong."""
     detail: Fact = ""
-    """What is known besides, for people."""
+    """Further facts, for people."""
     audit: AuditOutcome | None = None
     """None where the request was not audited, or its audit has not ended."""
     audit_detail: Fact = ""
-    """What is known of the audit, for people."""
+    """Facts of the audit, for people."""
 
 
 class IdentityDifference(Struct, frozen=True, array_like=True):
@@ -166,11 +173,11 @@ class OtherIdentity(Struct, frozen=True, array_like=True):
 
     identity: Hash
     differences: list[IdentityDifference]
-    """Empty where no engine told what the two are made of."""
+    """Empty where no engine reported the facts of the two."""
 
 
 class _Message(Struct, frozen=True, array_like=True, tag_field="type"):
-    """Base of all messages; the tag is the class's name."""
+    """Base of all messages. Each names its tag, which is the first item on the wire."""
 
 
 class _Numbered(_Message, frozen=True):
@@ -180,7 +187,7 @@ class _Numbered(_Message, frozen=True):
 
 
 class Hello(_Numbered, frozen=True, tag="hello"):
-    """The first message: the role engine opens a session, worker joins it, control only asks."""
+    """The first message. The role engine opens a session, worker joins it, control only asks."""
 
     version: Count
     role: Annotated[str, Meta(pattern="^(engine|worker|control)$")]
@@ -189,7 +196,7 @@ class Hello(_Numbered, frozen=True, tag="hello"):
     geometry: WireGeometry | None = None
     model: WireModel | None = None
     session: Count = 0
-    """The number of the engine's greeting, by which workers tell what their work belongs to."""
+    """The number of the engine's greeting. Drained names by it the work that it is about."""
     lock: Count = 0
     """The byte of the arena's file that the worker locks before it uses the arena."""
 
@@ -200,24 +207,24 @@ class Drained(_Message, frozen=True, tag="drained"):
     session: Count
 
 
-NEVER = 1 << 53
-"""A greeting that no engine reaches, said by a worker that ends."""
+GREETING_NEVER = 1 << 53
+"""The number of a greeting that no engine reaches. A worker that ends sends it in Drained."""
 
 
 class ReportMapping(_Message, frozen=True, tag="report_mapping"):
-    """Whether the worker can map the arena; without it, its engine neither loads nor stores.
+    """Report whether the worker can map the arena. If not, its engine neither loads nor stores.
 
-    It is said at each attempt that fails, and at the first one that succeeds after that. A worker
-    that can copy nothing any more says that it cannot.
+    A worker sends this after each attempt that fails, and after the first one that succeeds again.
+    A worker that can copy nothing any more reports that it cannot map the arena.
     """
 
     is_mapped: bool
 
 
 class ReportStale(_Message, frozen=True, tag="report_stale"):
-    """Whether the engine's own prefix cache has blocks of other weights, or may have some.
+    """Report whether the engine's own prefix cache has, or may have, blocks of other weights.
 
-    Until it is reset while no request runs, the engine neither loads nor stores.
+    If so, the engine neither loads nor stores until that cache is reset while no request runs.
     """
 
     is_stale: bool
@@ -230,26 +237,26 @@ class Greeting(_Numbered, frozen=True, tag="hello"):
 
 
 class Identify(_Numbered, frozen=True, tag="identify"):
-    """From here on the session's bytes belong to another identity, as after a weight update."""
+    """Give the session's bytes another identity from here on, as after a weight update."""
 
     namespace: Hash
 
 
 class Subscribe(_Message, frozen=True, tag="subscribe"):
-    """From here on the session is told by Removed which objects of its identity RAM has no more."""
+    """Ask for Removed messages about the objects of the session's identity that leave RAM."""
 
 
 class Lookup(_Numbered, frozen=True, tag="lookup"):
     """Ask for the largest hit among `hashes`, HASH_BYTES each, in prefix order.
 
     A hit opens `lease`. The answer may take `wait_ms` where tiers below RAM have more (0: only RAM
-    is looked at). They are read as far as that is faster than computing `tokens_per_second` (0: not
-    weighed).
+    is looked at). Tiers are read as far as that is faster than computing `tokens_per_second` (0:
+    the two are not weighed).
 
     `tails` are names of hits that end inside a chunk (core.tails), in prefix order from chunk
     `tails_from` on: one for each match unit that ends inside a chunk.
 
-    With an `audit_lease` (0: none) the answer says too which objects a live audit may compare.
+    With an `audit_lease` (0: none) the answer also names the objects that a live audit may compare.
     """
 
     lease: Count
@@ -262,7 +269,7 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
 
 
 class Release(_Message, frozen=True, tag="release"):
-    """End a read lease; what was loaded under it is counted."""
+    """End a read lease. The tokens and bytes that were loaded under it are counted."""
 
     lease: Count
     tokens: Count = 0
@@ -279,13 +286,14 @@ class Reserve(_Numbered, frozen=True, tag="reserve"):
 
 
 class Commit(_Message, frozen=True, tag="commit"):
-    """Make objects of written slots; the i-th item of every list belongs to the i-th slot.
+    """Make objects of written slots. The i-th item of every list belongs to the i-th slot.
 
     `parents` are the hashes of the chunks before (zeros: there is none). `classes` has the
     core.policies.EvictionClass of each object, a byte each. Both decide what is evicted first.
-    `tenants` says whose quota the objects count against (0: nobody's). All three may be left out.
-    A single number in `groups` or `tenants` is that of all objects. A single hash in `parents` is
-    the one before the first object, and each object comes after the one before it in `hashes`.
+    `tenants` are the tenants whose quota the objects count against (0: nobody's). All three may be
+    left out. A single number in `groups` or `tenants` is that of all objects. A single hash in
+    `parents` is that of the chunk before the first object, and each further object comes after the
+    one before it in `hashes`.
     """
 
     offsets: Changed
@@ -299,27 +307,27 @@ class Commit(_Message, frozen=True, tag="commit"):
 
 
 class Free(_Message, frozen=True, tag="free"):
-    """Give write slots back unused."""
+    """Give write slots back that were granted and are not committed."""
 
     offsets: Changed
     generations: Changed
 
 
 class ReportRequest(_Message, frozen=True, tag="report_request"):
-    """Tell what became of a request that ended."""
+    """Report the course of a request that ended."""
 
     request_id: Text
     explanation: RequestExplanation
 
 
 class ReportIdentity(_Message, frozen=True, tag="report_identity"):
-    """Tell what the session's identity is made of."""
+    """Report the facts that the session's identity is made of."""
 
     facts: Facts
 
 
 class ReportAudit(_Message, frozen=True, tag="report_audit"):
-    """Tell what came of a live audit of a request of the session's identity."""
+    """Report the outcome of a live audit of a request of the session's identity."""
 
     request_id: Text
     outcome: AuditOutcome
@@ -327,25 +335,26 @@ class ReportAudit(_Message, frozen=True, tag="report_audit"):
 
 
 class Explain(_Numbered, frozen=True, tag="explain"):
-    """Ask what became of a request; an empty `request_id` only asks which requests are known."""
+    """Ask for the course of a request. An empty `request_id` only asks which requests are known."""
 
     request_id: Text
 
 
 class Stats(_Numbered, frozen=True, tag="stats"):
-    """Ask for the daemon's values; with `status` also for what the status page shows."""
+    """Ask for the daemon's values. With `status` also ask for what the status page shows."""
 
     status: bool = False
 
 
 class ListEngines(_Numbered, frozen=True, tag="list_engines"):
-    """Ask which engines have sessions."""
+    """Ask for every session of an engine."""
 
 
 class Clear(_Numbered, frozen=True, tag="clear"):
-    """Drop at most CHANGES_MAX objects; it is sent again until the reply's `count` is less.
+    """Drop at most CHANGES_MAX objects. It is sent again until the reply's `count` is less.
 
-    An object under a lease goes when the lease ends. With `tiers` those below RAM remove theirs.
+    An object under a lease goes when the lease ends. With `tiers` the tiers below RAM remove their
+    objects too.
     """
 
     tiers: bool = False
@@ -359,7 +368,7 @@ class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
 
 
 class Welcome(_Numbered, frozen=True, tag="welcome"):
-    """The answer to Hello; `boot` differs in every life of a daemon."""
+    """The answer to Hello. `boot` differs in every life of a daemon."""
 
     version: Count
     boot: Text
@@ -367,7 +376,7 @@ class Welcome(_Numbered, frozen=True, tag="welcome"):
     arena_bytes: Count
     """The size of the whole file."""
     slots_bytes: Count
-    """The size of the part that has the slots; the rest is the daemon's."""
+    """The size of the part that has the slots. The rest is the daemon's."""
     pid: Count
 
 
@@ -379,14 +388,14 @@ class AuditOffer(Struct, frozen=True, array_like=True):
 
     lease: Count
     chunk: Count
-    """The chunk that is computed: the hit's last, or the first behind the hit."""
+    """The chunk that is computed: the hit's last, or the first after the hit."""
     offsets: Packed
     generations: Packed
     """The slot of each group's object of the chunk; generation 0 = there is none."""
     shorter_offsets: Packed = b""
     shorter_generations: Packed = b""
-    """The slots of the hit that ends before the chunk, as in Found, where the chunk is the hit's
-    last; else empty."""
+    """The slots of the hit that ends before the chunk, as in Found. Empty unless the chunk is the
+    hit's last."""
 
 
 class Found(_Numbered, frozen=True, tag="found"):
@@ -404,18 +413,18 @@ class Found(_Numbered, frozen=True, tag="found"):
     tiers: dict[Text, Count] = {}
     """Chunks of the hit that came up for it, by tier."""
     why: Fact = ""
-    """Why tiers were not read further, for people."""
+    """The reason why tiers were not read further, for people."""
     tail: Count = 0
     """The number, counted from 1, of the tail in Lookup that the hit ends with; 0 = none. Its
     objects are the last of each group's slots, as those of chunk number `chunks` - 1."""
     audit: AuditOffer | None = None
-    """What a live audit may compare; None where nobody asked for that, or nothing can be."""
+    """The objects that a live audit may compare. None without an `audit_lease`, or without any."""
 
 
 class Pending(_Numbered, frozen=True, tag="pending"):
     """The answer to a Lookup takes up to `wait_ms`, because tiers below RAM are read for it.
 
-    It is a hit of `chunks` at most; `masks` is what RAM has now, as in Found.
+    The hit will have `chunks` at most. `masks` is what RAM has now, as in Found.
     """
 
     lease: Count
@@ -425,7 +434,7 @@ class Pending(_Numbered, frozen=True, tag="pending"):
 
 
 class Reserved(_Numbered, frozen=True, tag="reserved"):
-    """The answer to Reserve: at most CHANGES_MAX slots, maybe fewer than asked for.
+    """The answer to Reserve: at most CHANGES_MAX slots, perhaps fewer than asked for.
 
     Pages of the arena below `reserved_bytes` exist.
     """
@@ -441,9 +450,9 @@ class Removed(_Numbered, frozen=True, tag="removed"):
     """Sent unasked, with `id` 0, to a session that subscribed: RAM has these objects no more.
 
     `groups` has the group's index, a byte for each object. An object may be there again when this
-    is read, but none goes without being told. With `everything` any object may be gone. `below` has
-    a byte for each object as well, 1 where a tier below RAM has it; when no tier has such an object
-    any more it is told again, with 0.
+    is read, but each removal is reported. With `everything` any object may be gone. `below` has a
+    byte for each object as well, 1 where a tier below RAM has it. When no tier has such an object
+    any more it is reported again, with 0.
     """
 
     hashes: Annotated[bytes, Meta(max_length=REMOVED_MAX * HASH_BYTES)]
@@ -453,18 +462,18 @@ class Removed(_Numbered, frozen=True, tag="removed"):
 
 
 class Report(_Numbered, frozen=True, tag="report"):
-    """The answer to Stats."""
+    """The answer to Stats: the daemon's values, and its status where it was asked for."""
 
     values: dict[str, float]
     """Every counter and gauge of the daemon, by one name each."""
     tiers: list[TierStatus]
     metrics_url: str
-    """The URL of /metrics; empty where the daemon serves no pages."""
+    """The URL of /metrics. Empty where the daemon serves no pages."""
     status: Status | None = None
 
 
 class Engines(_Numbered, frozen=True, tag="engines"):
-    """The answer to ListEngines."""
+    """The answer to ListEngines: a WireEngine for each session."""
 
     engines: list[WireEngine]
 
@@ -476,7 +485,7 @@ class Done(_Numbered, frozen=True, tag="done"):
 
 
 class Explained(_Numbered, frozen=True, tag="explained"):
-    """The answer to Explain; without an `explanation` the request is not known."""
+    """The answer to Explain. Without an `explanation` the request is not known."""
 
     latest: list[Text]
     """The ids of the last requests, the latest first."""
@@ -487,7 +496,7 @@ class Explained(_Numbered, frozen=True, tag="explained"):
 
 
 class Error(_Numbered, frozen=True, tag="error"):
-    """The answer to a request that was refused; `message` is a sentence for people."""
+    """The answer to a request that was refused. `message` is a sentence for people."""
 
     code: Text
     message: Annotated[str, Meta(max_length=4096)]
@@ -496,31 +505,57 @@ class Error(_Numbered, frozen=True, tag="error"):
 SessionMessage = Hello | Drained | ReportMapping | ReportStale | Identify | Subscribe
 SlotMessage = Lookup | Release | Reserve | Commit | Free | ReportCorrupt
 EngineMessage = SessionMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
-"""What an engine sends; control connections send the rest."""
+"""The messages of an engine's connections. Control connections send the rest."""
 Request = EngineMessage | Stats | ListEngines | Clear | Explain
 Reply = Welcome | Found | Pending | Reserved | Removed | Report | Engines | Done | Explained | Error
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:
-    """The part of a geometry that the daemon needs; what it may not be, the daemon says."""
-    first, *others = WireGeometry.__struct_fields__
-    assert first == "groups", "the groups come first"
+    """Return the part of a geometry that the daemon needs. The daemon checks it."""
     groups = [
-        WireGroup(*(getattr(group, name) for name in WireGroup.__struct_fields__))
+        WireGroup(
+            gid=group.gid,
+            kind=group.kind,
+            tokens_per_block=group.tokens_per_block,
+            block_bytes=group.block_bytes,
+            window_tokens=group.window_tokens,
+            extra_retained_tokens=group.extra_retained_tokens,
+            replicated=group.replicated,
+        )
         for group in geometry.groups
     ]
-    return WireGeometry(groups, *(getattr(geometry, name) for name in others))
+    return WireGeometry(
+        groups=groups,
+        chunk_tokens=geometry.chunk_tokens,
+        alignment_tokens=geometry.alignment_tokens,
+        hash_tokens=geometry.hash_tokens,
+        ranks=geometry.ranks,
+    )
 
 
 def geometry_from_wire(wire: WireGeometry) -> Geometry:
-    """A Geometry whose groups have one layer each; raises ConfigError or GeometryError."""
-    groups = []
-    for group in wire.groups:
-        gid, kind, tokens_per_block, block_bytes, *others = astuple(group)
-        groups.append(Group(gid, kind, tokens_per_block, (block_bytes,), *others))
-    return Geometry(tuple(groups), *astuple(wire)[1:])
+    """Return a Geometry whose groups have one layer each. Raises ConfigError or GeometryError."""
+    groups = tuple(
+        Group(
+            gid=group.gid,
+            kind=group.kind,
+            tokens_per_block=group.tokens_per_block,
+            layer_bytes=(group.block_bytes,),
+            window_tokens=group.window_tokens,
+            extra_retained_tokens=group.extra_retained_tokens,
+            replicated=group.replicated,
+        )
+        for group in wire.groups
+    )
+    return Geometry(
+        groups=groups,
+        chunk_tokens=wire.chunk_tokens,
+        alignment_tokens=wire.alignment_tokens,
+        hash_tokens=wire.hash_tokens,
+        ranks=wire.ranks,
+    )
 
 
 def describe_groups(groups: Iterable[Group | WireGroup]) -> str:
-    """Every group as gid:kind/tokens per block, for people."""
+    """Return groups as gid:kind/tokens per block, for people: "0:full/16 1:sliding/16"."""
     return " ".join(f"{group.gid}:{group.kind}/{group.tokens_per_block}" for group in groups)

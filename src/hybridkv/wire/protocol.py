@@ -1,4 +1,4 @@
-"""Who may send what, what the reply is, and what a refusal means.
+"""The rules of the protocol: who may send a message, what answers it, what a refusal means.
 
 The daemon goes by these tables, and docs/PROTOCOL.md shows them.
 """
@@ -13,7 +13,7 @@ from hybridkv.wire.messages import Hello, Reply, Request
 
 
 class ConnectionState(StrEnum):
-    """A connection is new until its hello, and then has the role that hello named."""
+    """The state of a connection: new until its hello, and then the role that hello named."""
 
     NEW = "new"
     ENGINE = "engine"
@@ -28,7 +28,7 @@ class ErrorCode(StrEnum):
     closes: bool
 
     def __new__(cls, code: str, meaning: str, closes: bool = False) -> Self:
-        """A member; its value is the code."""
+        """Make a member whose value is the code."""
         member = str.__new__(cls, code)
         member._value_, member.meaning, member.closes = code, meaning, closes
         return member
@@ -60,12 +60,12 @@ CLOSING = frozenset(code for code in ErrorCode if code.closes)
 
 @dataclass(frozen=True, slots=True)
 class MessageRule:
-    """The states in which a message may be sent, and its reply; None for a one-way message."""
+    """The rule of a message: the states in which it may be sent, and its reply."""
 
     states: frozenset[ConnectionState]
-    reply: type[Reply] | None
+    reply: type[Reply] | None  # None for a one-way message.
     first: type[Reply] | None = None
-    """What may come first where the reply takes longer; other replies may come between the two."""
+    """A reply that may come first, where `reply` takes longer. Others may come between the two."""
 
 
 _NEW = frozenset((ConnectionState.NEW,))
@@ -97,7 +97,7 @@ RULES: Mapping[type[Request], MessageRule] = {
 
 
 def refused(state: ConnectionState, message: type[Request]) -> ErrorCode | None:
-    """The error with which a message is refused in this state; None where it is taken."""
+    """Return the error with which a message is refused in this state. None where it is allowed."""
     if state in RULES[message].states:
         return None
     if state is ConnectionState.NEW:

@@ -1,4 +1,4 @@
-"""What the daemon shows people: the status page and `hybridkv top`. Its JSON has the same fields.
+"""The status of a daemon, for the status page, its JSON and `hybridkv top`.
 
 Times are in seconds, past times are seconds before now, and rates are per second. An identity is
 shown by its first digits. Texts are for people.
@@ -10,7 +10,7 @@ from msgspec import Struct
 
 
 class TierStatus(Struct, frozen=True):
-    """One tier below RAM."""
+    """The state of one tier below RAM."""
 
     name: str
     location: str
@@ -19,22 +19,22 @@ class TierStatus(Struct, frozen=True):
     max_bytes: int | None
     is_open: bool
     is_shut: bool
-    """Whether the tier's breaker is open."""
+    """True while the tier's breaker is open."""
     is_hung: bool
     values: dict[str, float]
     """The tier's counters and gauges, by their metrics' names without `tier_`."""
 
     @property
     def is_reachable(self) -> bool:
-        """Whether the tier can be asked for something now."""
+        """True where the tier can be asked for objects now."""
         return self.is_open and not self.is_shut and not self.is_hung
 
 
 class GroupStatus(Struct, frozen=True):
-    """What the objects of one group of one identity take in RAM."""
+    """The RAM that the objects of one group of one identity take."""
 
     identity: str
-    """The first digits; empty for the sum of all groups that are not listed."""
+    """The first digits. Empty for the sum of all groups that are not listed."""
     model: str
     gid: int
     kind: str
@@ -44,7 +44,7 @@ class GroupStatus(Struct, frozen=True):
 
 
 class SessionStatus(Struct, frozen=True):
-    """One greeting of an engine."""
+    """The state of one session: one greeting of an engine."""
 
     engine_id: str
     model: str
@@ -55,23 +55,23 @@ class SessionStatus(Struct, frozen=True):
     leases: int
     writing_bytes: int
     is_connected: bool
-    """False where the scheduler is gone, and its workers may still copy."""
+    """False where the scheduler is gone and its workers may still copy."""
     since: float
 
 
 class Outcome(StrEnum):
-    """What became of the tokens of a request, in one word."""
+    """The fate of the tokens of a request, in one word."""
 
-    LOADED = "loaded"  # Some were loaded from outside the engine.
+    LOADED = "loaded"  # Tokens were loaded from outside the engine.
     LOCAL = "local"  # The engine's own cache reached as far as this one.
     MISS = "miss"  # Nothing was found.
-    UNUSED = "unused"  # Something was found, and the request ended before it was loaded.
-    DECLINED = "declined"  # They were not looked up, or not answered in time; the text says why.
-    FAILED = "failed"  # The load failed, and they were computed.
+    UNUSED = "unused"  # There was a hit, and the request ended before it was loaded.
+    DECLINED = "declined"  # There was no lookup, or no answer in time. The text has the reason.
+    FAILED = "failed"  # The load failed, and the tokens were computed.
 
 
 class DecisionStatus(Struct, frozen=True):
-    """What became of one request that ended."""
+    """The course of one request that ended."""
 
     request_id: str
     identity: str
@@ -80,22 +80,22 @@ class DecisionStatus(Struct, frozen=True):
     """The length of the prompt."""
     outcome: Outcome
     text: str
-    """What was loaded, or why nothing was."""
+    """The tokens that were loaded, or the reason why none were."""
     limit: str
-    """Why the hit was not longer; empty where it could not be."""
+    """The reason why the hit was not longer. Empty where it could not be longer."""
     facts: dict[str, str]
-    """What `hybridkv explain` prints."""
+    """The lines that `hybridkv explain` prints, by their title."""
 
 
 class Problem(Struct, frozen=True):
-    """Something that is not as it should be; `level` is bad, warn or note."""
+    """A condition that is not as it should be. `level` is bad, warn or note."""
 
     level: str
     text: str
 
 
 class MemoryVerdict(Struct, frozen=True):
-    """Whether more memory would help, by the last hour; None where nothing was looked up."""
+    """The gain that more memory would bring, by the last hour. None where nothing was looked up."""
 
     hit: float | None
     ceiling: float | None
@@ -103,10 +103,10 @@ class MemoryVerdict(Struct, frozen=True):
 
 
 class WindowStatus(Struct, frozen=True):
-    """What happened in the last `seconds`.
+    """The activity of the last `seconds`.
 
-    `hit` is the share of the tokens asked for, `ceiling` that of a cache of unlimited size; None
-    where nothing was looked up.
+    `hit` is the share of the tokens asked for that was hit, and `ceiling` that of a cache of
+    unlimited size. Both are None where nothing was looked up.
     """
 
     seconds: float
@@ -117,15 +117,15 @@ class WindowStatus(Struct, frozen=True):
     loaded_tokens: float
     """Tokens that engines loaded instead of computing them."""
     saved_seconds: float | None
-    """What loads spared of computing, at each engine's measured speed, less the time from the
-    lookups to the ends of the loads; None where no speed was known."""
+    """The computing time that loads spared, at each engine's measured speed, less the time from the
+    lookups to the ends of the loads. None where no speed was known."""
     wait_seconds: float | None
-    """The mean wait of lookups that waited for tiers; None where none did."""
+    """The mean wait of lookups that waited for tiers. None where none did."""
     per_second: dict[str, float]
 
 
 class StatusHistory(Struct, frozen=True):
-    """The past: every list has one value for each interval between two samples, oldest first."""
+    """The past. Every list has one value for each interval between two samples, oldest first."""
 
     step_seconds: float
     ages: list[float]
@@ -145,16 +145,16 @@ class StatusHistory(Struct, frozen=True):
 
 
 class DaemonSetup(Struct, frozen=True):
-    """Where a daemon runs, and how it was told to."""
+    """The place where a daemon runs, and its settings."""
 
     host: str
     socket_path: str
     settings: dict[str, str]
-    """By the arguments of `hybridkv serve`; no password is in them."""
+    """The settings by the arguments of `hybridkv serve`, without any password."""
 
 
 class Status(Struct, frozen=True, omit_defaults=True):
-    """Everything that is shown at one moment."""
+    """The whole status of a daemon at one moment."""
 
     version: str
     setup: DaemonSetup
@@ -167,7 +167,7 @@ class Status(Struct, frozen=True, omit_defaults=True):
     health: list[Problem]
     """The worst first."""
     help: str
-    """Whether the cache helps: what was loaded in the last hour, and the time that it saved."""
+    """The gain of the cache: what was loaded in the last hour, and the time that it saved."""
     verdict: MemoryVerdict
     tiers: list[TierStatus]
     groups: list[GroupStatus]

@@ -44,7 +44,7 @@ COMMAND = [
 def status() -> Status:
     """The status of a daemon with a few samples."""
     core = make_daemon()
-    core.sessions.connect(1)
+    core.sessions.on_connect(1)
     core.handle(1, hello(HOSTILE))
     for connection in range(2, 30):
         engine(core, connection, SMALL, name=f"engine {connection}")

@@ -2,8 +2,8 @@
 
 `python -m tests.programs.daemon.apart SOCKET [DIRECTORY HERE]`, as the first program of `unshare
 --mount`, hides the daemon's /dev/shm. A DIRECTORY below it is at HERE instead, as the volume of a
-container. For each line that it reads it does one step and prints a line of JSON; "together" shows
-/dev/shm again before.
+container. For each line that it reads it does one step and prints a line of JSON. For "together" it
+shows the daemon's /dev/shm again before the step.
 """
 
 import json
@@ -20,7 +20,7 @@ BUSY = {"num_scheduled_tokens": {"r": 8}, "total_num_scheduled_tokens": 8}
 
 
 def main(socket_path: str, *volume: str) -> None:
-    """Obey until the end of standard input."""
+    """Do a step for each line of standard input, until its end."""
     if volume:
         subprocess.run(["mount", "--bind", *volume], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
@@ -30,13 +30,13 @@ def main(socket_path: str, *volume: str) -> None:
         if word == "together\n":
             subprocess.run(["umount", "/dev/shm"], check=True)
         roles.step(SimpleNamespace(**vars(IDLE) | BUSY))
-        told = {
+        report_of_step = {
             "attached": roles.scheduler._scheduler._session.workers_attached(),
             "failed": roles.scheduler.counters.get("attach_failed", 0),
             "shed": roles.scheduler.counters.get("stores_unattached", 0),
-            "doctor": {one.check: str(one.verdict) for one in host_findings(report)},
+            "doctor": {finding.check: str(finding.verdict) for finding in host_findings(report)},
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report_of_step), flush=True)
     roles.scheduler.shutdown()
     roles.worker.shutdown()
 

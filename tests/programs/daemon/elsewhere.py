@@ -15,7 +15,7 @@ from tests.programs.daemon.holder import PART, SLOTS, engine_hello
 
 
 def main() -> None:
-    """See above."""
+    """Hold slots as the module says."""
     socket_path, mapped = sys.argv[1:]
     lock = new_lock()
     worker = Hello(1, PROTOCOL_VERSION, "worker", "e", lock=lock)

@@ -3,33 +3,26 @@
 import sys
 
 from hybridkv.client.control import ControlClient
-from hybridkv.wire.messages import (
-    PROTOCOL_VERSION,
-    Found,
-    Hello,
-    Lookup,
-    Reserve,
-    Reserved,
-    geometry_to_wire,
-)
+from hybridkv.wire.messages import PROTOCOL_VERSION, Found, Hello, Lookup, Reserve, Reserved
 from tests.layouts import LAYOUTS
+from tests.unit.daemon import harness
 
 GEOMETRY = LAYOUTS["qwen3"]
 PART = GEOMETRY.groups[0].block_bytes
 IDENTITY = b"n" * 32
 OBJECTS = 4
-"""That are stored before, under the hashes 0, 1 ..."""
+"""The objects that are stored before, under the hashes 0, 1 ..."""
 HASHES = b"".join(bytes([number]) * 32 for number in range(OBJECTS))
 SLOTS = 3
 
 
 def engine_hello(name: str) -> Hello:
-    """An engine's greeting."""
-    return Hello(1, PROTOCOL_VERSION, "engine", name, IDENTITY, geometry_to_wire(GEOMETRY))
+    """The hello of an engine of this module's geometry and identity."""
+    return harness.engine_hello(GEOMETRY, name, IDENTITY)
 
 
 def take(engine: ControlClient) -> None:
-    """Two leases and some slots."""
+    """Take two leases and SLOTS slots."""
     for lease in (1, 2):
         found = engine.call(Lookup(10 + lease, lease, HASHES))
         assert isinstance(found, Found)
@@ -39,7 +32,7 @@ def take(engine: ControlClient) -> None:
 
 
 def main() -> None:
-    """See above."""
+    """Take leases and slots, and wait."""
     socket_path, name = sys.argv[1:]
     with (
         ControlClient(socket_path, hello=engine_hello(name)) as engine,

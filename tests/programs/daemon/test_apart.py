@@ -20,11 +20,11 @@ pytestmark = pytest.mark.engine
 
 
 def status(daemon: DaemonProcess) -> Status:
-    """What the status page shows."""
+    """Return what the status page of a daemon shows."""
     with ControlClient(daemon.socket_path) as control:
-        found = control.stats(status=True).status
-    assert found is not None
-    return found
+        shown = control.stats(status=True).status
+    assert shown is not None
+    return shown
 
 
 class Apart:
@@ -37,7 +37,8 @@ class Apart:
         ).returncode:
             pytest.skip("needs the right to mount")
         self.log = directory / "engine.log"
-        self.told: dict[str, Any] = {}
+        self.report: dict[str, Any] = {}
+        """The engine's report of its last step."""
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*command, sys.executable, "-m", "tests.programs.daemon.apart", *words],
@@ -57,11 +58,11 @@ class Apart:
             self._process.stdin.close()
 
     def step(self, word: str = "step") -> dict[str, Any]:
-        """What it says after a step."""
+        """Have the engine do a step. Returns its report."""
         assert self._process.stdout is not None
         print(word, file=self._process.stdin, flush=True)
-        self.told.update(json.loads(self._process.stdout.readline()))
-        return self.told
+        self.report = json.loads(self._process.stdout.readline())
+        return self.report
 
 
 def test_a_shared_memory_that_is_not_shared_is_told_by_everybody(
@@ -70,15 +71,16 @@ def test_a_shared_memory_that_is_not_shared_is_told_by_everybody(
     with Apart(tmp_path, [daemon.socket_path], {}) as engine:
         engine.step()  # When vLLM is imported.
         until(lambda: engine.step()["failed"] >= 3, "it is tried again and again")
-        said = engine.log.read_text().splitlines()
-        (line,) = [line for line in said if "nothing is loaded or stored" in line]
+        log = engine.log.read_text().splitlines()
+        (line,) = [line for line in log if "nothing is loaded or stored" in line]
         assert line.endswith("engine and daemon need one /dev/shm")
-        assert engine.told["shed"] >= 3
-        assert engine.told["doctor"]["arena"] == "FAIL"
+        assert engine.report["shed"] >= 3
+        assert engine.report["doctor"]["arena"] == "FAIL"
         shown = status(daemon)
         assert shown.values["workers_unmapped"] == 1
         assert shown.values["mappings_failed"] >= 2
-        assert [one.level for one in shown.health if "cannot map the arena" in one.text] == ["bad"]
+        problems = [problem for problem in shown.health if "cannot map the arena" in problem.text]
+        assert [problem.level for problem in problems] == ["bad"]
         assert engine.step("together")["doctor"]["arena"] == "ok"
         until(lambda: bool(engine.step()["attached"]), "it is mapped")
         until(lambda: status(daemon).values["workers_unmapped"] == 0, "the daemon knows")
@@ -94,7 +96,7 @@ def test_a_volume_may_be_at_another_path_for_the_engine(tmp_path: Path) -> None:
             words = [daemon.socket_path, volume, str(here)]
             with Apart(tmp_path, words, {"HYBRIDKV_SHM_DIR": str(here)}) as engine:
                 until(lambda: bool(engine.step()["attached"]), "it is mapped")
-                assert engine.told["doctor"]["arena"] == "ok"
-                assert not engine.told["failed"]
+                assert engine.report["doctor"]["arena"] == "ok"
+                assert not engine.report["failed"]
             assert not status(daemon).values.get("mappings_failed")
         assert not list(Path(volume).iterdir())

@@ -26,12 +26,12 @@ print("served", flush=True)
 while True:
     signal.pause()
 """
-"""What an engine does with a daemon at its start; signals do not end it, only SIGKILL does."""
+"""An engine starts a daemon so. Signals do not end the engine, only SIGKILL does."""
 
 
 @pytest.fixture
 def socket_path(tmp_path: Path) -> Iterator[str]:
-    """The socket of a daemon that an engine starts; it is ended with its arena."""
+    """The socket of a daemon that an engine starts. The daemon is ended with its arena."""
     path = tmp_path / "daemon.sock"
     yield str(path)
     if path.exists():
@@ -62,7 +62,7 @@ def daemon_of(socket_path: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_vllm_kills_its_engines_process_tree(socket_path: str, number: signal.Signals) -> None:
-    """The signal goes to the whole process group, as Ctrl-C does; then vLLM walks the tree."""
+    """The signal goes to the whole process group, as Ctrl-C does. Then vLLM walks the tree."""
     with ExitStack() as stack:
         engines = [stack.enter_context(engine_at(socket_path)) for _ in range(2)]
         before = daemon_of(socket_path)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import pytest
 
@@ -21,7 +21,7 @@ HELD_BYTES = SLOTS * slot_bytes(PART, 1)
 
 
 def answers(socket_path: str) -> bool:
-    """Whether a daemon serves the socket."""
+    """Return True where a daemon serves the socket."""
     try:
         with ControlClient(socket_path):
             return True
@@ -45,7 +45,7 @@ def daemon_apart(socket_path: str) -> Iterator[None]:
 
 @pytest.fixture
 def socket_path(tmp_path: Path) -> Iterator[str]:
-    """Where daemons apart serve."""
+    """The path at which daemons apart serve."""
     if subprocess.run([*APART, "true"], check=False, capture_output=True).returncode:
         pytest.skip("needs the right to make a pid namespace")
     path = tmp_path / "d.sock"
@@ -61,9 +61,21 @@ def held_bytes(socket_path: str) -> int:
     return int(max(values["bytes_writing"], values["bytes_held"]))
 
 
+class Pipes(NamedTuple):
+    """The standard input and output of a process."""
+
+    stdin: IO[str]
+    stdout: IO[str]
+
+    def close(self) -> None:
+        """Have a process of `elsewhere` close its connections."""
+        print("close", file=self.stdin, flush=True)
+        assert self.stdout.readline() == "closed\n"
+
+
 @contextmanager
-def elsewhere(socket_path: str, mapped: str) -> Iterator[tuple[IO[str], IO[str]]]:
-    """The standard input and output of a process of `elsewhere`, which holds slots."""
+def elsewhere(socket_path: str, mapped: str) -> Iterator[Pipes]:
+    """A process of `elsewhere`, which holds slots."""
     module = [sys.executable, "-m", "tests.programs.daemon.elsewhere"]
     with subprocess.Popen(
         [*module, socket_path, mapped], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -73,7 +85,7 @@ def elsewhere(socket_path: str, mapped: str) -> Iterator[tuple[IO[str], IO[str]]
         try:
             assert process.stdout.readline() == "held\n"
             assert held_bytes(socket_path) == HELD_BYTES
-            yield process.stdin, process.stdout
+            yield Pipes(process.stdin, process.stdout)
         finally:
             process.kill()
 
@@ -81,9 +93,8 @@ def elsewhere(socket_path: str, mapped: str) -> Iterator[tuple[IO[str], IO[str]]
 def test_its_slots_are_kept_until_it_ends(socket_path: str) -> None:
     """Its connections end as they do at a reset. Its copies do not."""
     with daemon_apart(socket_path):
-        with elsewhere(socket_path, "mapped") as (asked, told):
-            print("close", file=asked, flush=True)
-            assert told.readline() == "closed\n"
+        with elsewhere(socket_path, "mapped") as process:
+            process.close()
             assert held_bytes(socket_path) == HELD_BYTES
         until(lambda: held_bytes(socket_path) == 0, "its end is noticed by its lock")
 
@@ -101,7 +112,6 @@ def test_its_slots_are_kept_by_the_next_daemon(socket_path: str) -> None:
 
 def test_without_a_mapping_its_slots_end_with_its_connections(socket_path: str) -> None:
     """Nothing can be written without one."""
-    with daemon_apart(socket_path), elsewhere(socket_path, "unmapped") as (asked, told):
-        print("close", file=asked, flush=True)
-        assert told.readline() == "closed\n"
+    with daemon_apart(socket_path), elsewhere(socket_path, "unmapped") as process:
+        process.close()
         until(lambda: held_bytes(socket_path) == 0, "its slots are free")

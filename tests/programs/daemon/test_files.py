@@ -18,7 +18,7 @@ SERVE = ["--ram", "16MiB", "--metrics-port", "-1"]
 
 
 def boot_at(socket_path: str) -> str:
-    """The life of the daemon that answers there; empty where none does."""
+    """Return the life of the daemon that answers there, or "" where none does."""
     try:
         with ControlClient(socket_path, 0.5) as control:
             return control.welcome.boot
@@ -26,10 +26,10 @@ def boot_at(socket_path: str) -> str:
         return ""
 
 
-def serve(socket_path: str, *more: str) -> "subprocess.CompletedProcess[bytes]":
-    """A daemon that is expected to end by itself."""
+def serve(socket_path: str, *options: str) -> "subprocess.CompletedProcess[bytes]":
+    """Run a daemon that is expected to end by itself."""
     return subprocess.run(
-        daemon_command(socket_path, [*SERVE, *more]),
+        daemon_command(socket_path, [*SERVE, *options]),
         capture_output=True,
         timeout=DEADLINE_SECONDS,
         check=False,
@@ -38,7 +38,7 @@ def serve(socket_path: str, *more: str) -> "subprocess.CompletedProcess[bytes]":
 
 @pytest.mark.parametrize("removed", ["socket", "lock", "directory"])
 def test_what_is_removed_under_a_daemon_is_made_again(tmp_path: Path, removed: str) -> None:
-    """As a logout does, or somebody who cleans up; clients that are connected see nothing."""
+    """A logout removes files, or a person who cleans up. Connected clients see nothing of it."""
     path = tmp_path / "place" / "daemon.sock"
     lock = path.with_name("daemon.sock.lock")
     with (
@@ -122,8 +122,8 @@ sys.stdin.read()
 def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "daemon.sock"
     (tmp_path / "file").touch()
-    said = serve(str(path), "--disk", str(tmp_path / "file"))
-    assert said.returncode == 2, said
+    ended = serve(str(path), "--disk", str(tmp_path / "file"))
+    assert ended.returncode == 2, ended
     assert not path.exists()
     assert not stale_arenas(path)
 

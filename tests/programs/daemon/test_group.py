@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,7 +30,7 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.shm.access import group_id
 from hybridkv.shm.arena import attach_arena, new_lock
-user, groups = int(sys.argv[1]), [int(one) for one in sys.argv[2].split(",") if one]
+user, groups = int(sys.argv[1]), [int(group) for group in sys.argv[2].split(",") if group]
 os.setgroups(groups)
 os.setgid(user)
 os.setuid(user)
@@ -39,20 +40,33 @@ COMMAND = f"{AS_USER}\nsys.exit(main(sys.argv[3:]))"
 ENGINE = f"""{AS_USER}
 group = group_id(sys.argv[4])
 with ControlClient(sys.argv[3], group=group) as control:
-    told = control.welcome
-    size = told.arena_bytes, told.slots_bytes
-    arena = attach_arena(Path(told.arena_path), *size, lock=new_lock(), group=group)
-    arena.memory[told.slots_bytes - 1] = 7
-    print(Path(told.arena_path).stat().st_uid, flush=True)
+    welcome = control.welcome
+    arena = attach_arena(
+        Path(welcome.arena_path),
+        welcome.arena_bytes,
+        welcome.slots_bytes,
+        lock=new_lock(),
+        group=group,
+    )
+    arena.memory[welcome.slots_bytes - 1] = 7
+    print(Path(welcome.arena_path).stat().st_uid, flush=True)
     arena.close()
 """
-"""What a worker of another user does with a daemon's memory."""
+"""A worker of another user, which writes into a daemon's memory."""
 
 
-def said_as(
+class Ended(NamedTuple):
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run_as(
     user: int, *words: object, groups: tuple[int, ...] = (), code: str = COMMAND, **variables: str
-) -> tuple[int, str, str]:
-    """Status, standard output and standard error of a command of hybridkv as another user."""
+) -> Ended:
+    """Run a command of hybridkv as another user."""
     given = [str(user), ",".join(map(str, groups)), *map(str, words)]
     run = subprocess.run(
         [sys.executable, "-c", code, *given],
@@ -62,7 +76,7 @@ def said_as(
         check=False,
         timeout=DEADLINE_SECONDS,
     )
-    return run.returncode, run.stdout, run.stderr
+    return Ended(run.returncode, run.stdout, run.stderr)
 
 
 @pytest.fixture
@@ -81,37 +95,37 @@ def socket_path(place: Path) -> Iterator[Path]:
     """The socket of a daemon of OWNER for the group."""
     path = place / "run" / "daemon.sock"
     words = ["--socket", path, "--ram", "16MiB", "--metrics-port", "-1", "--group", GROUP]
-    served = said_as(OWNER, "serve", *words, "--detach", groups=(GROUP_ID,))
+    served = run_as(OWNER, "serve", *words, "--detach", groups=(GROUP_ID,))
     assert served == (0, "", "")
     try:
         yield path
     finally:
-        stopped = said_as(OWNER, "stop", "--free", "--socket", path, groups=(GROUP_ID,))
-        assert stopped[0] == 0, stopped
+        stopped = run_as(OWNER, "stop", "--free", "--socket", path, groups=(GROUP_ID,))
+        assert stopped.status == 0, stopped
 
 
 def test_a_member_is_served_and_maps_the_memory(socket_path: Path) -> None:
     """Directory, socket and arena are of the group, and of nobody else."""
     assert stat.S_IMODE(socket_path.parent.stat().st_mode) == 0o710
     assert stat.S_IMODE(socket_path.stat().st_mode) == 0o660
-    member = said_as(MEMBER, socket_path, GROUP, groups=(GROUP_ID,), code=ENGINE)
+    member = run_as(MEMBER, socket_path, GROUP, groups=(GROUP_ID,), code=ENGINE)
     assert member == (0, f"{OWNER}\n", "")
-    asked = ("ping", "--socket", socket_path)
-    assert said_as(MEMBER, *asked, groups=(GROUP_ID,), HYBRIDKV_GROUP=GROUP)[0] == 0
+    ping = ("ping", "--socket", socket_path)
+    assert run_as(MEMBER, *ping, groups=(GROUP_ID,), HYBRIDKV_GROUP=GROUP).status == 0
 
 
 def test_a_member_that_does_not_ask_for_a_group_trusts_nobody(socket_path: Path) -> None:
-    """Whoever shares a group need not mean to share a cache."""
-    asked = ("ping", "--socket", socket_path)
-    status, out, err = said_as(MEMBER, *asked, groups=(GROUP_ID,))
+    """Users who share a group need not mean to share a cache."""
+    ping = ("ping", "--socket", socket_path)
+    status, out, err = run_as(MEMBER, *ping, groups=(GROUP_ID,))
     assert (status, out) == (2, "")
     assert err == f"hybridkv: {socket_path} is served by another user\n"
 
 
 def test_others_are_refused(socket_path: Path) -> None:
     """By the socket's permissions, and by the daemon where they do not hold: root is no member."""
-    asked = ("ping", "--socket", socket_path)
-    status, out, err = said_as(STRANGER, *asked, HYBRIDKV_GROUP=GROUP)
+    ping = ("ping", "--socket", socket_path)
+    status, out, err = run_as(STRANGER, *ping, HYBRIDKV_GROUP=GROUP)
     assert (status, out) == (2, "")
     whose = f"belongs to user id {OWNER}, and you are user id {STRANGER}"
     assert err == f"hybridkv: {socket_path} {whose}\n"
@@ -128,15 +142,15 @@ def test_others_are_refused(socket_path: Path) -> None:
 def test_what_cannot_be_shared_is_refused(place: Path) -> None:
     words = ["--socket", place / "run" / "daemon.sock", "--ram", "16MiB", "--metrics-port", "-1"]
     serve = ("serve", *words, "--group")
-    status, _, err = said_as(OWNER, *serve, GROUP)
+    status, _, err = run_as(OWNER, *serve, GROUP)
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith(f"hybridkv: group: you are no member of group id {GROUP_ID}; ")
-    status, _, err = said_as(OWNER, *serve, "no-such-group")
+    status, _, err = run_as(OWNER, *serve, "no-such-group")
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith("hybridkv: group: there is no group 'no-such-group' on this machine; ")
     place.chmod(0o700)
     shutil.chown(place, OWNER, OWNER)
-    status, _, err = said_as(OWNER, *serve, GROUP, groups=(GROUP_ID,))
+    status, _, err = run_as(OWNER, *serve, GROUP, groups=(GROUP_ID,))
     assert (status, err.count("\n")) == (2, 1)
     assert err.startswith(f"hybridkv: group: its members cannot reach {place}/run, because of ")
     assert peer_pid(str(place / "run" / "daemon.sock")) < 0

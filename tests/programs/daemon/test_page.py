@@ -5,31 +5,32 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.wire.messages import (
-    PROTOCOL_VERSION,
-    Decline,
-    Hello,
-    Report,
-    ReportRequest,
-    RequestExplanation,
-    WireModel,
-    geometry_to_wire,
-)
+from hybridkv.wire.messages import Decline, Report, ReportRequest, RequestExplanation, WireModel
 from tests.screenshots.browser import Browser, find_browser
+from tests.unit.daemon.harness import engine_hello
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, is_written, stats
 from tests.waiting import until
 
 HOSTILE = "<img src=x onerror=document.title='pwned'>"
 SCRIPT = "<script>document.title='pwned'</script>"
 FIRST_SAMPLES = 12.0
-"""Seconds after which a daemon has two samples, and so something to draw."""
+"""Seconds after which a daemon has two samples, and so a line to draw."""
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(find_browser() is None, reason="needs chromium")]
+
+
+class Attribute(NamedTuple):
+    """An attribute of an element."""
+
+    name: str
+    value: str | None
 
 
 class Elements(HTMLParser):
@@ -38,25 +39,22 @@ class Elements(HTMLParser):
     def __init__(self, document: str) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
+        self.attributes: list[Attribute] = []
         self.text: dict[str, str] = {}
         self._ids: list[str | None] = []
         self.feed(document)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """See HTMLParser."""
         self.names.append(tag)
-        self.attributes += attrs
+        self.attributes += map(Attribute._make, attrs)
         if tag not in ("meta", "link", "img", "br", "input"):
             self._ids.append(dict(attrs).get("id"))
 
     def handle_endtag(self, tag: str) -> None:
-        """See HTMLParser."""
         if self._ids:
             self._ids.pop()
 
     def handle_data(self, data: str) -> None:
-        """See HTMLParser."""
         for name in filter(None, self._ids):
             self.text[name] = self.text.get(name, "") + data
 
@@ -67,16 +65,22 @@ def has_past(report: Report) -> bool:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elements]:
-    """The page of a daemon that was used, by engines whose every word is hostile."""
+    """The page of a daemon that was used by engines, whose texts are all hostile."""
     place = tmp_path_factory.mktemp("page")
     socket_path = str(place / "daemon.sock")
     options = ["--disk", str(place / "disk"), "--disk-bytes", "64MiB"]
     browser = find_browser()
     assert browser is not None
     with DaemonProcess(socket_path, "32MiB", metrics_port=0, options=options):
-        model = WireModel(HOSTILE, 1024, SCRIPT, [1, 1, 1], None, 1)
-        wire = geometry_to_wire(GEOMETRY)
-        hello = Hello(1, PROTOCOL_VERSION, "engine", SCRIPT, IDENTITY, wire, model)
+        model = WireModel(
+            name=HOSTILE,
+            max_model_len=1024,
+            kv_dtype=SCRIPT,
+            layers=[1, 1, 1],
+            retention_tokens=None,
+            step_tokens=1,
+        )
+        hello = msgspec.structs.replace(engine_hello(GEOMETRY, SCRIPT, IDENTITY), model=model)
         with ControlClient(socket_path, hello=hello) as hostile, Client(socket_path) as client:
             client.store(1, 8)
             for _ in range(3):
@@ -111,10 +115,10 @@ def test_the_page_says_whose_it_is(page: Elements) -> None:
     """Several daemons are looked at side by side."""
     host = platform.node()
     assert page.text["about"].startswith(f"{host} · up ")
-    said = page.text["setup"]
-    assert all(f"{name}{value}" in said for name, value in (("host", host), ("ram", "32MiB")))
-    assert re.search(r"socket/.*/daemon.sock", said)
-    assert re.search(r"tier 1disk:///.*/disk, write through, timeout 5 s", said)
+    setup = page.text["setup"]
+    assert all(f"{name}{value}" in setup for name, value in (("host", host), ("ram", "32MiB")))
+    assert re.search(r"socket/.*/daemon.sock", setup)
+    assert re.search(r"tier 1disk:///.*/disk, write through, timeout 5 s", setup)
 
 
 def test_cells_have_the_names_of_their_columns(page: Elements) -> None:

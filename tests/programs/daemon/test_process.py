@@ -47,30 +47,30 @@ from hybridkv.wire.messages import (
     Reserve,
     Reserved,
     Stats,
-    geometry_to_wire,
 )
 from tests.layouts import LAYOUTS
+from tests.unit.daemon.harness import engine_hello
 from tests.waiting import DEADLINE_SECONDS, until
 
 QWEN3 = LAYOUTS["qwen3"]
 PART = QWEN3.groups[0].block_bytes
 SLOT = slot_bytes(PART, 1)
 WORKER = Hello(1, PROTOCOL_VERSION, "worker", "test")
-HELLO = Hello(1, PROTOCOL_VERSION, "engine", "test", b"n" * 32, geometry_to_wire(QWEN3))
+HELLO = engine_hello(QWEN3, "test", b"n" * 32)
 
 
 def store(control: ControlClient, count: int) -> None:
-    """Store `count` objects; a young daemon grants fewer slots while it reserves pages."""
+    """Store `count` objects. A young daemon grants fewer slots while it reserves pages."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     stored = 0
     while stored < count:
         assert time.monotonic() < deadline
         granted = control.call(Reserve(2, PART, 1, count - stored))
         assert isinstance(granted, Reserved)
-        more = len(unpack_u64(granted.offsets))
-        names = b"".join(bytes([stored + number]) * 32 for number in range(more))
-        control.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * more), names))
-        stored += more
+        slots = len(unpack_u64(granted.offsets))
+        names = b"".join(bytes([stored + number]) * 32 for number in range(slots))
+        control.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * slots), names))
+        stored += slots
 
 
 def test_store_and_find_over_the_socket(daemon: DaemonProcess) -> None:
@@ -95,9 +95,9 @@ def test_an_arena_whose_name_was_removed_is_taken_from_the_daemon(daemon: Daemon
         assert engine.call(Lookup(3, 1, names(3))), "its answer comes after the commits"
         path, size_bytes = Path(engine.welcome.arena_path), engine.welcome.arena_bytes
         path.unlink()
-        for nobodys in (0, os.getpid()):
+        for pid_without_it in (0, os.getpid()):
             with pytest.raises(ArenaGoneError, match=r"cannot be opened: No such file"):
-                attach_arena(path, size_bytes, pid=nobodys)
+                attach_arena(path, size_bytes, pid=pid_without_it)
         arena = attach_arena(path, size_bytes, pid=engine.welcome.pid)
         assert len(list(committed_slots(arena.memory))) == 3
         arena.close()
@@ -112,7 +112,7 @@ def test_only_the_owner_may_touch_socket_and_arena(daemon: DaemonProcess) -> Non
 
 
 def granted_slots(engine: ControlClient, count: int) -> Reserved:
-    """So many write slots; a young daemon has none yet."""
+    """Return that many write slots. A young daemon has none yet."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         granted = engine.call(Reserve(2, PART, 1, count))
@@ -193,10 +193,11 @@ def test_the_next_daemon_goes_on_with_the_arena(daemon: DaemonProcess, how: str)
         assert isinstance(found, Found)
         assert found.chunks == 3
         assert sorted(unpack_u64(found.offsets)) == sorted(offset for offset, _ in stored)
-        more = engine.call(Reserve(2, PART, 1, 5))
-        assert isinstance(more, Reserved)
-        assert not set(unpack_u64(more.offsets)) & {offset for offset, _ in stored}
-        assert min(unpack_u64(more.generations)) > max(header.generation for _, header in stored)
+        granted = engine.call(Reserve(2, PART, 1, 5))
+        assert isinstance(granted, Reserved)
+        assert not set(unpack_u64(granted.offsets)) & {offset for offset, _ in stored}
+        latest = max(header.generation for _, header in stored)
+        assert min(unpack_u64(granted.generations)) > latest
 
 
 def test_without_a_size_the_next_daemon_has_that_of_the_last(daemon: DaemonProcess) -> None:
@@ -336,7 +337,7 @@ def test_write_slots_of_a_living_worker_are_kept_over_a_restart(daemon: DaemonPr
 
 
 def test_the_death_of_its_worker_frees_what_an_engine_held(daemon: DaemonProcess) -> None:
-    """Over a restart of the daemon as well; the worker's closed socket alone frees nothing."""
+    """They stay over a restart of the daemon. The worker's closed socket alone frees nothing."""
     code = (
         "import sys; from hybridkv.client.control import ControlClient; "
         "from tests.programs.daemon.test_process import WORKER\n"
@@ -441,14 +442,11 @@ def test_a_client_that_asks_and_goes_is_no_fault_of_the_daemon(daemon: DaemonPro
 def test_a_reply_that_is_too_large_is_refused_and_the_connection_goes_on(
     daemon: DaemonProcess,
 ) -> None:
-    """What engines tell has no common bound, so an answer may exceed the size of a message."""
+    """Reports of engines have no common bound, so an answer may exceed the size of a message."""
     facts = {f"{number:064}": "\N{SNOWMAN}" * 512 for number in range(64)}
     hellos = [
         HELLO,
-        *(
-            Hello(1, PROTOCOL_VERSION, "engine", f"e{n}", bytes([n]) * 32, HELLO.geometry)
-            for n in range(99)
-        ),
+        *(engine_hello(QWEN3, f"e{number}", bytes([number]) * 32) for number in range(99)),
     ]
     with contextlib.ExitStack() as stack:
         controls = [
@@ -487,11 +485,9 @@ def test_the_daemon_takes_no_core_from_an_engine_that_wakes_it(daemon: DaemonPro
 
 @pytest.mark.parametrize("unread", [0, 2000])
 def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: int) -> None:
-    """What the engine said after it would be of bytes that belong to neither identity."""
-    taken = Hello(
-        1, PROTOCOL_VERSION, "engine", "other", b"o" * 32, geometry_to_wire(LAYOUTS["gemma3"])
-    )
-    with ControlClient(daemon.socket_path, hello=taken) as other:
+    """The engine's next messages would be about bytes that belong to neither identity."""
+    hello = engine_hello(LAYOUTS["gemma3"], "other", b"o" * 32)
+    with ControlClient(daemon.socket_path, hello=hello) as owner:
         with (
             ControlClient(daemon.socket_path, hello=HELLO) as engine,
             socket.socket(socket.AF_UNIX) as raw,
@@ -504,11 +500,13 @@ def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: i
             frames, replies = Frames(), list[Reply]()
             while len(replies) < 2:
                 replies += map(decode_reply, frames.feed(raw.recv(1 << 16)))
-            mine = replies[1]
-            assert isinstance(mine, Reserved)
-            commit = Commit(mine.offsets, mine.generations, pack_u64([0]), names(2)[32:])
-            said = encode(Identify(4, b"o" * 32)) + encode(Lookup(5, 1, names(1))) + encode(commit)
-            raw.sendall(encode(Stats(3)) * unread + said)
+            granted = replies[1]
+            assert isinstance(granted, Reserved)
+            commit = Commit(granted.offsets, granted.generations, pack_u64([0]), names(2)[32:])
+            identify, lookup = Identify(4, b"o" * 32), Lookup(5, 1, names(1))
+            raw.sendall(
+                encode(Stats(3)) * unread + encode(identify) + encode(lookup) + encode(commit)
+            )
             until(lambda: "refused_identify" in engine.stats().values, "it is refused")
             received = b""
             while piece := raw.recv(1 << 16):
@@ -521,12 +519,10 @@ def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: i
             found = engine.call(Lookup(6, 1, names(2)))
             assert isinstance(found, Found)
             assert found.chunks == 1, "nothing was stored under the old identity"
-            assert (engine.stats().values["leases"], engine.stats().values["bytes_writing"]) == (
-                1,
-                SLOT,
-            )
+            values = engine.stats().values
+            assert (values["leases"], values["bytes_writing"]) == (1, SLOT)
             engine.tell(Free(slots.offsets, slots.generations))
-        until(lambda: other.stats().values["sessions"] == 1, "one session is left")
+        until(lambda: owner.stats().values["sessions"] == 1, "one session is left")
 
 
 def test_a_link_comes_back_by_itself(daemon: DaemonProcess) -> None:
@@ -552,7 +548,7 @@ def test_a_link_comes_back_by_itself(daemon: DaemonProcess) -> None:
 
 
 def test_a_stopped_daemon_blocks_nobody(daemon: DaemonProcess) -> None:
-    """SIGSTOP: sending goes on until the queue bound, then the link counts the daemon as gone."""
+    """Messages are queued up to the bound. Then the link counts the daemon as gone."""
     losses: list[str] = []
     link = Link(daemon.socket_path, HELLO, losses.append)
     deadline = time.monotonic() + DEADLINE_SECONDS
@@ -607,16 +603,16 @@ def test_auto_says_why_a_daemon_cannot_start(tmp_path: Path) -> None:
 def test_serve_says_what_works(
     arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-m", "hybridkv", "serve", *arguments],
         capture_output=True,
         text=True,
         timeout=DEADLINE_SECONDS,
         check=False,
     )
-    assert said.returncode == 2
-    assert len(said.stderr.strip().splitlines()) == 1
-    assert re.search(says, said.stderr), said.stderr
+    assert ended.returncode == 2
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert re.search(says, ended.stderr), ended.stderr
 
 
 def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path) -> None:

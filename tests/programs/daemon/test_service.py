@@ -24,19 +24,19 @@ def exec_start(tmp_path: Path) -> list[str]:
     unit.read_string(UNIT.read_text())
     service = unit["Service"]
     assert service["Type"] == "notify"
-    program, command, option, socket_path, *more = shlex.split(service["ExecStart"])
+    program, command, option, socket_path, *options = shlex.split(service["ExecStart"])
     assert (Path(program).name, command, option) == ("hybridkv", "serve", "--socket")
     assert Path(socket_path).parent == Path("/run", service["RuntimeDirectory"])
-    more[more.index("--ram") + 1] = "16MiB"
+    options[options.index("--ram") + 1] = "16MiB"
     path = str(tmp_path / Path(socket_path).name)
-    return daemon_command(path, [*more, "--metrics-port", "-1"])
+    return daemon_command(path, [*options, "--metrics-port", "-1"])
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
 def test_the_service_manager_hears_when_clients_can_connect(
     tmp_path: Path, is_abstract: bool
 ) -> None:
-    """And once only: whoever the daemon starts does not know of the manager."""
+    """It hears it once only: processes that the daemon starts do not know of the manager."""
     name = f"@{tmp_path}" if is_abstract else f"{tmp_path}/notify"
     command, environment = exec_start(tmp_path), {**os.environ, "NOTIFY_SOCKET": name}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

@@ -33,13 +33,13 @@ def daemon_in(shm_path: Path, tmp_path: Path, options: Sequence[str] = ()) -> Da
 
 def test_the_arena_is_there_and_nowhere_else(shm_path: Path, tmp_path: Path) -> None:
     with daemon_in(shm_path, tmp_path) as daemon:
-        (made,) = shm_path.iterdir()
+        (arena,) = shm_path.iterdir()
         with ControlClient(daemon.socket_path) as control:
-            assert control.welcome.arena_path == str(made)
+            assert control.welcome.arena_path == str(arena)
         daemon.kill()
         assert stale_arenas(Path(daemon.socket_path), SHM_DIR) == []
         daemon.start()
-        assert list(shm_path.iterdir()) == [made], "it was taken over"
+        assert list(shm_path.iterdir()) == [arena], "it was taken over"
     assert list(shm_path.iterdir()) == []
 
 
@@ -92,7 +92,7 @@ def test_the_variable_is_the_daemons_default(
 def test_an_engine_may_have_the_directory_at_another_path(
     shm_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The setting is first, then the variable; the daemon's path is for what is in neither."""
+    """The setting comes first, then the variable. Without either the daemon's path is used."""
     (tmp_path / "here").symlink_to(shm_path)
     here = tmp_path / "here"
     (shm_path / "arena").touch()

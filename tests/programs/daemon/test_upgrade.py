@@ -55,7 +55,7 @@ time.sleep(0.3)
 
 @contextlib.contextmanager
 def others(socket_path: Path, count: int, protocol: int, arena: int = 0) -> Iterator[None]:
-    """Daemons of another version; where one ends, the next one serves at once."""
+    """Daemons of another version. Where one ends, the next one serves at once."""
     command = [sys.executable, "-c", OTHER, str(socket_path), str(protocol), str(arena), RAM]
     started = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(count)]
     try:
@@ -69,8 +69,8 @@ def others(socket_path: Path, count: int, protocol: int, arena: int = 0) -> Iter
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What our logger says, also where vLLM has set its own up."""
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The records of our logger, also where vLLM has set its own up."""
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)
     yield caplog
@@ -79,7 +79,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 
 @pytest.fixture
 def socket_path(tmp_path: Path) -> Iterator[Path]:
-    """Whoever serves it is ended afterwards."""
+    """The path of a socket. The daemon that serves it is ended afterwards."""
     yield tmp_path / "daemon.sock"
     with ControlClient(str(tmp_path / "daemon.sock")) as control:
         pid = control.welcome.pid
@@ -88,7 +88,7 @@ def socket_path(tmp_path: Path) -> Iterator[Path]:
 
 
 def ours(socket_path: Path) -> None:
-    """As an engine with "auto" does."""
+    """Have a daemon of our version serve, as an engine with "auto" does."""
     ensure_daemon(str(socket_path), ["--ram", RAM, "--metrics-port", "-1"])
 
 
@@ -96,23 +96,23 @@ def ours(socket_path: Path) -> None:
 def test_a_daemon_of_another_version_is_told_to_end_until_ours_serves(
     socket_path: Path,
     protocol: int,
-    told: pytest.LogCaptureFixture,
+    warnings: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its engines start it again at once, and had it for as long as they ran."""
     start, starts = start_daemon.start_detached, itertools.count()
 
-    def start_behind_the_next(path: str, *arguments: Any) -> Any:
-        # Whichever of both came first would serve.
+    def start_after_the_next(path: str, *arguments: Any) -> Any:
+        # The one of both that comes first would serve.
         if next(starts) == 0:
             until(lambda: peer_pid(path) not in (-1, first), "another one serves again")
         return start(path, *arguments)
 
-    monkeypatch.setattr(start_daemon, "start_detached", start_behind_the_next)
+    monkeypatch.setattr(start_daemon, "start_detached", start_after_the_next)
     with others(socket_path, 2, protocol):
         first = peer_pid(str(socket_path))
         ours(socket_path)
-    ends = {record.getMessage() for record in told.records}
+    ends = {record.getMessage() for record in warnings.records}
     assert len(ends) == 2
     assert all(re.search(r"\(pid \d+, since .*\) is told to end: ", text) for text in ends)
 
@@ -123,7 +123,7 @@ def test_a_daemon_of_another_version_is_told_to_end_until_ours_serves(
 def test_the_cache_goes_on_where_the_arena_is_of_one_version(
     socket_path: Path, arena: int, kept: int
 ) -> None:
-    """From us to another version and back; an arena that is not understood is made anew."""
+    """From our version to another and back. An arena of an unknown version is made anew."""
     ours(socket_path)
     with Client(str(socket_path)) as client:
         client.store(1, 3)
@@ -161,7 +161,7 @@ def test_the_next_daemon_waits_for_the_arena_of_one_that_is_ending(socket_path: 
 def test_an_engine_starts_where_the_daemon_it_names_is_of_another_version(
     socket_path: Path,
 ) -> None:
-    """A daemon that is upgraded after its engines; they greet it every few seconds."""
+    """A daemon may be upgraded after its engines. They greet it every few seconds."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from hybridkv.connector import HybridKVConnector
@@ -170,7 +170,17 @@ def test_an_engine_starts_where_the_daemon_it_names_is_of_another_version(
 
     layout = LAYOUTS["full"]
     settings: dict[str, object] = {"weights_identity": "simulated"}
-    shape = Shape(layout, 64, 512, 512, 4, None, 1, ON_CPU, settings)
+    shape = Shape(
+        layout=layout,
+        num_blocks=64,
+        max_model_len=512,
+        budget=512,
+        max_seqs=4,
+        retention=None,
+        ranks=1,
+        placement=ON_CPU,
+        settings=settings,
+    )
     config = _vllm_config(shape, str(socket_path), "e")
     with others(socket_path, 1, -1):
         kv_config = layout.config(config, 64, worker=False)

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIServer, make_server
 
@@ -42,11 +42,11 @@ def answered() -> Future[Snapshot]:
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """A port of the loopback at which somebody else listens."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        yield other.getsockname()[1]
+    """A port of the loopback at which another program listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
 
 
 def test_a_port_that_is_taken_is_refused_where_somebody_asked_for_it(
@@ -69,19 +69,33 @@ def test_where_nobody_asked_another_port_is_taken_and_named(
     assert caplog.messages == [f"port {taken_port} is taken; the status page is at {url[:-7]}"]
 
 
+class Begun(NamedTuple):
+    """The beginning of an answer of a page."""
+
+    status: str
+    headers: dict[str, str]
+
+
+class Answer(NamedTuple):
+    """An answer of a page."""
+
+    status: str
+    headers: dict[str, str]
+    body: bytes
+
+
 def ask(
     pages: WebPages, path: str = "/", host: str | None = "127.0.0.1:9477", method: str = "GET"
-) -> tuple[str, dict[str, str], bytes]:
-    """(status, headers, body)."""
-    said: list[tuple[str, dict[str, str]]] = []
+) -> Answer:
+    begun: list[Begun] = []
     environ = {"REQUEST_METHOD": method, "PATH_INFO": path} | (
         {"HTTP_HOST": host} if host is not None else {}
     )
     body = b"".join(
-        pages(environ, lambda status, headers, *_: said.append((status, dict(headers))))
+        pages(environ, lambda status, headers, *_: begun.append(Begun(status, dict(headers))))
     )
-    ((status, headers),) = said
-    return status, headers, body
+    ((status, headers),) = begun
+    return Answer(status, headers, body)
 
 
 @pytest.mark.parametrize("path", ALL)
@@ -250,7 +264,7 @@ def test_over_a_real_socket(daemon: DaemonProcess) -> None:
 
 
 def test_healthz_has_a_line_for_each_problem(tmp_path: Path) -> None:
-    """One of them is a tier that cannot be used; what is merely worth a note is none."""
+    """A tier that cannot be used is a problem. A note is none."""
     port = free_port()
     options = ["--tier", f"valkey://127.0.0.1:{port}/0"]
     with DaemonProcess(str(tmp_path / "d.sock"), "16MiB", metrics_port=0, options=options) as ill:
@@ -262,7 +276,7 @@ def test_healthz_has_a_line_for_each_problem(tmp_path: Path) -> None:
 
 
 def health_of(daemon: DaemonProcess) -> tuple[int, str]:
-    """Status and text of /healthz."""
+    """Return the status and the text of /healthz."""
     with ControlClient(daemon.socket_path) as control:
         address = urlsplit(control.stats().metrics_url)
     connection = http.client.HTTPConnection(
@@ -275,7 +289,7 @@ def health_of(daemon: DaemonProcess) -> tuple[int, str]:
 
 
 def listens_only_on_loopback(port: int) -> bool:
-    """As the kernel says."""
+    """Return True where the kernel has no other address for a listener on this port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     local = [row[1].split(":") for row in rows if row[3] == "0A"]
     return {
@@ -290,11 +304,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], socket.sock
     """Connections to a server of two clients at a time."""
     servers: list[WSGIServer] = []
 
-    def made(*words: Any) -> WSGIServer:
-        servers.append(make_server(*words))
+    def make_and_keep(*arguments: Any) -> WSGIServer:
+        servers.append(make_server(*arguments))
         return servers[-1]
 
-    monkeypatch.setattr(web, "make_server", made)
+    monkeypatch.setattr(web, "make_server", make_and_keep)
     monkeypatch.setattr(web, "CONNECTIONS_MAX", 2)
     port = urlsplit(web.serve_web(answered, 0)).port
     yield lambda: socket.create_connection(("127.0.0.1", port or 0), DEADLINE_SECONDS)
@@ -303,7 +317,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], socket.sock
 
 
 def answer_of(client: socket.socket) -> bytes:
-    """What there is until the other side closes; nothing where it did so at once."""
+    """Return the bytes until the other side closes. b"" where it closed at once."""
     with contextlib.suppress(ConnectionError):
         client.sendall(b"GET /status.css HTTP/1.0\r\nHost: localhost\r\n\r\n")
         return b"".join(iter(lambda: client.recv(4096), b""))

@@ -13,7 +13,7 @@ def granted(pool: SlotCredits, count: int, now: float) -> None:
 
 def test_a_large_pool_is_asked_for_in_several_questions() -> None:
     pool = SlotCredits({SHAPE: 2 * CHANGES_MAX + 10})
-    asked = [count for _, count in pool.wanted(0.0)]
+    asked = [request.slots for request in pool.wanted(0.0)]
     assert asked == [CHANGES_MAX, CHANGES_MAX, 10]
     assert pool.wanted(0.0) == [], "what was asked for is on its way"
     for count in asked:
@@ -21,7 +21,7 @@ def test_a_large_pool_is_asked_for_in_several_questions() -> None:
         granted(pool, count, 0.0)
     assert not pool.awaited
     assert pool.wanted(0.0) == []
-    assert len(pool.take(SHAPE, 1 << 16)[0]) == 8 * sum(asked)
+    assert len(pool.take(SHAPE, 1 << 16).offsets) == 8 * sum(asked)
 
 
 def test_after_a_short_answer_the_next_question_waits() -> None:
@@ -34,4 +34,4 @@ def test_after_a_short_answer_the_next_question_waits() -> None:
     assert pool.wanted(1.0 + RETRY_SECONDS) == [(SHAPE, CHANGES_MAX), (SHAPE, CHANGES_MAX - 6)]
     pool.reset()
     assert not pool.awaited
-    assert [count for _, count in pool.wanted(0.0)] == [CHANGES_MAX] * 2
+    assert [request.slots for request in pool.wanted(0.0)] == [CHANGES_MAX] * 2

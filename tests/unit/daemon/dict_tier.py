@@ -1,4 +1,4 @@
-"""A tier for the daemon's core: a dictionary that fails when it is told to."""
+"""A tier for the daemon's core: a dictionary that fails on demand."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, 
 
 
 class DictTier(Tier):
-    """Records in a dictionary; `ill` is what the next call comes to."""
+    """Records in a dictionary. While `ill` is set, each call fails with that error."""
 
     name = "sim"
 

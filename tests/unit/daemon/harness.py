@@ -1,5 +1,8 @@
 """Driving the daemon's core without a socket."""
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64, unpack_u64
@@ -12,6 +15,7 @@ from hybridkv.wire.messages import (
     Found,
     Hello,
     Lookup,
+    PackedSlots,
     Reply,
     Reserve,
     Reserved,
@@ -22,12 +26,42 @@ from hybridkv.wire.messages import (
 ARENA = 1 << 20
 
 
+class Ref(NamedTuple):
+    """A slot as messages name it."""
+
+    offset: int
+    generation: int
+
+
 def make_daemon(arena_bytes: int = ARENA) -> Daemon:
     memory = memoryview(bytearray(arena_bytes))
     store = Store(memory, first_generation=1 << 32)
     store.extents.grow(arena_bytes)
-    return Daemon(
-        store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", arena_bytes, arena_bytes, 1)
+    return Daemon(store, make_welcome(arena_bytes))
+
+
+def make_welcome(arena_bytes: int) -> Welcome:
+    """The greeting of a daemon over an arena without a file, all of whose bytes are slots."""
+    return Welcome(
+        id=0,
+        version=PROTOCOL_VERSION,
+        boot="boot",
+        arena_path="/nowhere",
+        arena_bytes=arena_bytes,
+        slots_bytes=arena_bytes,
+        pid=1,
+    )
+
+
+def engine_hello(geometry: Geometry, name: str, identity: bytes, session: int = 0) -> Hello:
+    return Hello(
+        id=1,
+        version=PROTOCOL_VERSION,
+        role="engine",
+        engine_id=name,
+        namespace=identity,
+        geometry=geometry_to_wire(geometry),
+        session=session,
     )
 
 
@@ -42,36 +76,48 @@ def engine(
     name: str = "e",
     identity: bytes = b"n" * 32,
 ) -> Reply | None:
-    daemon.sessions.connect(connection)
-    return daemon.handle(
-        connection, Hello(1, PROTOCOL_VERSION, "engine", name, identity, geometry_to_wire(geometry))
+    daemon.sessions.on_connect(connection)
+    return daemon.handle(connection, engine_hello(geometry, name, identity))
+
+
+def pack_refs(refs: Iterable[Ref]) -> PackedSlots:
+    refs = list(refs)
+    return PackedSlots(
+        pack_u64([ref.offset for ref in refs]), pack_u64([ref.generation for ref in refs])
     )
+
+
+def unpack_refs(offsets: bytes, generations: bytes) -> list[Ref]:
+    return [
+        Ref._make(pair) for pair in zip(unpack_u64(offsets), unpack_u64(generations), strict=True)
+    ]
 
 
 def grant(
     daemon: Daemon, connection: int, part_bytes: int, count: int, parts: int = 1
-) -> list[tuple[int, int]]:
+) -> list[Ref]:
     granted = daemon.handle(connection, Reserve(9, part_bytes, parts, count))
     assert isinstance(granted, Reserved), granted
-    return list(zip(unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True))
+    return unpack_refs(granted.offsets, granted.generations)
 
 
 def commit(
     daemon: Daemon,
     connection: int,
-    slots: list[tuple[int, int]],
+    slots: list[Ref],
     group: int,
     numbers: list[int],
     *,
     eviction_class: EvictionClass = EvictionClass.PROMPT,
 ) -> Reply | None:
+    packed = pack_refs(slots)
     return daemon.handle(
         connection,
         Commit(
-            pack_u64([offset for offset, _ in slots]),
-            pack_u64([generation for _, generation in slots]),
-            pack_u64([group] * len(slots)),
-            hashes(*numbers),
+            offsets=packed.offsets,
+            generations=packed.generations,
+            groups=pack_u64([group] * len(slots)),
+            hashes=hashes(*numbers),
             classes=bytes([eviction_class] * len(slots)),
         ),
     )

@@ -1,4 +1,4 @@
-"""What the daemon offers to a live audit: stored objects of a chunk that the engine computes."""
+"""The offers of the daemon to a live audit: stored objects of a chunk that the engine computes."""
 
 import dataclasses
 
@@ -6,7 +6,6 @@ import pytest
 
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.packed import unpack_u64
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.wire.messages import (
     AuditOffer,
@@ -24,22 +23,21 @@ from hybridkv.wire.messages import (
 )
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
+from tests.unit.daemon.harness import Ref, commit, engine, grant, hashes, make_daemon, unpack_refs
 
 HYBRID = LAYOUTS["qwen3next"]
 STATES, FULL = (0, 1), 2
-Slots = list[tuple[int, int]]
 
 
-def made(geometry: Geometry) -> Daemon:
+def daemon_of(geometry: Geometry) -> Daemon:
     daemon = make_daemon()
     engine(daemon, 1, geometry)
     return daemon
 
 
-def store(daemon: Daemon, geometry: Geometry, number: int, *groups: int) -> Slots:
-    """The slots of these groups' objects of a chunk."""
-    slots: Slots = []
+def store(daemon: Daemon, geometry: Geometry, number: int, *groups: int) -> list[Ref]:
+    """Store the objects of these groups of a chunk. Returns their slots."""
+    slots: list[Ref] = []
     for index in groups:
         granted = grant(daemon, 1, geometry.groups[index].block_bytes, 1)
         commit(daemon, 1, granted, index, [number])
@@ -58,67 +56,63 @@ def offered(found: Found) -> AuditOffer:
     return found.audit
 
 
-def pairs(offsets: bytes, generations: bytes) -> Slots:
-    return list(zip(unpack_u64(offsets), unpack_u64(generations), strict=True))
-
-
 def leases(daemon: Daemon) -> float:
     return daemon.view.values().of("leases")
 
 
 def test_the_last_chunk_of_a_hit_is_offered_with_the_hit_before_it() -> None:
     geometry = LAYOUTS["qwen3"]
-    daemon = made(geometry)
+    daemon = daemon_of(geometry)
     slots = [slot for number in range(3) for slot in store(daemon, geometry, number, 0)]
     found = asked(daemon, 0, 1, 2, 3)
     offer = offered(found)
     assert (found.chunks, offer.chunk, offer.lease) == (3, 2, 2)
-    assert pairs(found.offsets, found.generations) == slots
-    assert pairs(offer.shorter_offsets, offer.shorter_generations) == slots[:2]
-    assert pairs(offer.offsets, offer.generations) == slots[2:]
+    assert unpack_refs(found.offsets, found.generations) == slots
+    assert unpack_refs(offer.shorter_offsets, offer.shorter_generations) == slots[:2]
+    assert unpack_refs(offer.offsets, offer.generations) == slots[2:]
     check_daemon(daemon)
 
 
 def test_a_hit_of_one_chunk_is_audited_too() -> None:
     geometry = LAYOUTS["qwen3"]
-    daemon = made(geometry)
+    daemon = daemon_of(geometry)
     slots = store(daemon, geometry, 0, 0)
     offer = offered(asked(daemon, 0))
     assert offer.chunk == 0
     assert not offer.shorter_offsets
-    assert pairs(offer.offsets, offer.generations) == slots
+    assert unpack_refs(offer.offsets, offer.generations) == slots
 
 
 def test_states_of_both_boundaries_are_needed_for_the_last_chunk() -> None:
-    """The shorter hit has the state before the chunk, and the state behind it is compared."""
-    daemon = made(HYBRID)
+    """The shorter hit has the state before the chunk, and the state after it is compared."""
+    daemon = daemon_of(HYBRID)
     first = store(daemon, HYBRID, 0, *STATES, FULL)
     second = store(daemon, HYBRID, 1, *STATES, FULL)
     offer = offered(asked(daemon, 0, 1))
     assert offer.chunk == 1
-    assert pairs(offer.shorter_offsets, offer.shorter_generations) == first
-    assert pairs(offer.offsets, offer.generations) == second
+    assert unpack_refs(offer.shorter_offsets, offer.shorter_generations) == first
+    assert unpack_refs(offer.offsets, offer.generations) == second
 
 
 def test_without_a_state_before_it_nothing_of_the_hit_is_given_up() -> None:
-    """What is behind the hit is computed anyway, and what is stored of it is compared."""
-    daemon = made(HYBRID)
+    """The chunk after the hit is computed anyway, and its stored objects are compared."""
+    daemon = daemon_of(HYBRID)
     store(daemon, HYBRID, 0, FULL)
     store(daemon, HYBRID, 1, *STATES, FULL)
-    behind = store(daemon, HYBRID, 2, FULL)
+    after = store(daemon, HYBRID, 2, FULL)
     found = asked(daemon, 0, 1, 2)
     offer = offered(found)
     assert (found.chunks, offer.chunk) == (2, 2)
     assert not offer.shorter_offsets
-    assert pairs(offer.offsets, offer.generations) == [(0, 0), (0, 0), *behind]
+    assert unpack_refs(offer.offsets, offer.generations) == [(0, 0), (0, 0), *after]
 
 
 def test_a_miss_is_audited_by_what_is_there_of_its_first_chunk() -> None:
-    daemon = made(HYBRID)
+    daemon = daemon_of(HYBRID)
     there = store(daemon, HYBRID, 0, FULL)
     found = asked(daemon, 0, 1)
     assert not found.chunks
-    assert pairs(offered(found).offsets, offered(found).generations)[FULL] == there[0]
+    assert unpack_refs(offered(found).offsets, offered(found).generations)[FULL] == there[0]
     assert leases(daemon) == 1
     daemon.handle(1, Release(2))
     assert not leases(daemon)
@@ -128,7 +122,7 @@ def test_a_miss_is_audited_by_what_is_there_of_its_first_chunk() -> None:
 @pytest.mark.parametrize("audit_lease", [0, 2])
 def test_nothing_is_offered_where_nothing_is_stored_or_nobody_asked(audit_lease: int) -> None:
     geometry = LAYOUTS["qwen3"]
-    daemon = made(geometry)
+    daemon = daemon_of(geometry)
     assert asked(daemon, 7, audit_lease=audit_lease).audit is None
     store(daemon, geometry, 0, 0)
     assert (asked(daemon, 0, audit_lease=audit_lease).audit is None) == (not audit_lease)
@@ -136,7 +130,7 @@ def test_nothing_is_offered_where_nothing_is_stored_or_nobody_asked(audit_lease:
 
 def test_both_leases_keep_their_slots_until_each_ends() -> None:
     geometry = LAYOUTS["qwen3"]
-    daemon = made(geometry)
+    daemon = daemon_of(geometry)
     for number in range(2):
         store(daemon, geometry, number, 0)
     offer = offered(asked(daemon, 0, 1))
@@ -157,7 +151,7 @@ def test_both_leases_keep_their_slots_until_each_ends() -> None:
 @pytest.mark.parametrize("numbers", [(1, 1), (2, 1), (3, 2)])
 def test_the_number_of_an_audits_lease_is_used_once(numbers: tuple[int, int]) -> None:
     geometry = LAYOUTS["qwen3"]
-    daemon = made(geometry)
+    daemon = daemon_of(geometry)
     store(daemon, geometry, 0, 0)
     lease, audit_lease = numbers
     if lease != audit_lease:
@@ -170,7 +164,7 @@ def test_the_number_of_an_audits_lease_is_used_once(numbers: tuple[int, int]) ->
 def test_no_more_leases_are_opened_than_a_session_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.daemon.handlers.LEASES_MAX", 1)
     geometry = LAYOUTS["qwen3"]
-    daemon = made(geometry)
+    daemon = daemon_of(geometry)
     store(daemon, geometry, 0, 0)
     assert asked(daemon, 0).audit is None
     assert leases(daemon) == 1
@@ -178,7 +172,7 @@ def test_no_more_leases_are_opened_than_a_session_may_have(monkeypatch: pytest.M
 
 def test_a_hit_inside_a_block_is_not_audited() -> None:
     fine = dataclasses.replace(HYBRID, hash_tokens=64, alignment_tokens=64)
-    daemon = made(fine)
+    daemon = daemon_of(fine)
     store(daemon, fine, 0, *STATES, FULL)
     store(daemon, fine, 103, *STATES, FULL)
     tails = hashes(*range(100, 106))
@@ -189,7 +183,7 @@ def test_a_hit_inside_a_block_is_not_audited() -> None:
 
 def test_an_engine_with_other_weights_by_now_is_offered_nothing() -> None:
     geometry = LAYOUTS["qwen3"]
-    daemon = made(geometry)
+    daemon = daemon_of(geometry)
     store(daemon, geometry, 0, 0)
     daemon.handle(1, Identify(3, b"o" * 32))
     assert asked(daemon, 0).audit is None
@@ -197,7 +191,7 @@ def test_an_engine_with_other_weights_by_now_is_offered_nothing() -> None:
 
 def test_what_came_of_an_audit_is_counted_and_explained() -> None:
     """It ends after its request, or before."""
-    daemon = made(LAYOUTS["qwen3"])
+    daemon = daemon_of(LAYOUTS["qwen3"])
     daemon.handle(1, ReportRequest("r", RequestExplanation(600, 2)))
     daemon.handle(1, ReportAudit("r", AuditOutcome.DIFFERED, "layer x differs by 2"))
     daemon.handle(1, ReportAudit("not known", AuditOutcome.PASSED))

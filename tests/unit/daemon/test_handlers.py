@@ -1,5 +1,6 @@
 """The daemon's decisions: sessions, leases, credits, refusals."""
 
+import msgspec
 import pytest
 
 from hybridkv.core.audit import AuditOutcome
@@ -10,7 +11,7 @@ from hybridkv.daemon.sessions import Process, owner_of
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.tiers.record import record_of
 from hybridkv.wire.messages import (
-    NEVER,
+    GREETING_NEVER,
     PROTOCOL_VERSION,
     Clear,
     Commit,
@@ -49,7 +50,17 @@ from hybridkv.wire.messages import (
 from hybridkv.wire.protocol import RULES, ConnectionState
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS, make
-from tests.unit.daemon.harness import ARENA, commit, engine, grant, hashes, lookup, make_daemon
+from tests.unit.daemon.harness import (
+    ARENA,
+    commit,
+    engine,
+    engine_hello,
+    grant,
+    hashes,
+    lookup,
+    make_daemon,
+    pack_refs,
+)
 
 QWEN3 = LAYOUTS["qwen3"]
 GEMMA3 = LAYOUTS["gemma3"]
@@ -85,10 +96,10 @@ def test_stored_then_found_then_released() -> None:
     assert isinstance(engine(daemon, 1, QWEN3), Welcome)
     slots = grant(daemon, 1, PART, 3)
     assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
-    found = lookup(daemon, 1, 7, 1, 2, 3, 4)
+    found = lookup(daemon, 1, 7, *range(1, 5))
     assert found.chunks == 3
     assert found.masks == [b"\1\1\1\0"]
-    assert list(unpack_u64(found.offsets)) == [offset for offset, _ in slots]
+    assert list(unpack_u64(found.offsets)) == [slot.offset for slot in slots]
     assert daemon.view.values().named()["leases"] == 1
     daemon.handle(1, Release(7, 384, 1000))
     assert daemon.view.values().named()["leases"] == 0
@@ -102,7 +113,7 @@ def test_a_hit_needs_every_group_at_one_boundary() -> None:
     size = GEMMA3.groups[0].block_bytes
     for group, numbers in ((0, [1, 2, 3]), (1, [1, 2, 3]), (2, [1, 2])):
         commit(daemon, 1, grant(daemon, 1, size, len(numbers)), group, numbers)
-    assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 2
+    assert lookup(daemon, 1, 1, *range(1, 4)).chunks == 2
     check_daemon(daemon)
 
 
@@ -126,14 +137,14 @@ def test_a_request_is_explained_also_by_what_is_stored_under_another_identity() 
     daemon.handle(1, ReportIdentity({"dtype": "bfloat16", "config": "c"}))
     daemon.handle(2, ReportIdentity({"dtype": "float32", "config": "c"}))
     commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
-    told = RequestExplanation(300, 0, first_chunk=hashes(1))
-    daemon.handle(2, ReportRequest("cmpl-7-0-ab12", told))
-    daemon.sessions.connect(3)
+    explanation = RequestExplanation(300, 0, first_chunk=hashes(1))
+    daemon.handle(2, ReportRequest("cmpl-7-0-ab12", explanation))
+    daemon.sessions.on_connect(3)
     daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
     explained = daemon.handle(3, Explain(5, "cmpl-7"))
     differs = IdentityDifference("dtype", here="float32", there="bfloat16")
     others = [OtherIdentity(b"x" * 32, [differs])]
-    assert explained == Explained(5, ["cmpl-7-0-ab12"], b"y" * 32, told, others)
+    assert explained == Explained(5, ["cmpl-7-0-ab12"], b"y" * 32, explanation, others)
     unknown = daemon.handle(3, Explain(6, "cmp"))
     assert unknown == Explained(6, ["cmpl-7-0-ab12"])
 
@@ -150,14 +161,19 @@ def test_only_the_last_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_engines_that_are_connected_are_listed_with_what_they_said() -> None:
     daemon = make_daemon()
-    geometry, model = (
-        geometry_to_wire(GEMMA3),
-        WireModel("gemma", 4096, "auto (bfloat16)", [1, 1, 1], 0, 2048),
+    geometry = geometry_to_wire(GEMMA3)
+    model = WireModel(
+        name="gemma",
+        max_model_len=4096,
+        kv_dtype="auto (bfloat16)",
+        layers=[1, 1, 1],
+        retention_tokens=0,
+        step_tokens=2048,
     )
-    daemon.sessions.connect(1)
-    daemon.handle(1, Hello(1, PROTOCOL_VERSION, "engine", "a", b"x" * 32, geometry, model))
+    daemon.sessions.on_connect(1)
+    daemon.handle(1, msgspec.structs.replace(engine_hello(GEMMA3, "a", b"x" * 32), model=model))
     engine(daemon, 2, QWEN3, "b", b"y" * 32)
-    daemon.sessions.connect(3)
+    daemon.sessions.on_connect(3)
     daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
     assert daemon.handle(3, ListEngines(5)) == Engines(
         5,
@@ -166,7 +182,7 @@ def test_the_engines_that_are_connected_are_listed_with_what_they_said() -> None
             WireEngine("b", b"y" * 32, geometry_to_wire(QWEN3), None),
         ],
     )
-    daemon.disconnect(1)
+    daemon.on_disconnect(1)
     listed = daemon.handle(3, ListEngines(6))
     assert [seen.engine_id for seen in listed.engines] == ["b"]  # type: ignore[union-attr]
 
@@ -196,15 +212,15 @@ def test_what_a_session_holds_ends_with_its_last_process() -> None:
     """A worker may still copy after its scheduler died, so nothing is taken back before its end."""
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "e")
-    daemon.sessions.connect(2)
+    daemon.sessions.on_connect(2)
     daemon.handle(2, Hello(1, PROTOCOL_VERSION, "worker", "e"))
     slots = grant(daemon, 1, PART, 4)
     commit(daemon, 1, slots[:2], 0, [1, 2])
     lookup(daemon, 1, 1, 1, 2)
-    daemon.disconnect(1)
+    daemon.on_disconnect(1)
     assert daemon.view.values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1)
     assert daemon.view.values().named()["leases"] == 1
-    daemon.disconnect(2)
+    daemon.on_disconnect(2)
     values = daemon.view.values().named()
     assert (values["bytes_writing"], values["leases"], values["sessions"]) == (0, 0, 0)
     assert values["objects"] == 2, "objects outlive the engine"
@@ -217,21 +233,20 @@ def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> No
     daemon, process = make_daemon(), Process(7, 7)
 
     def greet_worker(connection: int) -> None:
-        daemon.sessions.connect(connection, process)
+        daemon.sessions.on_connect(connection, process)
         daemon.handle(connection, Hello(1, PROTOCOL_VERSION, "worker", "e"))
 
     greet_worker(1)
     daemon.handle(1, Drained(5))
     greet_worker(2)
     if farewell == "late":
-        daemon.handle(1, Drained(NEVER))
-    daemon.disconnect(1)
-    daemon.sessions.connect(3, process)
-    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(QWEN3), session=1)
-    daemon.handle(3, hello)
+        daemon.handle(1, Drained(GREETING_NEVER))
+    daemon.on_disconnect(1)
+    daemon.sessions.on_connect(3, process)
+    daemon.handle(3, engine_hello(QWEN3, "e", b"n" * 32, session=1))
     daemon.handle(2, Drained(1))
     grant(daemon, 3, PART, 2)
-    daemon.disconnect(3)
+    daemon.on_disconnect(3)
     assert daemon.view.values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1), (
         "its worker may still write"
     )
@@ -240,21 +255,21 @@ def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> No
 
 
 def test_workers_that_copy_no_more_are_forgotten_with_their_connection() -> None:
-    """A process may make one engine after another; the daemon need not know all its workers."""
+    """A process may make many engines in turn, and the daemon need not know all its workers."""
     daemon, process = make_daemon(), Process(7, 7)
-    for number, farewell in ((1, NEVER), (2, 5)):
-        daemon.sessions.connect(number, process)
+    for number, farewell in ((1, GREETING_NEVER), (2, 5)):
+        daemon.sessions.on_connect(number, process)
         daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", f"e{number}"))
         daemon.handle(number, Drained(farewell))
-        assert daemon.sessions.processes() == {process}
+        assert daemon.sessions.watched_processes() == {process}
         assert [known.engine for known in daemon.store.trailer.processes()] == [
             owner_of(f"e{number}")
         ]
-        daemon.disconnect(number)
-    assert daemon.sessions.processes() == {process}, "the second may still copy"
+        daemon.on_disconnect(number)
+    assert daemon.sessions.watched_processes() == {process}, "the second may still copy"
     assert len(daemon.store.trailer.processes()) == 1
-    daemon.sessions.process_ended(process)
-    assert not daemon.sessions.processes()
+    daemon.sessions.on_process_ended(process)
+    assert not daemon.sessions.watched_processes()
     assert not daemon.store.trailer.processes()
 
 
@@ -267,7 +282,7 @@ def test_a_thousand_engines_come_and_go() -> None:
         engine(daemon, number, QWEN3, f"e{number}")
         grant(daemon, number, PART, 2)
         lookup(daemon, number, 1, 1, 2)
-        daemon.disconnect(number)
+        daemon.on_disconnect(number)
     after = daemon.view.values().named()
     for name in (
         "bytes_writing",
@@ -289,8 +304,7 @@ def test_credits_are_bounded_and_objects_under_a_lease_stay() -> None:
     commit(daemon, 1, slots, 0, list(range(len(slots))))
     lookup(daemon, 1, 1, 0, 1)
     for number in range(100, 200):
-        more = grant(daemon, 1, PART, 1)
-        commit(daemon, 1, more, 0, [number])
+        commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [number])
     assert daemon.view.values().named()["evicted"] > 0
     assert lookup(daemon, 1, 2, 0, 1).chunks == 2
     check_daemon(daemon)
@@ -314,10 +328,10 @@ def test_a_condemned_object_is_a_miss() -> None:
     engine(daemon, 1, QWEN3)
     slots = grant(daemon, 1, PART, 2)
     commit(daemon, 1, slots, 0, [1, 2])
-    (offset, generation) = slots[1]
-    daemon.handle(1, ReportCorrupt(pack_u64([offset]), pack_u64([generation + 1])))
+    packed = pack_refs([slots[1]])
+    daemon.handle(1, ReportCorrupt(packed.offsets, pack_u64([slots[1].generation + 1])))
     assert lookup(daemon, 1, 1, 1, 2).chunks == 2, "another generation is another object"
-    daemon.handle(1, ReportCorrupt(pack_u64([offset]), pack_u64([generation])))
+    daemon.handle(1, ReportCorrupt(packed.offsets, packed.generations))
     assert lookup(daemon, 1, 2, 1, 2).chunks == 1
     check_daemon(daemon)
 
@@ -343,7 +357,8 @@ def test_unused_slots_can_be_given_back() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
     slots = grant(daemon, 1, PART, 2)
-    daemon.handle(1, Free(pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])))
+    packed = pack_refs(slots)
+    daemon.handle(1, Free(packed.offsets, packed.generations))
     assert daemon.view.values().named()["bytes_writing"] == 0
     commit(daemon, 1, slots, 0, [1, 2])
     assert daemon.view.values().named()["commits_unknown"] == 2
@@ -371,7 +386,7 @@ def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -
 
 
 def test_what_living_engines_are_made_of_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a trainer changes the weights of one engine again and again beside another."""
+    """A trainer may change the weights of one engine again and again beside another."""
     monkeypatch.setattr("hybridkv.observe.history.IDENTITIES_MAX", 2)
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "a", b"x" * 32)
@@ -387,17 +402,17 @@ def test_what_living_engines_are_made_of_is_not_forgotten(monkeypatch: pytest.Mo
 def test_workers_are_bounded_by_those_that_the_next_daemon_knows_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of another one it would not know that it may write into slots still."""
+    """The next daemon would not know that a further worker may still write into slots."""
     monkeypatch.setattr("hybridkv.shm.trailer.PROCESSES_MAX", 2)
     daemon = make_daemon()
     hello = Hello(1, PROTOCOL_VERSION, "worker", "e")
     for number in (1, 2, 3):
-        daemon.sessions.connect(number, Process(number, 7))
+        daemon.sessions.on_connect(number, Process(number, 7))
     assert [type(daemon.handle(number, hello)) for number in (1, 2)] == [Welcome, Welcome]
     refused = daemon.handle(3, hello)
     assert isinstance(refused, Error)
     assert refused.code == "sessions"
-    daemon.disconnect(3)
+    daemon.on_disconnect(3)
     check_daemon(daemon)
 
 
@@ -415,7 +430,7 @@ def test_sessions_and_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     refused = daemon.handle(1, Lookup(5, 3, hashes(1)))
     assert isinstance(refused, Error)
     assert refused.code == "lease"
-    daemon.disconnect(2)
+    daemon.on_disconnect(2)
     assert isinstance(daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control")), Welcome)
     check_daemon(daemon)
 
@@ -440,7 +455,7 @@ def test_a_lease_number_is_used_once() -> None:
 )
 def test_greetings_that_are_refused(hello: Request, code: str) -> None:
     daemon = make_daemon()
-    daemon.sessions.connect(1)
+    daemon.sessions.on_connect(1)
     refused = daemon.handle(1, hello)
     assert isinstance(refused, Error)
     assert refused.code == code
@@ -448,7 +463,7 @@ def test_greetings_that_are_refused(hello: Request, code: str) -> None:
 
 def test_a_control_connection_has_no_session() -> None:
     daemon = make_daemon()
-    daemon.sessions.connect(1)
+    daemon.sessions.on_connect(1)
     assert isinstance(daemon.handle(1, Hello(1, PROTOCOL_VERSION, "control")), Welcome)
     refused = daemon.handle(1, Lookup(2, 1, hashes(1)))
     assert isinstance(refused, Error)
@@ -478,34 +493,43 @@ def test_a_refused_commit_stores_nothing() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
     slots = grant(daemon, 1, PART, 3)
-    arguments = pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])
-    refused = daemon.handle(1, Commit(*arguments, pack_u64([1, 0, 0]), hashes(1, 2, 3)))
+    packed = pack_refs(slots)
+    refused = daemon.handle(
+        1, Commit(packed.offsets, packed.generations, pack_u64([1, 0, 0]), hashes(1, 2, 3))
+    )
     assert isinstance(refused, Error)
     assert refused.code == "commit"
     assert daemon.view.values().named()["objects"] == 0
     assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
-    assert lookup(daemon, 1, 1, 1, 2, 3).chunks == 3
+    assert lookup(daemon, 1, 1, *range(1, 4)).chunks == 3
     check_daemon(daemon)
 
 
 @pytest.mark.parametrize("first", [0, 4])
 def test_what_all_objects_of_a_commit_have_in_common_is_said_once(first: int) -> None:
-    """One group, one tenant, and the hash before the first: as if it were said for each."""
+    """One group, one tenant, and the hash before the first stand for those of all objects."""
     groups, tenants = pack_u64([0]), pack_u64([9])
     names, before = hashes(5, 6, 7), hashes(first)
     known = []
     for parents, times in ((before, 1), (before + names[:-HASH_BYTES], 3)):
         daemon = make_daemon()
         engine(daemon, 1, QWEN3)
-        slots = grant(daemon, 1, PART, 3)
-        places = pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])
-        said = Commit(*places, groups * times, names, 0, parents, b"\0\1\0", tenants * times)
-        assert daemon.handle(1, said) is None
-        objects = [daemon.store.get(*slot) for slot in slots]
-        known.append([record_of(one) for one in objects if one is not None])
-        assert daemon.handle(1, Commit(b"", b"", groups, b"", 0, before, b"", tenants)) is None, (
-            "of nothing"
+        refs = grant(daemon, 1, PART, 3)
+        packed = pack_refs(refs)
+        request = Commit(
+            offsets=packed.offsets,
+            generations=packed.generations,
+            groups=groups * times,
+            hashes=names,
+            parents=parents,
+            classes=b"\0\1\0",
+            tenants=tenants * times,
         )
+        assert daemon.handle(1, request) is None
+        slots = [daemon.store.get(ref.offset, ref.generation) for ref in refs]
+        known.append([record_of(slot) for slot in slots if slot is not None])
+        empty = Commit(b"", b"", groups, b"", parents=before, tenants=tenants)
+        assert daemon.handle(1, empty) is None
         check_daemon(daemon)
     assert known[0] == known[1]
     assert [record.tenant for record in known[0]] == [9] * 3
@@ -515,17 +539,18 @@ def test_what_all_objects_of_a_commit_have_in_common_is_said_once(first: int) ->
 def test_columns_of_a_commit_have_one_item_or_one_for_each() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
-    slots = grant(daemon, 1, PART, 3)
-    places = pack_u64([o for o, _ in slots]), pack_u64([g for _, g in slots])
+    packed = pack_refs(grant(daemon, 1, PART, 3))
     names = hashes(1, 2, 3)
-    for wrong in (
-        Commit(*places, pack_u64([0, 0]), names),
-        Commit(*places, b"", names),
-        Commit(*places, pack_u64([0]), names, 0, names[: 2 * HASH_BYTES]),
-        Commit(*places, pack_u64([0]), names, 0, names + b"\0"),
-        Commit(*places, pack_u64([0]), names, 0, b"", b"\0"),
-        Commit(*places, pack_u64([0]), names, 0, b"", b"", pack_u64([1, 2])),
+    right = Commit(packed.offsets, packed.generations, pack_u64([0]), names)
+    for change in (
+        {"groups": pack_u64([0, 0])},
+        {"groups": b""},
+        {"parents": names[: 2 * HASH_BYTES]},
+        {"parents": names + b"\0"},
+        {"classes": b"\0"},
+        {"tenants": pack_u64([1, 2])},
     ):
+        wrong = msgspec.structs.replace(right, **change)
         refused = daemon.handle(1, wrong)
         assert isinstance(refused, Error), wrong
         assert refused.code == "commit"
@@ -536,11 +561,19 @@ def test_columns_of_a_commit_have_one_item_or_one_for_each() -> None:
 def test_a_geometry_without_end_is_refused_at_once() -> None:
     """A window that shares no factor with the chunk repeats after a billion chunks."""
     daemon = make_daemon()
-    group = WireGroup(0, GroupKind.CHUNKED_LOCAL, 1, 8, (1 << 30) - 1, 0, False)
-    daemon.sessions.connect(1)
-    refused = daemon.handle(
-        1, Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, WireGeometry([group], 128, 1, 1, 1))
+    group = WireGroup(
+        gid=0,
+        kind=GroupKind.CHUNKED_LOCAL,
+        tokens_per_block=1,
+        block_bytes=8,
+        window_tokens=(1 << 30) - 1,
+        extra_retained_tokens=0,
+        replicated=False,
     )
+    geometry = WireGeometry([group], 128, 1, 1, 1)
+    hello = engine_hello(QWEN3, "e", b"n" * 32)
+    daemon.sessions.on_connect(1)
+    refused = daemon.handle(1, msgspec.structs.replace(hello, geometry=geometry))
     assert isinstance(refused, Error)
     assert refused.code == "geometry"
 
@@ -565,9 +598,9 @@ def test_a_hit_names_no_more_slots_than_fit_in_a_message(monkeypatch: pytest.Mon
 def test_a_control_connection_keeps_no_session_alive() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "e")
-    daemon.sessions.connect(2)
+    daemon.sessions.on_connect(2)
     daemon.handle(2, Hello(1, PROTOCOL_VERSION, "control", "e"))
-    daemon.disconnect(1)
+    daemon.on_disconnect(1)
     assert daemon.view.values().named()["sessions"] == 0
 
 
@@ -579,7 +612,7 @@ def test_who_may_say_what(state: ConnectionState, message: type[Request]) -> Non
     if state is ConnectionState.ENGINE:
         engine(daemon, 1, QWEN3)
     else:
-        daemon.sessions.connect(1)
+        daemon.sessions.on_connect(1)
     if state not in (ConnectionState.NEW, ConnectionState.ENGINE):
         daemon.handle(1, Hello(1, PROTOCOL_VERSION, state))
     reply = daemon.handle(1, MINIMAL[message])
@@ -599,13 +632,13 @@ def test_who_may_say_what(state: ConnectionState, message: type[Request]) -> Non
 
 
 def test_one_process_may_be_worker_twice() -> None:
-    """The older connection may speak after the newer one said farewell and was forgotten."""
+    """The older connection may send a message after the newer one has ended."""
     daemon, process = make_daemon(), Process(7, 7)
     for number in (1, 2):
-        daemon.sessions.connect(number, process)
+        daemon.sessions.on_connect(number, process)
         daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", "e"))
-    daemon.handle(2, Drained(NEVER))
-    daemon.disconnect(2)
+    daemon.handle(2, Drained(GREETING_NEVER))
+    daemon.on_disconnect(2)
     assert daemon.handle(1, Drained(3)) is None
-    daemon.disconnect(1)
+    daemon.on_disconnect(1)
     check_daemon(daemon)

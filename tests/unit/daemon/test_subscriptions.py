@@ -1,5 +1,6 @@
-"""What a subscriber is told of removed objects; tests/model/test_daemon.py checks completeness."""
+"""The Removed messages of a subscriber. tests/model/test_daemon.py checks that none is missing."""
 
+from collections import ChainMap
 from pathlib import Path
 
 import pytest
@@ -7,22 +8,22 @@ import pytest
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.sessions import LOOK_SECONDS, UNHEARD_MAX
-from hybridkv.wire.messages import Clear, Commit, Identify, Lookup, Removed, Reply, Stats, Subscribe
+from hybridkv.daemon.sessions import LOOK_SECONDS, UNHEARD_MAX, OutgoingMessage, RemovedObject
+from hybridkv.wire.messages import Clear, Commit, Identify, Lookup, Removed, Stats, Subscribe
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
+from tests.unit.daemon.harness import Ref, commit, engine, grant, hashes, make_daemon, pack_refs
 from tests.unit.daemon.tier_node import FULL, Node
 
 QWEN3 = LAYOUTS["qwen3"]
 PART = QWEN3.groups[0].block_bytes
 
 
-def turn(daemon: Daemon) -> list[tuple[int, Reply]]:
-    """The end of one of the loop's turns: what is to be sent."""
+def turn(daemon: Daemon) -> list[OutgoingMessage]:
+    """End a turn of the loop, and return the messages that are to be sent."""
     daemon.tick(0.0)
-    said = list(daemon.later)
-    daemon.later.clear()
-    return said
+    outgoing = list(daemon.outgoing)
+    daemon.outgoing.clear()
+    return outgoing
 
 
 def store(daemon: Daemon, connection: int, *numbers: int) -> None:
@@ -43,9 +44,9 @@ def test_who_watches_hears_of_its_identity_alone() -> None:
     store(daemon, 3, 3)
     daemon.handle(2, Clear(7))
     assert turn(daemon) == [(3, Removed(0, hashes(3), b"\0"))]
-    daemon.disconnect(3)
+    daemon.on_disconnect(3)
     store(daemon, 2, 4)
-    daemon.disconnect(1)
+    daemon.on_disconnect(1)
     daemon.handle(2, Clear(7))
     assert turn(daemon) == [], "nobody is there to hear"
     assert daemon.view.values().named()["watching"] == 0
@@ -66,17 +67,17 @@ def test_a_commit_that_came_to_nothing_is_told() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
     daemon.handle(1, Subscribe())
-    commit(daemon, 1, [(0, 5)], 0, [1])
+    commit(daemon, 1, [Ref(0, 5)], 0, [1])
     assert turn(daemon) == [(1, Removed(0, hashes(1), b"\0"))]
     store(daemon, 1, 1)
     store(daemon, 1, 1)
     assert turn(daemon) == [], "a duplicate is there"
-    daemon.store._tenant_bytes = 1
-    ((offset, generation),) = grant(daemon, 1, PART, 1)
-    one = Commit(
-        pack_u64([offset]), pack_u64([generation]), pack_u64([0]), hashes(2), tenants=pack_u64([9])
+    daemon.store.tenant_bytes = 1
+    packed = pack_refs(grant(daemon, 1, PART, 1))
+    over_quota = Commit(
+        packed.offsets, packed.generations, pack_u64([0]), hashes(2), tenants=pack_u64([9])
     )
-    daemon.handle(1, one)
+    daemon.handle(1, over_quota)
     assert turn(daemon) == [(1, Removed(0, hashes(2), b"\0"))]
 
 
@@ -106,33 +107,37 @@ def test_an_engine_that_says_nothing_is_sent_no_more_than_it_may_keep_unread(
     engine(daemon, 1, QWEN3, "silent")
     engine(daemon, 2, QWEN3, "busy")
     daemon.handle(1, Subscribe())
-    told: list[Removed] = []
+    sent: list[Removed] = []
+
+    def collect() -> None:
+        sent.extend(reply for _, reply in turn(daemon) if isinstance(reply, Removed))
 
     def come_and_go(*numbers: int) -> None:
         store(daemon, 2, *numbers)
         daemon.handle(2, Clear(7))
-        told.extend(reply for _, reply in turn(daemon) if isinstance(reply, Removed))
+        collect()
 
     come_and_go(*range(5))
-    assert [len(one.groups) for one in told] == [2, 2, 1]
+    assert [len(removed.groups) for removed in sent] == [2, 2, 1]
     come_and_go(*range(5, 20))
-    assert len(told) == UNHEARD_MAX
+    assert len(sent) == UNHEARD_MAX
     come_and_go(*range(20, 30))
-    assert len(told) == UNHEARD_MAX
+    assert len(sent) == UNHEARD_MAX
     daemon.handle(1, Stats(9))
-    told += [reply for _, reply in turn(daemon) if isinstance(reply, Removed)]
-    assert b"".join(one.hashes for one in told) == hashes(*range(30)), "all of it, in order"
-    assert not any(one.everything for one in told)
-    told.clear()
+    collect()
+    chunks = b"".join(removed.hashes for removed in sent)
+    assert chunks == hashes(*range(30)), "all of it, in order"
+    assert not any(removed.everything for removed in sent)
+    sent.clear()
     come_and_go(*range(1, 1 + 2 * UNHEARD_MAX))
     come_and_go(*range(30, 51))
     come_and_go(51)
     assert daemon.view.values().named()["removals_overflowed"] == 1
-    told.clear()
+    sent.clear()
     daemon.handle(1, Lookup(9, 1, hashes(1)))
     assert turn(daemon) == [(1, Removed(0, b"", b"", everything=True))]
     come_and_go(52)
-    assert told == [Removed(0, hashes(52), b"\0")]
+    assert sent == [Removed(0, hashes(52), b"\0")]
 
 
 def test_what_a_directory_has_is_told_and_told_again_when_it_has_it_no_more(
@@ -143,13 +148,14 @@ def test_what_a_directory_has_is_told_and_told_again_when_it_has_it_no_more(
     engine(node.daemon, 1, FULL)
     node.daemon.handle(1, Subscribe())
 
-    def said() -> set[tuple[bytes, int, int]]:
+    def reported() -> dict[RemovedObject, int]:
+        """The objects of the next messages, each with 1 where a tier has it."""
         node.tick(LOOK_SECONDS)
-        replies = [reply for _, reply in node.daemon.later]
-        node.daemon.later.clear()
+        replies = [reply for _, reply in node.daemon.outgoing]
+        node.daemon.outgoing.clear()
         node.daemon.handle(1, Stats(5))
         return {
-            (reply.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES], group, reply.below[at])
+            RemovedObject(reply.hashes[at * HASH_BYTES :][:HASH_BYTES], group): reply.below[at]
             for reply in replies
             if isinstance(reply, Removed)
             for at, group in enumerate(reply.groups)
@@ -159,17 +165,18 @@ def test_what_a_directory_has_is_told_and_told_again_when_it_has_it_no_more(
     node.work()
     node.daemon.handle(1, Clear(7))
     node.jobs.clear()
-    every = {(hashes(name), group) for name in (1, 2) for group in range(len(FULL.groups))}
-    told = said()
-    assert {one[:2] for one in told if one[2]} == every
-    assert said() == set(), "once"
+    groups = range(len(FULL.groups))
+    every = {RemovedObject(hashes(name), group) for name in (1, 2) for group in groups}
+    first = reported()
+    assert {removed for removed, is_below in first.items() if is_below} == every
+    assert reported() == {}, "once"
     node.store(FULL, [1])
     tier = node.daemon.tiers[0].tier
     tier.discard([*tier.keys()])
-    seen = [said() for _ in range(len(every))]
-    lost = {one for one in every if one[0] == hashes(2)}
-    assert set().union(*seen) == {(*one, 0) for one in lost}, "what came back is in RAM"
-    assert max(map(len, seen)) <= 3, "some at a time"
+    later = [reported() for _ in range(len(every))]
+    lost = {removed for removed in every if removed.chunk_hash == hashes(2)}
+    assert dict(ChainMap(*later)) == dict.fromkeys(lost, 0), "what came back is in RAM"
+    assert max(map(len, later)) <= 3, "some at a time"
 
 
 def test_of_more_than_a_session_is_told_the_rest_is_counted(
@@ -183,6 +190,7 @@ def test_of_more_than_a_session_is_told_the_rest_is_counted(
     node.work()
     node.daemon.handle(1, Clear(7))
     node.tick()
-    (told,) = [reply for _, reply in node.daemon.later if isinstance(reply, Removed)]
-    assert sorted(told.below) == [*bytes(len(told.below) - 1), 1]
-    assert node.daemon.view.values().named()["below_untold"] == len(told.below) - 1 > 0
+    (removed,) = [reply for _, reply in node.daemon.outgoing if isinstance(reply, Removed)]
+    untold = len(removed.below) - 1
+    assert sorted(removed.below) == [*bytes(untold), 1]
+    assert node.daemon.view.values().named()["below_untold"] == untold > 0

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.core.packed import unpack_u64
 from hybridkv.core.speed import Speed
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.tiers.jobs import JobKind
 from hybridkv.wire.messages import Error, Found, Lookup, Pending, Release, Reply
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
+from tests.unit.daemon.harness import Ref, commit, engine, grant, hashes, make_daemon, unpack_refs
 from tests.unit.daemon.tier_node import WAIT_MS, Node, is_found, remote
 
 FINE = dataclasses.replace(LAYOUTS["qwen3next"], hash_tokens=64, alignment_tokens=64)
@@ -21,19 +20,19 @@ TAILS = hashes(*range(100, 109))  # Three in each of the chunks 0, 1 and 2.
 
 @pytest.fixture
 def daemon() -> Daemon:
-    made = make_daemon()
-    engine(made, 1, FINE)
-    return made
+    daemon = make_daemon()
+    engine(daemon, 1, FINE)
+    return daemon
 
 
-def store(daemon: Daemon, number: int, *groups: int) -> list[tuple[int, int]]:
-    """The slots of these groups' objects with this name."""
-    made = []
+def store(daemon: Daemon, number: int, *groups: int) -> list[Ref]:
+    """Store an object of this name for each of the groups. Returns their slots."""
+    slots: list[Ref] = []
     for group in groups:
-        slots = grant(daemon, 1, FINE.groups[group].block_bytes, 1)
-        commit(daemon, 1, slots, group, [number])
-        made += slots
-    return made
+        granted = grant(daemon, 1, FINE.groups[group].block_bytes, 1)
+        commit(daemon, 1, granted, group, [number])
+        slots += granted
+    return slots
 
 
 def asked(daemon: Daemon, lease: int, tails: bytes = TAILS, start: int = 0) -> Found:
@@ -44,14 +43,14 @@ def asked(daemon: Daemon, lease: int, tails: bytes = TAILS, start: int = 0) -> F
 
 
 def test_the_longest_tail_that_is_whole_is_hit(daemon: Daemon) -> None:
-    """Behind whole chunks of attention, and by every group; states before it are not needed."""
+    """Chunks of attention before it must be whole. States before it are not needed."""
     first = store(daemon, 0, FULL)
     store(daemon, 103, *RECURRENT, FULL)
     tail = store(daemon, 104, *RECURRENT, FULL)
     store(daemon, 105, *RECURRENT)
     found = asked(daemon, 1)
     assert (found.chunks, found.tail) == (2, 5)
-    slots = [*zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True)]
+    slots = unpack_refs(found.offsets, found.generations)
     assert slots == [tail[0], tail[1], first[0], tail[2]]
     assert asked(daemon, 2, TAILS[3 * 32 :], 1).tail == 2, "numbers begin with the first name"
     store(daemon, 106, *RECURRENT, FULL)
@@ -76,8 +75,8 @@ def test_names_of_tails_that_cannot_be_are_refused(daemon: Daemon) -> None:
 
 def looked_up(node: Node, lease: int = 7, rate: int = 0) -> Reply | None:
     """The first reply to a lookup of three chunks and their tails."""
-    words = hashes(0, 1, 2), WAIT_MS, rate, TAILS
-    return node.daemon.handle(1, Lookup(5, lease, *words), node.now)
+    lookup = Lookup(5, lease, hashes(0, 1, 2), WAIT_MS, rate, tails=TAILS)
+    return node.daemon.handle(1, lookup, node.now)
 
 
 def over_directory(tmp_path: Path) -> Node:

@@ -1,4 +1,4 @@
-"""What is written to tiers: the daemon's core with real directories, and jobs done by hand."""
+"""Writes to tiers: the daemon's core with real directories, and jobs done by hand."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from hybridkv.core.policies import EvictionClass
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset
-from hybridkv.store.index import Slot
+from hybridkv.store.index import NewObject, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import FullError, TierError, WriteRequest
 from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX, USE_SECONDS
@@ -18,11 +18,11 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
 from hybridkv.tiers.record import record_of
-from hybridkv.wire.messages import PROTOCOL_VERSION, Clear, Found, Pending, Release, Welcome
+from hybridkv.wire.messages import Clear, Found, Pending, Release
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
-from tests.unit.daemon.harness import commit, engine, grant
+from tests.unit.daemon.harness import commit, engine, grant, make_welcome, unpack_refs
 from tests.unit.daemon.tier_node import ARENA, FULL, Node, is_found, remote, stored
 
 
@@ -34,21 +34,19 @@ def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
     line = TierState(0, "sim", tier, parse_tier("sim://0", "tier"), jobs.append)
     store = Store(memoryview(bytearray(arena)))
     store.grow(arena)
-    daemon = Daemon(
-        store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", arena, arena, 1), [line]
-    )
+    daemon = Daemon(store, make_welcome(arena), [line])
     engine(daemon, 1, LAYOUTS["qwen3"])
     size = part_bytes(LAYOUTS["qwen3"], LAYOUTS["qwen3"].groups[0], 0)
     namespace = next(iter(daemon.sessions.namespaces.values()))
     for number in range(count):
         for slot in store.grant((size, 1), 1):
-            assert store.commit(slot, namespace, 0, number.to_bytes(32, "big"))
+            assert store.commit(slot, namespace, NewObject(0, number.to_bytes(32, "big")))
             tier.records[record_of(slot).name.key] = b""
     assert store.objects == count > 2 * LOOKS_MAX
     daemon.tick(1.0)
     (job,) = jobs
     jobs.clear()
-    daemon.transferred(job, JobOutcome(), 1.0)
+    daemon.on_job_done(job, JobOutcome(), 1.0)
     turns = 0
     while daemon.wakes_at() <= 1.0:
         before = daemon.demotion.waiting
@@ -94,7 +92,7 @@ def test_what_an_outage_kept_from_a_tier_is_written_after_it(url: str) -> None:
 def test_what_a_tier_always_fails_with_keeps_nothing_waiting(
     raises: bool, after_outage: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it says which one it is, or fails with all that are given to it at once."""
+    """The tier names the object that fails, or fails with all objects of a call."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0", arena=8 << 20)
     node.checks = False
@@ -137,7 +135,8 @@ def test_what_a_tier_always_fails_with_keeps_nothing_waiting(
 def test_tiers_that_hang_do_not_keep_others_from_being_written(hung: int) -> None:
     """However many: they hold a quarter of the arena, and an object each."""
     records: dict[bytes, bytes] = {}
-    node = remote(records, *(f"sim://{number}" for number in range(hung + 1)), arena=ARENA // 4)
+    urls = [f"sim://{number}" for number in range(hung + 1)]
+    node = remote(records, *urls, arena=ARENA // 4)
     well = node.daemon.tiers[hung]
     done: list[bytes] = []
     prompts = 18
@@ -174,7 +173,7 @@ def test_what_is_gone_from_ram_is_not_tried_again() -> None:
     node.store(FULL, [1])
     node.daemon.handle(1, Clear(9), node.now)
     for job in list(node.jobs):
-        node.daemon.transferred(job, execute(tier, job, node.memory), node.now)
+        node.daemon.on_job_done(job, execute(tier, job, node.memory), node.now)
     assert not node.daemon.demotion.waiting
     assert not node.daemon.store.objects
 
@@ -299,9 +298,7 @@ def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
         TierState(number, f"disk{number or ''}", DiskTier(spec, "here"), spec, node.jobs.append)
         for number, spec in enumerate(specs)
     ]
-    node.daemon = Daemon(
-        store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", ARENA, ARENA, 1), lines
-    )
+    node.daemon = Daemon(store, make_welcome(ARENA), lines)
     node.daemon.sessions.recover(())
     node.tick()
     node.work()
@@ -310,25 +307,28 @@ def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
 
 
 def hit(node: Node, *numbers: int) -> list[Slot]:
-    """Hit a prompt that RAM has, and do what follows; the objects that the hit reads."""
+    """Hit a prompt that RAM has, and do the jobs that follow. Returns the slots of the hit."""
     found = is_found(node.ask(*numbers, wait_ms=0))
     assert found.chunks == len(numbers)
     node.tick()
     node.work()
     node.daemon.handle(1, Release(7), node.now)
-    refs = zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True)
-    return [slot for ref in refs if (slot := node.daemon.store.get(*ref)) is not None]
+    slots = [
+        node.daemon.store.get(offset, generation)
+        for offset, generation in unpack_refs(found.offsets, found.generations)
+    ]
+    return [slot for slot in slots if slot is not None]
 
 
 @pytest.mark.parametrize("policy", ["through", "back"])
 def test_what_a_tier_lost_is_written_again_once_it_is_hit(policy: str) -> None:
-    """As a server does that starts with nothing, or evicts what it was not asked for."""
+    """A server loses objects where it starts empty, or evicts those that are not read."""
     records: dict[bytes, bytes] = {}
     node = remote(records, f"sim://0?write={policy}")
     node.store(FULL, [1, 2])
     node.work()
     (tier,) = node.daemon.tiers
-    for slot in node.daemon.sessions.slots():
+    for slot in node.daemon.sessions.stored_slots():
         slot.in_tiers |= tier.bit
     records.clear()
     hit(node, 1, 2)

@@ -47,7 +47,7 @@ def test_what_was_stored_comes_back_after_the_arena_is_gone(
     engine(second.daemon, 1, geometry)
     reply = second.ask(*numbers)
     assert isinstance(reply, Pending)
-    assert not second.daemon.later
+    assert not second.daemon.outgoing
     second.work()
     found = second.answer()
     assert found.chunks == len(numbers)
@@ -62,7 +62,7 @@ def test_what_was_stored_comes_back_after_the_arena_is_gone(
 def test_a_tier_is_asked_about_everybody_in_turn() -> None:
     node, prompts = crowd("sim://0")
     node.work()
-    answers = {found.lease: found for _, found in node.daemon.later if isinstance(found, Found)}
+    answers = {found.lease: found for _, found in node.daemon.outgoing if isinstance(found, Found)}
     assert [answers[lease].chunks for lease in range(len(prompts))] == [2] * len(prompts)
     for lease, prompt in enumerate(prompts):
         node.prove(FULL, answers[lease], prompt)
@@ -71,7 +71,7 @@ def test_a_tier_is_asked_about_everybody_in_turn() -> None:
 def test_whose_turn_does_not_come_in_time_is_told_so() -> None:
     node, prompts = crowd("sim://0")
     node.tick(WAIT_MS / 1e3 + 0.001)
-    whys = [found.why for _, found in node.daemon.later if isinstance(found, Found)]
+    whys = [found.why for _, found in node.daemon.outgoing if isinstance(found, Found)]
     late = len(prompts) - FINDS_MAX
     assert (
         whys
@@ -93,26 +93,26 @@ def test_who_leaves_loses_only_the_own_turn() -> None:
     node.work()
     leases = {
         found.lease
-        for _, found in node.daemon.later
+        for _, found in node.daemon.outgoing
         if isinstance(found, Found) and found.chunks == 2
     }
     assert leases == set(range(len(prompts))) - {FINDS_MAX}
 
 
 def test_nobody_waits_for_a_turn_of_a_tier_that_hangs() -> None:
-    """What the tier behind it has comes up meanwhile."""
+    """Objects of the next tier come up meanwhile."""
     node, prompts = crowd("sim://0?timeout=0.5", "sim://1")
     hung = [job for job in node.jobs if job.tier == 0]
     node.jobs[:] = [job for job in node.jobs if job.tier]
     node.work()
-    assert not node.daemon.later
+    assert not node.daemon.outgoing
     node.tick(0.6)
     node.work()
-    answers = {found.lease: found for _, found in node.daemon.later if isinstance(found, Found)}
+    answers = {found.lease: found for _, found in node.daemon.outgoing if isinstance(found, Found)}
     assert [answers[lease].chunks for lease in sorted(answers)] == [2] * (len(prompts) - FINDS_MAX)
     assert node.daemon.view.values().named()["promotions_tiers_away"] == len(prompts) - FINDS_MAX
     node.tick(WAIT_MS / 1e3)
-    assert len(node.daemon.later) == len(prompts)
+    assert len(node.daemon.outgoing) == len(prompts)
     for job in hung:
         node.finish(job, execute(node.daemon.tiers[0].tier, job, node.memory))
 
@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_turn_of_a_tier_that_hangs() -> None:
 @pytest.mark.parametrize("is_read", [False, True], ids=["asked", "read"])
 @pytest.mark.parametrize("end", ["released", "disconnected", "late", "settled"])
 def test_a_lookup_that_waits_ends_once(end: str, is_read: bool) -> None:
-    """Whether tiers are still asked about it, or it is read already."""
+    """It holds while tiers are asked which objects they have, and while these are read."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")
     node.store(FULL, [1, 2])
@@ -134,25 +134,25 @@ def test_a_lookup_that_waits_ends_once(end: str, is_read: bool) -> None:
         case "released":
             node.daemon.handle(1, Release(7), node.now)
         case "disconnected":
-            node.daemon.disconnect(1)
+            node.daemon.on_disconnect(1)
         case "late":
             node.tick(WAIT_MS / 1e3 + 0.001)
         case "settled":
             records.clear()
             node.work()
-    answers = len(node.daemon.later)
+    answers = len(node.daemon.outgoing)
     assert answers == (end in ("late", "settled"))
     assert len(node.daemon.promotion) == 0
     node.work()
-    assert len(node.daemon.later) == answers, "what comes later is not for it"
+    assert len(node.daemon.outgoing) == answers, "what comes later is not for it"
     assert not node.jobs, "and nothing more is begun for it"
     if end != "disconnected":
-        node.daemon.disconnect(1)
+        node.daemon.on_disconnect(1)
     assert all(not slot.pins for slot in node.daemon.store.slots.values())
 
 
 def test_what_several_tiers_have_is_read_once() -> None:
-    """As soon as all of them have answered."""
+    """It is read as soon as all tiers have answered."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")
     node.store(FULL, [1, 2])
@@ -197,7 +197,7 @@ def test_at_the_deadline_the_answer_is_what_ram_has(tmp_path: Path) -> None:
     node.jobs.remove(job)
     node.finish(job, execute(node.daemon.tiers[0].tier, job, node.memory))
     assert node.daemon.view.values().named()["bytes_writing"] == 0
-    assert not node.daemon.later, "a late completion is no second answer"
+    assert not node.daemon.outgoing, "a late completion is no second answer"
     assert is_found(node.ask(1, 2, 3)).chunks == 3, "but the next one has it"
 
 
@@ -208,10 +208,10 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(tmp_path: Path) -> No
         if aborted:
             node.daemon.handle(1, Release(7))
         else:
-            node.daemon.disconnect(1)
+            node.daemon.on_disconnect(1)
         check_daemon(node.daemon)
         node.work()
-        assert not node.daemon.later
+        assert not node.daemon.outgoing
         check_daemon(node.daemon)
         assert len(node.daemon.promotion) == 0
 
@@ -221,7 +221,7 @@ def test_two_that_want_the_same_read_it_once(tmp_path: Path) -> None:
     assert isinstance(node.ask(1, 2, 3, lease=7), Pending)
     assert isinstance(node.ask(1, 2, 3, lease=8), Pending)
     node.work()
-    assert [found.chunks for _, found in node.daemon.later if isinstance(found, Found)] == [3, 3]
+    assert [found.chunks for _, found in node.daemon.outgoing if isinstance(found, Found)] == [3, 3]
     assert node.daemon.tiers[0].counters["objects_read"] == 3 + 2 + 2, (
         "chunks, and states at the end and halfway"
     )
@@ -267,7 +267,7 @@ def test_damaged_objects_are_put_aside_by_one_thread(tmp_path: Path) -> None:
     for lease, prompt in enumerate(prompts):
         assert isinstance(node.ask(*prompt, lease=lease), Pending)
     node.work((JobKind.READ,))
-    assert len(node.daemon.later) == len(prompts)
+    assert len(node.daemon.outgoing) == len(prompts)
     assert [job.kind for job in node.jobs if job.kind is not JobKind.TEND] == [JobKind.DISCARD]
     damaged = node.daemon.tiers[0].counters["objects_damaged"]
     assert damaged >= len(prompts)
@@ -276,7 +276,7 @@ def test_damaged_objects_are_put_aside_by_one_thread(tmp_path: Path) -> None:
 
 
 def test_a_damaged_region_costs_one_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first lookup did not come to is replaced as well when it is stored anew."""
+    """Objects that the first lookup did not reach are replaced when they are stored anew."""
     prompt = list(range(1, 40))
     stored(tmp_path, prompt)
     for path in tmp_path.glob("objects/*/??/*"):
@@ -306,10 +306,10 @@ def test_swapped_files_are_each_other_objects(tmp_path: Path) -> None:
     by_size: dict[int, list[Path]] = {}
     for path in tmp_path.glob("objects/*/??/*"):
         by_size.setdefault(path.stat().st_size, []).append(path)
-    one, other = next(paths for paths in by_size.values() if len(paths) > 1)[:2]
-    mine, theirs = one.read_bytes(), other.read_bytes()
-    one.write_bytes(theirs)
-    other.write_bytes(mine)
+    first, second = next(paths for paths in by_size.values() if len(paths) > 1)[:2]
+    first_bytes, second_bytes = first.read_bytes(), second.read_bytes()
+    first.write_bytes(second_bytes)
+    second.write_bytes(first_bytes)
     assert isinstance(node.ask(1, 2, 3), Pending)
     node.work()
     found = node.answer()
@@ -460,7 +460,7 @@ def test_no_more_is_read_than_ram_has_room_for(tmp_path: Path) -> None:
 
 
 def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None:
-    """A longer hit needs room for its states; those of the shorter hit would be evicted."""
+    """A longer hit needs room for its states. Those of the shorter hit would be evicted for it."""
     stored(tmp_path, [1, 2, 3])
     node = Node(f"disk://{tmp_path}?bytes=64MiB", arena=6 << 12)
     engine(node.daemon, 1, FULL)
@@ -488,7 +488,7 @@ def test_what_is_hit_already_stays_until_the_answer(tmp_path: Path) -> None:
     assert isinstance(node.ask(1, 2, lease=1), Pending), "one object more has room"
     assert isinstance(node.ask(11, 12, lease=2), Pending), "and now nothing may be evicted"
     node.work()
-    first, second = (found for _, found in node.daemon.later if isinstance(found, Found))
+    first, second = (found for _, found in node.daemon.outgoing if isinstance(found, Found))
     assert (first.lease, first.chunks) == (1, 1)
     assert first.why.startswith("RAM has room for ")
     node.prove(FULL, first, [1, 2])
@@ -497,7 +497,7 @@ def test_what_is_hit_already_stays_until_the_answer(tmp_path: Path) -> None:
 
 
 def test_what_is_hit_already_stays_while_tiers_are_asked_for_more() -> None:
-    """Of two lookups the second has nothing to gain, and has what the first one needs room for."""
+    """The second lookup gains nothing from tiers. Its hit is in the room that the first needs."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")
     node.store(FULL, [11, 12])
@@ -511,7 +511,7 @@ def test_what_is_hit_already_stays_while_tiers_are_asked_for_more() -> None:
     for job in finds:
         node.jobs.remove(job)
         outcome = execute(node.daemon.tiers[0].tier, job, node.memory)
-        node.daemon.transferred(job, outcome, node.now)
+        node.daemon.on_job_done(job, outcome, node.now)
     node.tick()
     found = node.answer()
     assert (found.lease, found.chunks) == (2, 2)
@@ -522,7 +522,7 @@ def test_what_is_hit_already_stays_while_tiers_are_asked_for_more() -> None:
 
 @pytest.mark.parametrize("end", ["all", "fails", "is left alone"])
 def test_a_tier_is_asked_in_rounds(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a tier cannot be asked about any more is a miss, and the answer says so."""
+    """Objects that a tier cannot be asked about any more are a miss, and the answer says so."""
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")
     node.store(FULL, [1, 2, 3])
@@ -581,7 +581,7 @@ def test_what_is_read_for_a_forgotten_identity_becomes_no_object(
 
 def test_another_identity_never_gets_it(tmp_path: Path) -> None:
     node = stored(tmp_path, [1, 2, 3])
-    node.daemon.disconnect(1)
+    node.daemon.on_disconnect(1)
     engine(node.daemon, 1, FULL, identity=b"m" * 32)
     assert is_found(node.ask(1, 2, 3)).chunks == 0
 

@@ -28,10 +28,9 @@ from hybridkv.wire.messages import (
     Reserve,
     Reserved,
     Stats,
-    geometry_to_wire,
 )
 from tests.invariants import check_daemon
-from tests.unit.daemon.harness import engine, grant, make_daemon
+from tests.unit.daemon.harness import Ref, engine, engine_hello, grant, make_daemon, pack_refs
 from tests.waiting import DEADLINE_SECONDS
 
 PART = 256
@@ -42,14 +41,14 @@ OBJECTS = 2 * CHANGES_MAX + 10
 def test_no_message_changes_more_than_so_many_slots() -> None:
     daemon = make_daemon(8 * OBJECTS * slot_bytes(PART, 1))
     engine(daemon, 1, SMALL)
-    slots: list[tuple[int, int]] = []
+    slots: list[Ref] = []
     while len(slots) < OBJECTS:
         granted = grant(daemon, 1, PART, min(BATCH_MAX, OBJECTS - len(slots)))
         assert 0 < len(granted) <= CHANGES_MAX
         slots += granted
-    for at, (offset, generation) in enumerate(slots):
-        name = at.to_bytes(32, "little")
-        daemon.handle(1, Commit(pack_u64([offset]), pack_u64([generation]), pack_u64([0]), name))
+    for at, slot in enumerate(slots):
+        packed, name = pack_refs([slot]), at.to_bytes(32, "little")
+        daemon.handle(1, Commit(packed.offsets, packed.generations, pack_u64([0]), name))
     assert daemon.store.objects == OBJECTS
     for left in (CHANGES_MAX, CHANGES_MAX, 10, 0):
         assert daemon.handle(1, Clear(2)) == Done(2, left)
@@ -79,12 +78,12 @@ def test_columns_are_cut_together() -> None:
     names, hashes = pack_u64([*range(5)]), b"".join(bytes([at]) * 32 for at in range(5))
     cut = batches(2, (names, 8), (hashes, 32))
     assert [list(unpack_u64(name)) for name, _ in cut] == [[0, 1], [2, 3], [4]]
-    assert [one[::32] for _, one in cut] == [b"\0\1", b"\2\3", b"\4"]
+    assert [hashes_of_batch[::32] for _, hashes_of_batch in cut] == [b"\0\1", b"\2\3", b"\4"]
     assert batches(2, (b"", 8), (b"", 32)) == []
 
 
 def test_everything_is_cleared_in_pieces(daemon: DaemonProcess) -> None:
-    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(SMALL))
+    hello = engine_hello(SMALL, "e", b"n" * 32)
     with ControlClient(daemon.socket_path, DEADLINE_SECONDS, hello) as control:
         stored = 0
         while stored < OBJECTS:
@@ -106,22 +105,22 @@ def test_who_asks_beside_a_pile_of_messages_is_answered_before_its_end(
     assert daemon.process is not None
     question = encode(Stats(7))
     many = RECEIVE_BYTES // len(question)
-    with socket.socket(socket.AF_UNIX) as pile, socket.socket(socket.AF_UNIX) as one:
-        for client in (pile, one):
+    with socket.socket(socket.AF_UNIX) as pile, socket.socket(socket.AF_UNIX) as neighbour:
+        for client in (pile, neighbour):
             client.settimeout(DEADLINE_SECONDS)
             client.connect(daemon.socket_path)
             client.sendall(encode(Hello(1, PROTOCOL_VERSION, "control")))
             assert client.recv(1 << 16)
         with ControlClient(daemon.socket_path) as control:
-            # The kernel offers who was served last first; now that is neither of them.
+            # The kernel offers the client that was served last first. Now that is neither of them.
             control.stats()
         daemon.process.send_signal(signal.SIGSTOP)
         try:
             pile.sendall(question * many)
-            one.sendall(question)
+            neighbour.sendall(question)
         finally:
             daemon.process.send_signal(signal.SIGCONT)
-        (report,) = _replies(one, 1)
+        (report,) = _replies(neighbour, 1)
         assert report.values["requests_stats"] < many / 2
         assert len(_replies(pile, many)) == many, "and all of it is answered"
 

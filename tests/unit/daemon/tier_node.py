@@ -5,7 +5,6 @@ from pathlib import Path
 
 from hybridkv.core.coverage import part_bytes
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.packed import unpack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.daemon.handlers import Daemon
@@ -15,11 +14,11 @@ from hybridkv.tiers.contract import Tier
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, execute
-from hybridkv.wire.messages import PROTOCOL_VERSION, Found, Lookup, Pending, Reply, Welcome
+from hybridkv.wire.messages import Found, Lookup, Pending, Reply
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
-from tests.unit.daemon.harness import commit, engine, grant, hashes
+from tests.unit.daemon.harness import Ref, commit, engine, grant, hashes, make_welcome, unpack_refs
 
 ARENA = 1 << 20
 WAIT_MS = 1000
@@ -29,7 +28,7 @@ FULL = LAYOUTS["qwen3next"]
 
 
 class Node:
-    """A daemon over tiers; `work` does what their threads would."""
+    """A daemon over tiers. `work` does what their threads would."""
 
     def __init__(
         self,
@@ -48,9 +47,7 @@ class Node:
             TierState(number, f"disk{number or ''}", make(spec, name), spec, self.jobs.append)
             for number, spec in enumerate(specs)
         ]
-        self.daemon = Daemon(
-            store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", arena, arena, 1), lines
-        )
+        self.daemon = Daemon(store, make_welcome(arena), lines)
         store.grow(arena)
         self.tick()
         self.work()
@@ -68,7 +65,7 @@ class Node:
                 self.finish(job, execute(self.daemon.tiers[job.tier].tier, job, self.memory))
 
     def finish(self, job: TierJob, outcome: JobOutcome) -> None:
-        self.daemon.transferred(job, outcome, self.now)
+        self.daemon.on_job_done(job, outcome, self.now)
         self.tick()
         if self.checks:
             check_daemon(self.daemon)
@@ -87,12 +84,18 @@ class Node:
                 if size:
                     (slot,) = grant(self.daemon, connection, size, 1, geometry.parts(group))
                     self.fill(slot, size, geometry.parts(group), content(index, number))
-                    name = connection, [slot], index, [number]
-                    commit(self.daemon, *name, eviction_class=eviction_class)
+                    commit(
+                        self.daemon,
+                        connection,
+                        [slot],
+                        index,
+                        [number],
+                        eviction_class=eviction_class,
+                    )
         self.tick()
 
     def store_if_room(self, geometry: Geometry, numbers: list[int], works: bool = True) -> None:
-        """As `store`, but what there is no room for is left out; tiers' threads work after it."""
+        """Store objects as far as there is room. With `works` tiers' threads work after it."""
         for index, group in enumerate(geometry.groups):
             for chunk, number in enumerate(numbers):
                 size = part_bytes(geometry, group, chunk)
@@ -104,11 +107,10 @@ class Node:
         if works:
             self.work()
 
-    def fill(self, slot: tuple[int, int], size: int, parts: int, value: int) -> None:
-        offset, generation = slot
-        memory = self.memory[offset : offset + slot_bytes(size, parts)]
+    def fill(self, slot: Ref, size: int, parts: int, value: int) -> None:
+        memory = self.memory[slot.offset : slot.offset + slot_bytes(size, parts)]
         memory[payload_offset(parts) :] = bytes([value]) * (len(memory) - payload_offset(parts))
-        sign(memory, part_digests(memory, size, parts), generation)
+        sign(memory, part_digests(memory, size, parts), slot.generation)
 
     def ask(
         self, *numbers: int, lease: int = 7, wait_ms: int = WAIT_MS, rate: int = 0
@@ -116,20 +118,20 @@ class Node:
         return self.daemon.handle(1, Lookup(5, lease, hashes(*numbers), wait_ms, rate), self.now)
 
     def answer(self) -> Found:
-        ((_, found),) = self.daemon.later
-        self.daemon.later.clear()
+        ((_, found),) = self.daemon.outgoing
+        self.daemon.outgoing.clear()
         assert isinstance(found, Found)
         return found
 
     def prove(self, geometry: Geometry, found: Found, numbers: list[int]) -> None:
         """Every slot of an answer has the bytes of its name, signed."""
-        slots = list(zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True))
-        for offset, generation in slots:
+        for offset, generation in unpack_refs(found.offsets, found.generations):
             slot = self.daemon.store.get(offset, generation)
             assert slot is not None
             assert slot.entry is not None
             memory = self.memory[offset : offset + slot.size_bytes]
-            assert is_signed(memory, part_digests(memory, *slot.shape), generation)
+            digests = part_digests(memory, slot.part_bytes, slot.parts)
+            assert is_signed(memory, digests, generation)
             value = content(slot.group_index, slot.entry.chunk_hash[0])
             start = payload_offset(slot.parts)
             assert set(memory[start : start + slot.part_bytes * slot.parts]) == {value}

@@ -13,15 +13,13 @@ from hybridkv.client.link import Link
 from hybridkv.core.coverage import needed_chunks, part_bytes
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import pack_u64
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.slots import is_signed, part_digests, payload_offset, sign, slot_bytes
 from hybridkv.wire.messages import (
-    PROTOCOL_VERSION,
     Commit,
     Found,
     Free,
-    Hello,
     Lookup,
     Pending,
     Release,
@@ -30,9 +28,9 @@ from hybridkv.wire.messages import (
     Reserve,
     Reserved,
     Stats,
-    geometry_to_wire,
 )
 from tests.tier_suite import FEW_VALUES
+from tests.unit.daemon.harness import Ref, engine_hello, pack_refs, unpack_refs
 from tests.waiting import DEADLINE_SECONDS
 
 GEOMETRY = Geometry(
@@ -51,7 +49,7 @@ DISK = "tier_disk_"
 
 
 class Answer(NamedTuple):
-    """What a lookup said, and how long that took."""
+    """The answer to a lookup, and how long it took."""
 
     found: Found
     seconds: float
@@ -63,7 +61,7 @@ def hashes(prompt: int, chunks: int) -> list[bytes]:
 
 
 def content(chunk_hash: bytes, group_index: int, size: int) -> bytes:
-    """What the object of a name holds, half bytes, so that a codec finds something in it."""
+    """The bytes of the object of a name: half bytes, so that a codec can make them fewer."""
     digest = hashlib.shake_128(chunk_hash + bytes([group_index])).digest(size)
     return digest.translate(FEW_VALUES)
 
@@ -79,8 +77,7 @@ class Client:
         identity: bytes = IDENTITY,
     ) -> None:
         self.geometry = geometry
-        hello = Hello(1, PROTOCOL_VERSION, "engine", name, identity, geometry_to_wire(geometry))
-        self._link = Link(socket_path, hello, lambda why: None)
+        self._link = Link(socket_path, engine_hello(geometry, name, identity), lambda why: None)
         self._replies: list[Reply] = []
         self._ids = 0
         self._arena: Arena | None = None
@@ -113,7 +110,7 @@ class Client:
         return getattr(reply, "values", {})
 
     def store(self, prompt: int, chunks: int, patience: float = DEADLINE_SECONDS) -> int:
-        """Store a prompt; the bytes of its objects. Raises AssertionError without room in time."""
+        """Store a prompt. Returns the bytes of its objects. Fails without room in time."""
         names = hashes(prompt, chunks)
         stored = 0
         for index, group in enumerate(self.geometry.groups):
@@ -121,53 +118,47 @@ class Client:
                 size, parts = part_bytes(self.geometry, group, chunk), self.geometry.parts(group)
                 if not size:
                     continue
-                offset, generation = self._slot(size, parts, patience)
-                self.fill(offset, generation, index, name, size, parts)
-                parent = names[chunk - 1] if chunk else bytes(HASH_BYTES)
+                slot = self._slot(size, parts, patience)
+                self.fill(slot, index, name, size, parts)
+                packed = pack_refs([slot])
                 self._tell(
                     Commit(
-                        pack_u64([offset]),
-                        pack_u64([generation]),
-                        pack_u64([index]),
-                        name,
-                        0,
-                        parent,
+                        offsets=packed.offsets,
+                        generations=packed.generations,
+                        groups=pack_u64([index]),
+                        hashes=name,
+                        parents=names[chunk - 1] if chunk else bytes(HASH_BYTES),
                     )
                 )
                 stored += slot_bytes(size, parts)
         return stored
 
-    def fill(
-        self, offset: int, generation: int, index: int, name: bytes, size: int, parts: int
-    ) -> None:
+    def fill(self, ref: Ref, index: int, name: bytes, size: int, parts: int) -> None:
         """Write an object into its slot."""
-        slot = self.arena.memory[offset : offset + slot_bytes(size, parts)]
+        slot = self.arena.memory[ref.offset : ref.offset + slot_bytes(size, parts)]
         start = payload_offset(parts)
         slot[start : start + size * parts] = content(name, index, size * parts)
-        sign(slot, part_digests(slot, size, parts), generation)
+        sign(slot, part_digests(slot, size, parts), ref.generation)
 
-    def want(self, size: int, parts: int, count: int) -> list[tuple[int, int]]:
-        """Write slots."""
+    def want(self, size: int, parts: int, count: int) -> list[Ref]:
+        """Ask for write slots, and return those that are granted."""
         granted = self._call(Reserve(self._id(), size, parts, count))
         assert isinstance(granted, Reserved), granted
-        return list(zip(unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True))
+        return unpack_refs(granted.offsets, granted.generations)
 
-    def abandon(self, slots: Sequence[tuple[int, int]]) -> None:
-        """Give write slots back."""
-        self._tell(
-            Free(
-                pack_u64([offset for offset, _ in slots]), pack_u64([number for _, number in slots])
-            )
-        )
+    def abandon(self, slots: Sequence[Ref]) -> None:
+        """Give write slots back unused."""
+        packed = pack_refs(slots)
+        self._tell(Free(packed.offsets, packed.generations))
 
     def ask(self, prompt: int, chunks: int, wait_ms: int = 0, rate: int = 0) -> int:
-        """Send a lookup; its id, which is also its lease's."""
+        """Send a lookup. Returns its id, which is also that of its lease."""
         number = self._id()
         self._tell(Lookup(number, number, b"".join(hashes(prompt, chunks)), wait_ms, rate))
         return number
 
     def answer(self, number: int, seconds: float = DEADLINE_SECONDS) -> Found:
-        """What was found for `ask`, at last."""
+        """Wait for the last answer to a lookup, and return it."""
         deadline = time.monotonic() + seconds
         while True:
             reply = self._reply(number, deadline)
@@ -176,7 +167,7 @@ class Client:
                 return reply
 
     def look_up(self, prompt: int, chunks: int, wait_ms: int = 0) -> Answer:
-        """A lookup whose every byte is proven; its lease is released."""
+        """Do a lookup, prove every byte of its hit, and release its lease."""
         started = time.monotonic()
         number = self.ask(prompt, chunks, wait_ms)
         found = self.answer(number)
@@ -192,7 +183,7 @@ class Client:
     def prove(self, found: Found, prompt: int) -> None:
         """Every slot of an answer has the bytes of its name, signed. Raises AssertionError."""
         names = hashes(prompt, found.chunks)
-        slots = list(zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True))
+        slots = unpack_refs(found.offsets, found.generations)
         for index, group in enumerate(self.geometry.groups):
             for chunk in needed_chunks(self.geometry, group, found.chunks) if found.chunks else ():
                 offset, generation = slots.pop(0)
@@ -209,7 +200,7 @@ class Client:
                 )
         assert not slots, "an answer has just the slots that it needs"
 
-    def _slot(self, size: int, parts: int, patience: float) -> tuple[int, int]:
+    def _slot(self, size: int, parts: int, patience: float) -> Ref:
         deadline = time.monotonic() + patience
         while True:
             slots = self.want(size, parts, 1)
@@ -253,7 +244,7 @@ def stats(socket_path: str) -> dict[str, float]:
 
 
 def is_written(socket_path: str) -> bool:
-    """Whether nothing that was stored waits to be written."""
+    """Return True where every stored object is written to the directory, or refused by it."""
     with contextlib.suppress(DaemonUnreachableError):
         values = stats(socket_path)
         done = sum(values.get(f"{DISK}objects_{what}", 0.0) for what in ("written", "refused"))
@@ -267,9 +258,9 @@ def object_files(root: Path) -> list[Path]:
 
 
 def real_bytes(root: Path) -> int:
-    """What the objects of a directory take, also those that are being written."""
-    taken = 0
+    """The bytes that the objects of a directory take, also those that are being written."""
+    blocks = 0
     for path in [*root.glob("objects/*/??/*"), *root.glob("objects/*/tmp/*/*")]:
         with contextlib.suppress(FileNotFoundError):
-            taken += path.stat().st_blocks * 512
-    return taken
+            blocks += path.stat().st_blocks
+    return blocks * 512

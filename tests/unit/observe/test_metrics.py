@@ -160,7 +160,7 @@ def test_whatever_the_daemon_counts_is_described() -> None:
 
 def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
     core = make_daemon()
-    core.sessions.connect(1)
+    core.sessions.on_connect(1)
     core.handle(1, hello(HOSTILE))
     engine(core, 2, SMALL, name="other", identity=b"m" * 32)
     before: Mapping[SampleKey, float] = {}

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from hybridkv.core.audit import AuditOutcome
-from hybridkv.daemon.view import HOUR, SAMPLED
+from hybridkv.daemon.view import HOUR_SAMPLES, HOUR_STEP_SECONDS, SAMPLED
 from hybridkv.observe.catalog import Values
 from hybridkv.observe.history import Sample, Snapshot
 from hybridkv.observe.status import StatusReport, health, verdict
@@ -184,15 +184,15 @@ def test_a_daemon_keeps_an_hour_and_a_day() -> None:
     engine(core, 1, SMALL)
     clock = 1000.0
     assert core.wakes_at() <= clock
-    for turn in range(3 * HOUR[1]):
+    for turn in range(3 * HOUR_SAMPLES):
         core.tick(clock)
         lookup(core, 1, turn + 1, 1, 2)
         while core.ceiling.work():
             pass
-        assert core.wakes_at() <= clock + HOUR[0]
-        clock += HOUR[0]
+        assert core.wakes_at() <= clock + HOUR_STEP_SECONDS
+        clock += HOUR_STEP_SECONDS
     latest = core.view.snapshot(clock)
-    assert len(latest.hour) == HOUR[1]
+    assert len(latest.hour) == HOUR_SAMPLES
     assert latest.hour[-1].at - latest.hour[0].at == 3600
     assert len(latest.day) == 181
     page = json.loads(encoded(StatusReport(), latest))

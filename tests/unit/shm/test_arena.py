@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.shm.arena import SHM_DIR, ArenaGoneError, attach_arena, create_arena, new_lock
+from hybridkv.shm.arena import (
+    SHM_DIR,
+    ArenaGoneError,
+    attach_arena,
+    create_arena,
+    new_lock,
+    take_over_arena,
+)
 
 
 def test_an_arena_removed_meanwhile_is_not_taken_over(
@@ -23,16 +30,16 @@ def test_an_arena_removed_meanwhile_is_not_taken_over(
 
     monkeypatch.setattr("hybridkv.shm.arena.fcntl.flock", late)
     with pytest.raises(ArenaGoneError, match="was removed meanwhile"):
-        attach_arena(path, 1 << 20, owner=True)
+        take_over_arena(path, 1 << 20, 1 << 20)
 
 
 def test_a_lock_is_held_until_no_mapping_with_it_is_left(tmp_path: Path) -> None:
     path = SHM_DIR / f"hybridkv-test-{os.getpid()}-{tmp_path.name}"
-    arena, lock, other = create_arena(path, 1 << 20), new_lock(), new_lock()
+    arena, lock, unused_lock = create_arena(path, 1 << 20), new_lock(), new_lock()
     try:
         first, second = (attach_arena(path, 1 << 20, lock=lock) for _ in range(2))
         assert arena.is_locked(lock)
-        assert not arena.is_locked(other)
+        assert not arena.is_locked(unused_lock)
         attach_arena(path, 1 << 20).close()
         first.close()
         assert arena.is_locked(lock), "closing another descriptor of the file ends no lock"

@@ -36,41 +36,41 @@ def test_nodes_that_have_memory_and_processors(
 
 
 def test_an_arena_of_several_nodes_is_spread_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of the kernel. This machine may have one node, so the arena is told that it has two."""
+    """The kernel shows it. This machine may have one node, so the test names that node twice."""
     nodes = numa.memory_nodes()
     if not nodes:
         pytest.skip("this kernel knows of no NUMA nodes")
     monkeypatch.setattr(arena, "memory_nodes", lambda: [*nodes, nodes[0]])
-    with unnamed_arena(SIZE) as made:
-        if not numa.interleave(made.address, SIZE, nodes):
+    with unnamed_arena(SIZE) as trial:
+        if not numa.interleave(trial.address, SIZE, nodes):
             pytest.skip("this container may not set a memory policy")
-    with unnamed_arena(SIZE) as made:
+    with unnamed_arena(SIZE) as spread:
         maps = Path("/proc/self/numa_maps").read_text().splitlines()
-        (line,) = (one for one in maps if one.startswith(f"{made.address:x} "))
+        (line,) = (line for line in maps if line.startswith(f"{spread.address:x} "))
         assert f" interleave:{nodes[0]}" in line
 
 
 def test_a_policy_that_the_process_has_is_left_alone() -> None:
-    """As under numactl; a thread's policy is its own."""
+    """A thread's policy is its own, so a thread stands for a process under numactl."""
     nodes = numa.memory_nodes()
     number = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
     if not nodes or number is None:
         pytest.skip("this kernel knows of no NUMA nodes")
 
-    def told(made: Arena) -> tuple[bool, bool]:
+    def interleave_with_policy(mapped: Arena) -> tuple[bool, bool]:
         mask = ctypes.c_ulong(1 << nodes[0])
         preferred = 1
         refused = ctypes.CDLL(None).syscall(number, preferred, ctypes.byref(mask), 64)
-        return not refused, numa.interleave(made.address, SIZE, nodes)
+        return not refused, numa.interleave(mapped.address, SIZE, nodes)
 
-    with unnamed_arena(SIZE) as made, ThreadPoolExecutor(1) as thread:
-        is_set, is_spread = thread.submit(told, made).result()
+    with unnamed_arena(SIZE) as fresh, ThreadPoolExecutor(1) as thread:
+        is_set, is_spread = thread.submit(interleave_with_policy, fresh).result()
     if not is_set:
         pytest.skip("this container may not set a memory policy")
     assert not is_spread
 
 
 def test_a_node_that_is_not_there_is_refused_quietly() -> None:
-    with unnamed_arena(SIZE) as made:
-        assert not numa.interleave(made.address, SIZE, [])
-        assert not numa.interleave(made.address, SIZE, [1000])
+    with unnamed_arena(SIZE) as fresh:
+        assert not numa.interleave(fresh.address, SIZE, [])
+        assert not numa.interleave(fresh.address, SIZE, [1000])

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.store.extents import Extents
+from hybridkv.store.extents import Extents, FreeRun
 from tests.invariants import check_extents, free_runs
 
 P = SLOT_ALIGN
@@ -16,14 +16,14 @@ P = SLOT_ALIGN
     st.integers(0, 40),
 )
 def test_what_is_allocated_and_what_is_free_tile_the_space(
-    steps: list[tuple[bool, int]], first: int, more: int
+    steps: list[tuple[bool, int]], first: int, added: int
 ) -> None:
     extents = Extents()
     extents.grow(first * P)
-    taken: dict[int, int] = {}
+    allocated: dict[int, int] = {}  # Sizes by offset.
     for number, (allocate, size) in enumerate(steps):
         if number == len(steps) // 2:
-            extents.grow((first + more) * P)
+            extents.grow((first + added) * P)
         if allocate:
             longest = max((run for _, run in free_runs(extents)), default=0)
             offset = extents.allocate(size * P)
@@ -31,13 +31,13 @@ def test_what_is_allocated_and_what_is_free_tile_the_space(
                 "an allocation fails only where no run is long enough"
             )
             if offset is not None:
-                taken[offset] = size * P
-        elif taken:
-            offset = sorted(taken)[size % len(taken)]
-            extents.free(offset, taken.pop(offset))
-        check_extents(extents, taken.items())
+                allocated[offset] = size * P
+        elif allocated:
+            offset = sorted(allocated)[size % len(allocated)]
+            extents.free(offset, allocated.pop(offset))
+        check_extents(extents, allocated.items())
         end = 0
-        for offset, length in sorted([*taken.items(), *free_runs(extents)]):
+        for offset, length in sorted([*allocated.items(), *free_runs(extents)]):
             assert offset == end
             end = offset + length
         assert end == extents.limit_bytes
@@ -50,6 +50,9 @@ def test_best_fit_at_the_lowest_offset() -> None:
     assert offsets == [0, 3 * P, 4 * P, 6 * P, 7 * P, 9 * P]
     for offset, size in ((0, 3), (4 * P, 2), (7 * P, 2)):
         extents.free(offset, size * P)
+    assert extents.free(3 * P, P) == FreeRun(6 * P, 0), "it joins its neighbours"
+    assert extents.allocate(4 * P) == 0
+    extents.free(0, 3 * P)
     assert extents.allocate(2 * P) == 4 * P
     assert extents.allocate(2 * P) == 7 * P
     assert extents.allocate(2 * P) == 0

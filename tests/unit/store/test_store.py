@@ -24,8 +24,8 @@ from hybridkv.shm.slots import (
     unpack_header,
 )
 from hybridkv.shm.trailer import Trailer, trailer_bytes
-from hybridkv.store.index import Namespace, Slot
-from hybridkv.store.store import VAIN_MAX, Store
+from hybridkv.store.index import Namespace, NewObject, Slot
+from hybridkv.store.store import EVICTION_WASTE_MAX, Store
 from tests.chance import examples
 from tests.invariants import check_store, free_runs
 
@@ -67,13 +67,11 @@ class StoreMachine(RuleBasedStateMachine):
             assert slot.generation not in self.generations, "a generation is given once"
             self.generations.add(slot.generation)
         if len(slots) < count and self.store.extents.limit_bytes == ARENA:
-            taken = sum(
-                slot.size_bytes
-                for slot in {*self.writing, *slots, *(s for p in self.pinned for s in p)}
-            )
+            in_the_way = {*self.writing, *slots, *itertools.chain.from_iterable(self.pinned)}
             longest = max((size for _, size in free_runs(self.store.extents)), default=0)
-            assert longest < slot_bytes(*shape)
-            assert taken or not self.committed(), (
+            part_bytes, parts = shape
+            assert longest < slot_bytes(part_bytes, parts)
+            assert in_the_way or not self.committed(), (
                 "nothing more is granted only where something is in the way"
             )
         self.writing += slots
@@ -84,33 +82,25 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.writing)
     @rule(
-        number=st.integers(0, 5),
-        namespace=st.integers(0, 1),
-        group=st.integers(0, 1),
         pick=st.integers(0, 99),
-        parent=st.integers(-1, 5),
-        eviction_class=st.sampled_from(EvictionClass),
-        tenant=st.integers(0, 2),
+        namespace=st.integers(0, 1),
+        new=st.builds(
+            NewObject,
+            group_index=st.integers(0, 1),
+            chunk_hash=st.integers(0, 5).map(key),
+            parent=st.none().map(lambda _: b"") | st.integers(0, 5).map(key),
+            eviction_class=st.sampled_from(EvictionClass),
+            tenant=st.integers(0, 2),
+        ),
     )
-    def commit(
-        self,
-        number: int,
-        namespace: int,
-        group: int,
-        pick: int,
-        parent: int,
-        eviction_class: EvictionClass,
-        tenant: int,
-    ) -> None:
+    def commit(self, pick: int, namespace: int, new: NewObject) -> None:
         slot = self.writing.pop(pick % len(self.writing))
         space = self.namespaces[namespace]
-        entry = space.entries.get(key(number))
-        there = entry is not None and entry.slots[group] is not None
-        before = b"" if parent < 0 else key(parent)
-        name = group, key(number), before
-        kept = self.store.commit(slot, space, *name, eviction_class, tenant)
+        entry = space.entries.get(new.chunk_hash)
+        there = entry is not None and entry.slots[new.group_index] is not None
+        kept = self.store.commit(slot, space, new)
         assert not (there and kept)
-        assert kept or there or (tenant and self.quota is not None), (
+        assert kept or there or (new.tenant and self.quota is not None), (
             "only a quota keeps an object out"
         )
         header = unpack_header(bytes(self.memory[slot.offset : slot.offset + HEADER_BYTES]))
@@ -121,8 +111,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert (header.state, header.namespace, header.chunk_hash, header.gid) == (
                 SlotState.COMMITTED,
                 space.identity,
-                key(number),
-                (0, 4)[group],
+                new.chunk_hash,
+                (0, 4)[new.group_index],
             )
 
     @precondition(lambda self: self.writing)
@@ -195,7 +185,7 @@ TestStore = StoreMachine.TestCase
 
 SIZE = 8192
 SHAPE = (5000, 1)
-assert slot_bytes(*SHAPE) == SIZE
+assert slot_bytes(5000, 1) == SIZE
 
 
 def store_of(
@@ -217,17 +207,16 @@ def put(
     before = b""
     for number in chain:
         for slot in store.grant(SHAPE, 1):
-            store.commit(slot, space, group, key(number), before, **claims)
+            store.commit(slot, space, NewObject(group, key(number), before, **claims))
         before = key(number)
 
 
 def put_answer(store: Store, space: Namespace, chain: Sequence[int]) -> None:
-    """Store what was generated behind the first chunk of `chain`, which is there."""
+    """Store what was generated after the first chunk of `chain`, which is there."""
     for before, number in pairwise(chain):
+        new = NewObject(0, key(number), key(before), EvictionClass.GENERATED)
         for slot in store.grant(SHAPE, 1):
-            store.commit(
-                *(slot, space, 0, key(number), key(before)), eviction_class=EvictionClass.GENERATED
-            )
+            store.commit(slot, space, new)
 
 
 def kept(space: Namespace, group: int = 0) -> list[int]:
@@ -261,7 +250,7 @@ def test_suffixes_go_before_prefixes(policy: EvictionPolicy) -> None:
 def test_of_a_prompt_without_room_the_prefix_is_kept(
     policy: EvictionPolicy, quota: int | None
 ) -> None:
-    """As far as it fits, but for one slot, which each later chunk takes from the one before."""
+    """It keeps all that fits but for one slot, which each later chunk takes from the one before."""
     store = store_of(4 if quota is None else 20, policy, None if quota is None else quota * SIZE)
     space = full_and_window()
     put(store, space, range(30), tenant=7)
@@ -277,7 +266,7 @@ def test_the_oldest_prompt_goes_first_and_its_window_with_it() -> None:
         put(store, space, chain[-1:], group=1)
     store.grant(SHAPE, 1)
     assert (kept(space), kept(space, 1)) == ([0, 2, 3], [3]), (
-        "a window behind a prefix that is gone is of no use"
+        "a window after a prefix that is gone is of no use"
     )
 
 
@@ -417,7 +406,7 @@ def test_an_object_that_never_fits_its_quota_is_not_kept() -> None:
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
 def test_a_large_slot_costs_few_small_objects(policy: EvictionPolicy) -> None:
-    """Of small objects in any order of age, neighbours are evicted, not the oldest ones."""
+    """Where small objects have any order of age, neighbours are evicted, not the oldest ones."""
     small, large = (100, 1), (16 * 4096 - 4096, 1)
     rng = random.Random(5)
     store = Store(memoryview(bytearray(512 * 4096)), policy=policy)
@@ -426,7 +415,7 @@ def test_a_large_slot_costs_few_small_objects(policy: EvictionPolicy) -> None:
     slots = store.grant(small, 512)
     rng.shuffle(slots)
     for number, slot in enumerate(slots):
-        store.commit(slot, space, 0, number.to_bytes(32, "little"))
+        store.commit(slot, space, NewObject(0, number.to_bytes(32, "little")))
     assert len(store.grant(large, 4)) == 4
     assert store.evicted <= 4 * 2 * 16
     check_store(store)
@@ -440,9 +429,9 @@ def test_a_large_slot_that_has_no_place_does_not_cost_everything() -> None:
     space = Namespace(bytes(32), (0,), (frozenset({small, large}),), (False,))
     for number, slot in enumerate(store.grant(small, 400)):
         if number % 4:
-            store.commit(slot, space, 0, number.to_bytes(32, "little"))
+            store.commit(slot, space, NewObject(0, number.to_bytes(32, "little")))
     assert store.grant(large, 1) == []
-    assert store.evicted <= (VAIN_MAX + 2) * 8
+    assert store.evicted <= (EVICTION_WASTE_MAX + 2) * 8
 
 
 def test_the_next_daemon_knows_the_order_and_the_tenants() -> None:
@@ -487,10 +476,10 @@ def test_the_next_daemon_knows_what_was_read_and_what_are_answers() -> None:
 
 def test_no_generation_is_given_again_after_the_clock_stepped_back() -> None:
     """Not even where nothing is left in the arena: a load may still name what was there."""
-    memory, behind = memoryview(bytearray(ARENA)), memoryview(bytearray(trailer_bytes(ARENA)))
+    memory, tail = memoryview(bytearray(ARENA)), memoryview(bytearray(trailer_bytes(ARENA)))
     generations: list[int] = []
     for first in (1000, 1000, 10):
-        store = Store(memory, first, Trailer(behind, ARENA))
+        store = Store(memory, first, Trailer(tail, ARENA))
         store.recover()
         store.grow(ARENA)
         (slot,) = store.grant((100, 1), 1)
@@ -507,15 +496,16 @@ def test_a_slot_that_was_given_away_does_not_keep_its_generation() -> None:
     namespace = Namespace(key(1), (0,), (frozenset(SHAPES),))
     small = store.grant((100, 1), 4)
     for number, slot in enumerate(small):
-        store.commit(slot, namespace, 0, key(number))
+        store.commit(slot, namespace, NewObject(0, key(number)))
     read = {slot.offset: slot.generation for slot in small}
     again = Store(memory, 0, store.trailer)
     again.recover()
     assert all(read_generation(memory, offset) == generation for offset, generation in read.items())
     (large,) = again.grant((9000, 1), 1)
-    taken = [offset for offset in read if large.offset <= offset < large.offset + large.size_bytes]
-    assert len(taken) == 3
-    assert all(read_generation(memory, offset) != read[offset] for offset in taken)
+    end = large.offset + large.size_bytes
+    covered = [offset for offset in read if large.offset <= offset < end]
+    assert len(covered) == 3
+    assert all(read_generation(memory, offset) != read[offset] for offset in covered)
 
 
 def test_a_torn_header_has_no_generation_after_a_restart() -> None:
@@ -532,7 +522,7 @@ def test_nothing_is_evicted_while_pages_are_still_being_reserved() -> None:
     store = Store(memoryview(bytearray(4 * 8192)))
     store.extents.grow(8192)
     space = Namespace(bytes(32), (0,), (frozenset({(5000, 1)}),))
-    store.commit(store.grant((5000, 1), 1)[0], space, 0, key(0))
+    store.commit(store.grant((5000, 1), 1)[0], space, NewObject(0, key(0)))
     assert store.grant((5000, 1), 1) == []
     assert store.evicted == 0
     store.extents.grow(2 * 8192)
@@ -543,12 +533,13 @@ def test_nothing_is_evicted_while_pages_are_still_being_reserved() -> None:
 
 
 def test_a_new_slot_has_no_signature_whatever_was_in_its_place() -> None:
-    """A writer with `checksum: "off"` signs nothing; no tier takes its objects for damaged."""
+    """A writer with `checksum: "off"` signs nothing. No tier takes its objects for damaged."""
     memory = memoryview(bytearray(b"\xff") * ARENA)
     store = Store(memory, 1000)
     store.extents.grow(ARENA)
     for shape in SHAPES:
         (slot,) = store.grant(shape, 1)
         whole = memory[slot.offset : slot.offset + slot.size_bytes]
-        assert is_signed(whole, part_digests(whole, *slot.shape), slot.generation) is None
+        digests = part_digests(whole, slot.part_bytes, slot.parts)
+        assert is_signed(whole, digests, slot.generation) is None
         assert set(whole[payload_offset(slot.parts) :]) == {0xFF}, "payload is the writer's alone"

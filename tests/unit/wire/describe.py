@@ -99,17 +99,30 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
 
 
 PARTS = (
-    *(messages.WireGeometry, messages.WireGroup, messages.WireModel, messages.WireEngine),
-    *(messages.RequestExplanation, messages.GroupPresence),
-    *(messages.OtherIdentity, messages.IdentityDifference, messages.AuditOffer),
-    *(page.Status, page.TierStatus, page.GroupStatus, page.SessionStatus, page.DecisionStatus),
-    *(page.Problem, page.MemoryVerdict, page.WindowStatus, page.StatusHistory),
+    messages.WireGeometry,
+    messages.WireGroup,
+    messages.WireModel,
+    messages.WireEngine,
+    messages.RequestExplanation,
+    messages.GroupPresence,
+    messages.OtherIdentity,
+    messages.IdentityDifference,
+    messages.AuditOffer,
+    page.Status,
+    page.TierStatus,
+    page.GroupStatus,
+    page.SessionStatus,
+    page.DecisionStatus,
+    page.Problem,
+    page.MemoryVerdict,
+    page.WindowStatus,
+    page.StatusHistory,
 )
-"""What messages are made of. Those of the status page are maps, and all others are arrays."""
+"""The parts of messages. Those of the status page are maps, and all others are arrays."""
 
 
 def document(text: str) -> str:
-    """The text with every table made anew; raises KeyError for a table that we do not have."""
+    """Return the text with every table made anew. Raises KeyError for an unknown table."""
     return filled(text, TABLES)
 
 
@@ -133,10 +146,11 @@ def _versions() -> str:
 
 
 def _requests() -> str:
-    return "\n".join(_message(message, _said(message)) for message in get_args(Request))
+    return "\n".join(_message(message, _rule(message)) for message in get_args(Request))
 
 
-def _said(message: type[Request]) -> str:
+def _rule(message: type[Request]) -> str:
+    """Return who sends a message, and what answers it, in sentences."""
     rule = RULES[message]
     states = ", ".join(state for state in ConnectionState if state in rule.states)
     answer = "One-way." if rule.reply is None else f"Answered by {_tag(rule.reply)}."
@@ -157,7 +171,8 @@ def _parts() -> str:
     return "\n".join(_message(part, "") for part in PARTS)
 
 
-def _message(message: type, said: str) -> str:
+def _message(message: type, rule: str) -> str:
+    """Return the section of a message: its docstring, its rule and the table of its fields."""
     about = inspect.type_info(message)
     assert isinstance(about, inspect.StructType)
     first = [["0", f"`{about.tag_field}`", f'"{about.tag}"', ""]] if about.tag_field else []
@@ -172,7 +187,7 @@ def _message(message: type, said: str) -> str:
         for at, field in enumerate(about.fields, start=len(first))
     ]
     about_it = textwrap.fill(
-        f"{_sentences(message)} {said}", COLUMNS, break_long_words=False, break_on_hyphens=False
+        f"{_sentences(message)} {rule}", COLUMNS, break_long_words=False, break_on_hyphens=False
     )
     return f"### {title}\n\n{about_it}\n\n" + table(
         ["item", "field", "type", "default"], [*first, *rows]
@@ -210,7 +225,7 @@ def _type(shown: inspect.Type) -> str:
             key, value = _type(shown.key_type), _type(shown.value_type)
             return f"map{_length(shown, '')} of ({key}) to ({value})"
         case inspect.UnionType():
-            return " or ".join(_type(one) for one in shown.types)
+            return " or ".join(_type(alternative) for alternative in shown.types)
         case inspect.StructType():
             return shown.cls.__name__
     raise NotImplementedError(f"a field of type {shown}")
@@ -227,7 +242,7 @@ def _length(
 
 
 def _number(value: float) -> str:
-    """A power of two as one, where the digits say nothing."""
+    """Return a large power of two as such: 2**40 -> "2^40", 300 -> "300"."""
     power = int(value).bit_length() - 1
     return f"2^{power}" if value > 1 << 20 and value == 1 << power else str(value)
 

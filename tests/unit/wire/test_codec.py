@@ -1,7 +1,6 @@
 """Whatever bytes come in: a message or a WireError, never anything else."""
 
 import contextlib
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -17,9 +16,9 @@ from hybridkv.wire.messages import (
     Found,
     Hello,
     geometry_from_wire,
-    geometry_to_wire,
 )
 from tests.layouts import LAYOUTS
+from tests.unit.daemon.harness import engine_hello
 
 
 @example(b"\x91\xa1\x80")
@@ -50,7 +49,7 @@ def test_limits() -> None:
 
 
 def test_a_greeting_of_another_version_is_read_as_far_as_all_versions_agree() -> None:
-    """Its sender is then told of the version, and not of a field that this version lacks."""
+    """Its sender then gets an error about the version, and not about a field."""
     newer = ["hello", 7, PROTOCOL_VERSION + 1, "observer", {"engine": 1}, [], "x"]
     decoded = decode_request(msgspec.msgpack.encode(newer))
     assert isinstance(decoded, Hello)
@@ -62,7 +61,7 @@ def test_a_greeting_of_another_version_is_read_as_far_as_all_versions_agree() ->
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_geometry_crosses_the_wire(name: str) -> None:
     geometry = LAYOUTS[name]
-    hello = Hello(1, PROTOCOL_VERSION, "engine", "e", b"n" * 32, geometry_to_wire(geometry))
+    hello = engine_hello(geometry, "e", b"n" * 32)
     decoded = decode_request(encode(hello)[4:])
     assert decoded == hello
     assert decoded.geometry is not None
@@ -74,19 +73,27 @@ def test_geometry_crosses_the_wire(name: str) -> None:
 
 
 def test_a_reply_crosses_the_wire() -> None:
-    found = Found(1, 2, 3, [b"\1\0"], b"o" * 8, b"g" * 8)
+    found = Found(id=1, lease=2, chunks=3, masks=[b"\1\0"], offsets=b"o" * 8, generations=b"g" * 8)
     assert decode_reply(encode(found)[4:]) == found
 
 
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(0, 7))
 def test_a_header_with_any_bit_flipped_is_no_header_or_the_same(at: int, bit: int) -> None:
-    header = SlotHeader(SlotState.COMMITTED, 77, 2, 4096, 3, b"n" * 32, b"h" * 32)
+    header = SlotHeader(
+        state=SlotState.COMMITTED,
+        generation=77,
+        parts=2,
+        part_bytes=4096,
+        gid=3,
+        namespace=b"n" * 32,
+        chunk_hash=b"h" * 32,
+    )
     raw = bytearray(header.pack())
     assert unpack_header(bytes(raw)) == header
     raw[at] ^= 1 << bit
     found = unpack_header(bytes(raw))
     if found is not None:
-        found = replace(found, use=header.use)
+        found = found._replace(use=header.use)
     assert found in (None, header), "only padding and the order of eviction may change unnoticed"
     assert unpack_header(bytes(raw[:-1])) is None
     assert slot_bytes(4096, 2) == 3 * 4096

@@ -3,7 +3,7 @@
 Examples name their fields, so that another order of fields is seen too.
 """
 
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 
@@ -204,8 +204,16 @@ STATUS = Status(
     day=None,
 )
 
-REQUESTS: list[tuple[Request, str]] = [
-    (
+
+class Example(NamedTuple):
+    """A message, and the bytes of its frame in hexadecimal digits."""
+
+    message: Request | Reply
+    frame: str
+
+
+REQUESTS = [
+    Example(
         Hello(
             id=1,
             version=1,
@@ -221,24 +229,24 @@ REQUESTS: list[tuple[Request, str]] = [
         "6964696e6720cf0000000200000000cd040007c2cc8020100296a56d6f64656ccd1000af6175746f2028"
         "62666c6f617431362992041cc0cd08000300",
     ),
-    (
+    Example(
         Hello(id=1, version=1, role="worker", engine_id="engine-0", lock=(1 << 61) + 5),
         "260000009aa568656c6c6f0101a6776f726b6572a8656e67696e652d30c0c0c000cf2000000000000005",
     ),
-    (
+    Example(
         Hello(id=1, version=1, role="control"),
         "170000009aa568656c6c6f0101a7636f6e74726f6ca0c0c0c00000",
     ),
-    (Drained(session=3), "0a00000092a7647261696e656403"),
-    (ReportMapping(is_mapped=False), "1100000092ae7265706f72745f6d617070696e67c2"),
-    (ReportStale(is_stale=True), "0f00000092ac7265706f72745f7374616c65c3"),
-    (
+    Example(Drained(session=3), "0a00000092a7647261696e656403"),
+    Example(ReportMapping(is_mapped=False), "1100000092ae7265706f72745f6d617070696e67c2"),
+    Example(ReportStale(is_stale=True), "0f00000092ac7265706f72745f7374616c65c3"),
+    Example(
         Identify(id=2, namespace=NAME),
         "2d00000093a86964656e7469667902c420000102030405060708090a0b0c0d0e0f101112131415161718"
         "191a1b1c1d1e1f",
     ),
-    (Subscribe(), "0b00000091a9737562736372696265"),
-    (
+    Example(Subscribe(), "0b00000091a9737562736372696265"),
+    Example(
         Lookup(
             id=3,
             lease=9,
@@ -253,12 +261,14 @@ REQUESTS: list[tuple[Request, str]] = [
         "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd07d0cd"
         "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f020a",
     ),
-    (
+    Example(
         Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True),
         "1300000095a772656c6561736509cd0100ce00100000c3",
     ),
-    (Reserve(id=4, part_bytes=8192, parts=2, count=64), "0f00000095a77265736572766504cd20000240"),
-    (
+    Example(
+        Reserve(id=4, part_bytes=8192, parts=2, count=64), "0f00000095a77265736572766504cd20000240"
+    ),
+    Example(
         Commit(
             offsets=OFFSETS,
             generations=GENERATIONS,
@@ -276,39 +286,39 @@ REQUESTS: list[tuple[Request, str]] = [
         "00000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020102c410000102"
         "030405060708090a0b0c0d0e0f",
     ),
-    (
+    Example(
         Free(offsets=OFFSETS, generations=GENERATIONS),
         "2a00000093a466726565c410000102030405060708090a0b0c0d0e0fc410101112131415161718191a1b"
         "1c1d1e1f",
     ),
-    (
+    Example(
         ReportCorrupt(offsets=OFFSETS, generations=GENERATIONS),
         "3400000093ae7265706f72745f636f7272757074c410000102030405060708090a0b0c0d0e0fc4101011"
         "12131415161718191a1b1c1d1e1f",
     ),
-    (
+    Example(
         ReportRequest(request_id="cmpl-1", explanation=EXPLANATION),
         "9e00000093ae7265706f72745f72657175657374a6636d706c2d31dc0011cd025802cc8004c420000102"
         "030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c094"
         "01a7736c6964696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65"
         "cc80cd0100ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a161",
     ),
-    (
+    Example(
         ReportIdentity(facts={"dtype": "bfloat16"}),
         "2100000092af7265706f72745f6964656e7469747981a56474797065a862666c6f61743136",
     ),
-    (
+    Example(
         ReportAudit(request_id="cmpl-1", outcome=AuditOutcome.PASSED, detail="d"),
         "1e00000094ac7265706f72745f6175646974a6636d706c2d31a6706173736564a164",
     ),
-    (Explain(id=5, request_id="cmpl-1"), "1100000093a76578706c61696e05a6636d706c2d31"),
-    (Stats(id=6), "0900000093a5737461747306c2"),
-    (ListEngines(id=7), "0f00000092ac6c6973745f656e67696e657307"),
-    (Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
+    Example(Explain(id=5, request_id="cmpl-1"), "1100000093a76578706c61696e05a6636d706c2d31"),
+    Example(Stats(id=6), "0900000093a5737461747306c2"),
+    Example(ListEngines(id=7), "0f00000092ac6c6973745f656e67696e657307"),
+    Example(Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
 ]
 
-REPLIES: list[tuple[Reply, str]] = [
-    (
+REPLIES = [
+    Example(
         Welcome(
             id=1,
             version=1,
@@ -321,7 +331,7 @@ REPLIES: list[tuple[Reply, str]] = [
         "4900000098a777656c636f6d650101d92062626262626262626262626262626262626262626262626262"
         "62626262626262ae2f6465762f73686d2f6172656e61ce40000000ce20000000cd1267",
     ),
-    (
+    Example(
         Found(
             id=3,
             lease=9,
@@ -346,11 +356,11 @@ REPLIES: list[tuple[Reply, str]] = [
         "0a0b0c0d0e0fc410101112131415161718191a1b1c1d1e1fc410000102030405060708090a0b0c0d0e0f"
         "c410101112131415161718191a1b1c1d1e1f",
     ),
-    (
+    Example(
         Pending(id=3, lease=9, wait_ms=2000, chunks=2, masks=[b"\1\0", b"\1\1"]),
         "1800000096a770656e64696e670309cd07d00292c4020100c4020101",
     ),
-    (
+    Example(
         Reserved(
             id=4,
             part_bytes=8192,
@@ -362,13 +372,13 @@ REPLIES: list[tuple[Reply, str]] = [
         "3800000097a8726573657276656404cd200002c410000102030405060708090a0b0c0d0e0fc410101112"
         "131415161718191a1b1c1d1e1fce10000000",
     ),
-    (
+    Example(
         Removed(id=0, hashes=NAME + NAME, groups=b"\0\1", everything=True),
         "5300000096a772656d6f76656400c440000102030405060708090a0b0c0d0e0f10111213141516171819"
         "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020001"
         "c3c400",
     ),
-    (
+    Example(
         Report(id=6, values={"objects": 3.0}, tiers=[TIER], metrics_url="http://m", status=STATUS),
         "1505000096a67265706f72740681a76f626a65637473cb40080000000000009188a46e616d65a4646973"
         "6ba86c6f636174696f6ea96469736b3a2f2f2f64a57772697465a77468726f756768a96d61785f627974"
@@ -403,7 +413,7 @@ REPLIES: list[tuple[Reply, str]] = [
         "cb3ff0000000000000a5627974657381a372616d91cb0000000000000000a47265616480a77772697474"
         "656e80",
     ),
-    (
+    Example(
         Engines(
             id=7,
             engines=[
@@ -418,8 +428,8 @@ REPLIES: list[tuple[Reply, str]] = [
         "12131415161718191a1b1c1d1e1f95929700a466756c6c10cd10000000c39701a7736c6964696e6720cf"
         "0000000200000000cd040007c2cc80201002c0",
     ),
-    (Done(id=8, count=12), "0800000093a4646f6e65080c"),
-    (
+    Example(Done(id=8, count=12), "0800000093a4646f6e65080c"),
+    Example(
         Explained(
             id=5,
             latest=["cmpl-1", "cmpl-0"],
@@ -439,7 +449,7 @@ REPLIES: list[tuple[Reply, str]] = [
         "00ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a1619192c420000102030405"
         "060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f9193a56474797065a161a162",
     ),
-    (
+    Example(
         Error(id=3, code="lease", message="lease 9 is taken"),
         "1f00000094a56572726f7203a56c65617365b06c6561736520392069732074616b656e",
     ),

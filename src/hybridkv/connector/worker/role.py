@@ -23,7 +23,14 @@ from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
 from hybridkv.vllm.loaded_adapters import LoadedAdapters
 from hybridkv.vllm.weights import EngineWeights
-from hybridkv.wire.messages import NEVER, PROTOCOL_VERSION, Drained, Hello, ReportMapping, Welcome
+from hybridkv.wire.messages import (
+    GREETING_NEVER,
+    PROTOCOL_VERSION,
+    Drained,
+    Hello,
+    ReportMapping,
+    Welcome,
+)
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -278,7 +285,7 @@ class WorkerRole:
             self._making.close()
             # An engine of the same process may outlive this role, and its memory must not.
             self._making = None
-        self._link.close(Drained(NEVER))
+        self._link.close(Drained(GREETING_NEVER))
 
     def _agrees(self, plan: StepPlan) -> bool:
         """Whether the plan was made for the weights that this worker has."""
