@@ -37,7 +37,7 @@ def keys_and_values(model: str, text: str, dtype: torch.dtype) -> list[bytes]:
         seen.clear()
         with torch.no_grad():
             bert(torch.tensor([tokens[start : start + CHUNK_TOKENS]]))
-        numbers = torch.cat([one.reshape(-1) for one in seen]).to(dtype)
+        numbers = torch.cat([tensor.reshape(-1) for tensor in seen]).to(dtype)
         chunks.append(numbers.view(torch.uint8).numpy().tobytes())
     return chunks
 

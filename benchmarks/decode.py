@@ -58,11 +58,11 @@ def measure(model: str, rounds: int, requests: int, tokens: int, directory: Path
         for number in range(rounds + 1):
             prompts = [rng.choices(range(2, VOCABULARY), k=PROMPT_TOKENS) for _ in range(requests)]
             for arm in (0, 1) if number % 2 else (1, 0):
-                first, *more = engines[arm].run(*prompts, max_tokens=tokens)
+                first, *others = engines[arm].run(*prompts, max_tokens=tokens)
                 if number:
                     for name, of_arms in seconds.items():
                         of_arms[arm].append(_step_seconds(first[name]))
-                    steps = [len(one["step_tokens"]) - 1 for one in (first, *more)]
+                    steps = [len(answer["step_tokens"]) - 1 for answer in (first, *others)]
                     accepted.append((tokens - 1) * requests / sum(steps))
         with ControlClient(socket_path) as control:
             stored = int(control.stats().values["objects_stored"])
@@ -71,7 +71,10 @@ def measure(model: str, rounds: int, requests: int, tokens: int, directory: Path
     row: dict[str, Any] = {"model": model, "tokens/step": round(statistics.mean(accepted), 2)}
     for name, what in MEASURES.items():
         without, with_it = seconds[name]
-        ratios = [one / other for one, other in zip(with_it, without, strict=True)]
+        ratios = [
+            hybridkv_seconds / plain_seconds
+            for hybridkv_seconds, plain_seconds in zip(with_it, without, strict=True)
+        ]
         row[f"{what} ms"] = round(statistics.median(without) * 1e3, 2)
         row[f"{what} ms, attached"] = round(statistics.median(with_it) * 1e3, 2)
         row[f"{what} ratio"] = _spread(ratios)

@@ -68,12 +68,12 @@ def measured(
         _until(lambda: _is_attached(engine, socket_path))
         again = [_asked(engine, text) for text in texts]
         values = _stats(socket_path)
-    for number, (one, other) in enumerate(zip(computed, again, strict=True)):
+    for number, (computed_answer, cached_answer) in enumerate(zip(computed, again, strict=True)):
         yield {
             "prompt": number,
-            "computed": round(one["ttft_seconds"], 2),
-            "from the cache": round(other["ttft_seconds"], 2),
-            "hit tokens": other["cached_tokens"],
+            "computed": round(computed_answer["ttft_seconds"], 2),
+            "from the cache": round(cached_answer["ttft_seconds"], 2),
+            "hit tokens": cached_answer["cached_tokens"],
         }
     sums = [sum(result["ttft_seconds"] for result in round) for round in (computed, again)]
     yield {

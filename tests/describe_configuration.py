@@ -208,9 +208,7 @@ def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 def _is_of_another(command: str, action: argparse.Action) -> bool:
     """Whether the option is another command's with the same parser, as its help begins with."""
-    return any(
-        (action.help or "").startswith(f"{other}: ") for other in COMMANDS if other != command
-    )
+    return any((action.help or "").startswith(f"{name}: ") for name in COMMANDS if name != command)
 
 
 def _named(action: argparse.Action) -> str:

@@ -25,18 +25,18 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     )
 
 
-def print_or_write(path: Path, made: str, about: str | None) -> int:
+def print_or_write(path: Path, text: str, about: str | None) -> int:
     """The command of a module that makes one document."""
-    return print_or_write_all({path: made}, about)
+    return print_or_write_all({path: text}, about)
 
 
-def print_or_write_all(made: Mapping[Path, str], about: str | None) -> int:
+def print_or_write_all(texts: Mapping[Path, str], about: str | None) -> int:
     """The command of a module that makes several documents."""
     parser = argparse.ArgumentParser(description=about)
-    names = ", ".join(f"docs/{path.name}" for path in made)
+    names = ", ".join(f"docs/{path.name}" for path in texts)
     parser.add_argument("--write", action="store_true", help=f"write {names} instead of printing")
     is_writing = parser.parse_args().write
-    for path, text in made.items():
+    for path, text in texts.items():
         if is_writing:
             path.write_text(text)
         else:

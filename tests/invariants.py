@@ -79,9 +79,9 @@ def check_store(store: Store) -> None:
 
 def _check_slots(store: Store) -> None:
     slots = store.slots.values()
-    taken = sorted((slot.offset, slot.size_bytes) for slot in slots)
-    check_extents(store.extents, taken)
-    assert list(store.trailer.slots()) == taken
+    extents_taken = sorted((slot.offset, slot.size_bytes) for slot in slots)
+    check_extents(store.extents, extents_taken)
+    assert list(store.trailer.slots()) == extents_taken
     assert [*store.slots] == [slot.offset for slot in slots]
     assert store._by_end == {slot.offset + slot.size_bytes: slot for slot in slots}
     held, states = Counter[SlotState](), Counter(slot.state for slot in slots)
@@ -130,12 +130,12 @@ def check_queue(
     assert sum(queue._ghosts.values()) == queue._ghost_bytes <= queue._bound_bytes
 
 
-def check_extents(extents: Extents, taken: Iterable[tuple[int, int]]) -> None:
+def check_extents(extents: Extents, extents_taken: Iterable[tuple[int, int]]) -> None:
     """Every count, from the (offset, size) that are taken."""
     free = free_runs(extents)
     assert all(offset not in extents._start_of_end for offset in extents._size_at), "runs touch"
     end = 0
-    for offset, size in sorted([*taken, *free]):
+    for offset, size in sorted([*extents_taken, *free]):
         assert offset == end, "what is taken and free runs must tile the arena"
         assert size > 0
         assert offset % SLOT_ALIGN == 0 == size % SLOT_ALIGN
@@ -165,8 +165,8 @@ def check_disk(tier: DiskTier) -> None:
 def _check_files(index: FileIndex) -> None:
     ours = index.ours.values()
     check_queue(index._order, index._may_go, index.ours)
-    taken = sum(file.taken_bytes for file in ours) + sum(index._strays.values())
-    assert taken == index._taken_bytes <= index.max_bytes
+    taken_bytes = sum(file.taken_bytes for file in ours) + sum(index._strays.values())
+    assert taken_bytes == index._taken_bytes <= index.max_bytes
     assert not index.writing_bytes
     assert not index.ours.keys() & index.others.keys()
     assert index._doubled <= index.ours.keys() | index.others.keys()

@@ -16,7 +16,7 @@ def make(
     replicated: tuple[int, ...] = (),
 ) -> Geometry:
     """A geometry from (kind, tokens per block, window); its layers have 96 and 32 bytes a token."""
-    made = tuple(
+    all_groups = tuple(
         Group(
             gid,
             kind,
@@ -28,7 +28,11 @@ def make(
         for gid, (kind, block, window) in enumerate(groups)
     )
     return Geometry(
-        made, chunk or derive_chunk_tokens(made, alignment, hashing), alignment, hashing, ranks
+        all_groups,
+        chunk or derive_chunk_tokens(all_groups, alignment, hashing),
+        alignment,
+        hashing,
+        ranks,
     )
 
 

@@ -153,12 +153,12 @@ class Tests:
         """As many tests as the time lets begin, and one at least."""
         deadline = time.monotonic() + 60 * minutes
         while time.monotonic() < deadline and (test := soak.next_of(name, self.collected)):
-            variables, more = dict(self.variables), []
+            variables, options = dict(self.variables), []
             if self.is_drawn:
                 seed = random.SystemRandom().getrandbits(SEED_BITS)
                 variables |= {SEED_VARIABLE: str(seed), EXAMPLES_VARIABLE: str(EXAMPLES)}
-                more = [f"--hypothesis-seed={seed}"]
-            command = Command((*PYTEST, "-m", self.marked, *more, test), variables)
+                options = [f"--hypothesis-seed={seed}"]
+            command = Command((*PYTEST, "-m", self.marked, *options, test), variables)
             ran = run(command)
             if ran.failed:
                 soak.found(name, command, ran.last_line)

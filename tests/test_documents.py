@@ -120,17 +120,17 @@ def test_a_setting_without_a_text_is_noticed() -> None:
 def test_options_of_tiers_are_those_that_they_take(
     kind: str, urls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: set[str] = set()
+    names_taken: set[str] = set()
     real = TierSpec.known_options
 
     def known(spec: TierSpec, *names: str, bounded_by: str = "") -> object:
-        taken.update(names)
+        names_taken.update(names)
         return real(spec, *names, bounded_by=bounded_by)
 
     monkeypatch.setattr(TierSpec, "known_options", known)
     for url in urls:
         make_tier(parse_tier(url, "tier"), "node").close()
-    assert taken == set(TIER_OPTIONS[kind])
+    assert names_taken == set(TIER_OPTIONS[kind])
 
 
 def test_options_of_all_tiers_are_those_that_they_take() -> None:
@@ -143,8 +143,8 @@ def test_options_of_all_tiers_are_those_that_they_take() -> None:
 
 
 def test_versions_of_formats_are_those_of_the_code() -> None:
-    said = re.findall(r"^\| (\w+) \| (\d+) \|", (DOCS / "operations.md").read_text(), re.MULTILINE)
-    assert {name: int(version) for name, version in said} == {
+    rows = re.findall(r"^\| (\w+) \| (\d+) \|", (DOCS / "operations.md").read_text(), re.MULTILINE)
+    assert {name: int(version) for name, version in rows} == {
         "protocol": PROTOCOL_VERSION,
         "arena": ARENA_VERSION,
         "slot": SLOT_VERSION,

@@ -115,9 +115,17 @@ def audited(
         count = len(before[name]) // sum(layer.block_bytes for layer in numbers)
         verdict = compare(numbers, bounds, count, before[name], after[name])
         verdicts.setdefault(chunk, []).append(verdict)
-    passed = [all(one.outcome == "passed" for one in some) for some in verdicts.values()]
-    found = [one for some in verdicts.values() for one in some if one.error_max]
-    worst = max((one.error / one.error_max for one in found), default=0.0)
+    passed = [
+        all(verdict.outcome == "passed" for verdict in chunk_verdicts)
+        for chunk_verdicts in verdicts.values()
+    ]
+    found = [
+        verdict
+        for chunk_verdicts in verdicts.values()
+        for verdict in chunk_verdicts
+        if verdict.error_max
+    ]
+    worst = max((verdict.error / verdict.error_max for verdict in found), default=0.0)
     return {"audits": len(passed), "passed": sum(passed), "worst": float(f"{worst:.2g}")}
 
 

@@ -184,19 +184,22 @@ def plan(asked: str, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     known, built.block_views = built.block_views, block_views
     try:
         with tempfile.TemporaryDirectory(prefix="hybridkv-plan-") as directory:
-            made = {"architectures": [architecture], "torch_dtype": "bfloat16"}
-            made.update(configs[architecture])
-            (Path(directory) / "config.json").write_text(json.dumps(made))
+            hf_config = {"architectures": [architecture], "torch_dtype": "bfloat16"}
+            hf_config.update(configs[architecture])
+            (Path(directory) / "config.json").write_text(json.dumps(hf_config))
             report = child.inspect([directory, *ARGUMENTS, *arguments])
     finally:
         built.block_views = known
-    refused = [one.what for one in report.findings if one.verdict is Verdict.FAIL]
+    refused = [finding.what for finding in report.findings if finding.verdict is Verdict.FAIL]
     groups = report.preview.groups if report.preview else ()
     return {
         "name": asked,
         "refused": [*refused, *filter(None, [report.unreadable])],
         "layout": json.loads(report.facts.get("layout", "null")),
-        "groups": [[one.kind, one.tokens_per_block, one.layers, one.block_bytes] for one in groups],
+        "groups": [
+            [group.kind, group.tokens_per_block, group.layers, group.block_bytes]
+            for group in groups
+        ],
         "runs": sorted(runs),
     }
 
@@ -208,5 +211,5 @@ if __name__ == "__main__":
 
     configs = {**HYBRIDS, **OTHERS, **ATTENTION_FREE}
     for name in sys.argv[1:]:
-        said = {"registry": walk()} if name == "registry" else plan(name, configs)
-        print(json.dumps(said), flush=True)
+        record = {"registry": walk()} if name == "registry" else plan(name, configs)
+        print(json.dumps(record), flush=True)

@@ -26,7 +26,7 @@ _draft = GPUModelRunner.propose_draft_token_ids
 
 def _answer_to(own: list[int]) -> list[int]:
     """A sequence that begins with these tokens; empty = none is known."""
-    return next((one for one in _answers if one[: len(own)] == own), [])
+    return next((tokens for tokens in _answers if tokens[: len(own)] == own), [])
 
 
 def _propose(
@@ -38,7 +38,7 @@ def _propose(
         length = int(lengths[row])
         known = _answer_to(tokens[row, :length].tolist()) if fresh else []
         wanted = known[length:][: (length + len(known)) % (count + 2)][:count]
-        rows.append([one + ((length + at) % 5 == 3) for at, one in enumerate(wanted)])
+        rows.append([token + ((length + at) % 5 == 3) for at, token in enumerate(wanted)])
     return rows
 
 

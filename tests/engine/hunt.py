@@ -119,9 +119,11 @@ def as_from_outside(
         assert answer(hit) == answer(own), what
 
 
-def hunt_sampling(socket_path: str, model: str, more: list[str]) -> None:
+def hunt_sampling(socket_path: str, model: str, arguments: list[str]) -> None:
     """Every kind of sampling, and prompts that end at a boundary or beside it."""
-    with Hunted(arguments_of(model, socket_path, "--max-num-batched-tokens=512", *more)) as hunted:
+    with Hunted(
+        arguments_of(model, socket_path, "--max-num-batched-tokens=512", *arguments)
+    ) as hunted:
         chunk = hunted.chunk_tokens
         cases = {what: (prompt(SEED, 3 * chunk + 40), given) for what, given in SAMPLING.items()}
         for tokens in (chunk, 2 * chunk - 1, 2 * chunk, 2 * chunk + 1):
@@ -141,11 +143,11 @@ def len_of(output: Any) -> int:
     return len(output.outputs)
 
 
-def hunt_embeddings(socket_path: str, model: str, more: list[str]) -> None:
+def hunt_embeddings(socket_path: str, model: str, arguments: list[str]) -> None:
     """The same model as one of embeddings."""
     from vllm import PoolingParams
 
-    with Hunted(arguments_of(model, socket_path, "--runner=pooling", *more)) as hunted:
+    with Hunted(arguments_of(model, socket_path, "--runner=pooling", *arguments)) as hunted:
         text = prompt(SEED, 5 * hunted.chunk_tokens + 40)
         for task in hunted.engine.get_supported_tasks():
 
@@ -159,7 +161,7 @@ def hunt_embeddings(socket_path: str, model: str, more: list[str]) -> None:
         assert not hunted.faults(), hunted.faults()
 
 
-def hunt_long(socket_path: str, model: str, more: list[str]) -> None:
+def hunt_long(socket_path: str, model: str, arguments: list[str]) -> None:
     """A prompt of more than 64k tokens."""
     settings = (
         "--max-model-len=131072",
@@ -167,7 +169,7 @@ def hunt_long(socket_path: str, model: str, more: list[str]) -> None:
         "--max-num-batched-tokens=8192",
         f"--kv-cache-memory-bytes={1 << 30}",
     )
-    with Hunted(arguments_of(model, socket_path, *settings, *more)) as hunted:
+    with Hunted(arguments_of(model, socket_path, *settings, *arguments)) as hunted:
         text = prompt(SEED, LONG_TOKENS)
 
         def ask() -> Any:
@@ -178,9 +180,9 @@ def hunt_long(socket_path: str, model: str, more: list[str]) -> None:
         assert not hunted.faults(), hunted.faults()
 
 
-def hunt_salts(socket_path: str, model: str, more: list[str]) -> None:
+def hunt_salts(socket_path: str, model: str, arguments: list[str]) -> None:
     """Requests with a salt that has no UTF-8 form, more than the faults that switch a role off."""
-    with Hunted(arguments_of(model, socket_path, *more)) as hunted:
+    with Hunted(arguments_of(model, socket_path, *arguments)) as hunted:
         text = prompt(SEED, 2 * hunted.chunk_tokens + 40)
 
         def ask(salt: str = "") -> Any:
@@ -193,17 +195,17 @@ def hunt_salts(socket_path: str, model: str, more: list[str]) -> None:
         assert not hunted.faults(), hunted.faults()
 
 
-def hunt_memory(socket_path: str, model: str, more: list[str]) -> None:
+def hunt_memory(socket_path: str, model: str, arguments: list[str]) -> None:
     """Somebody else fills shared memory while the arena grows, and leaves; it must be our own."""
     (arena,) = stale_arenas(Path(socket_path))
 
     def held_bytes() -> int:
         return arena_bytes(arena)[1]
 
-    with Hunted(arguments_of(model, socket_path, *more)) as hunted:
+    with Hunted(arguments_of(model, socket_path, *arguments)) as hunted:
         until(lambda: held_bytes() >= RESERVE_AHEAD_BYTES, "what is reserved ahead")
-        other, seeds = SHM_DIR / "other", count(SEED)
-        with other.open("wb") as file, suppress(OSError):
+        filler, seeds = SHM_DIR / "other", count(SEED)
+        with filler.open("wb") as file, suppress(OSError):
             while True:
                 os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), 1 << 20)
         tokens = hunted.engine.model_config.max_model_len - TOKENS
@@ -217,7 +219,7 @@ def hunt_memory(socket_path: str, model: str, more: list[str]) -> None:
 
         until(lambda: ask() and has_failed(), "the arena finds no memory")
         grown_bytes = held_bytes() + 2 * RESERVE_STEP_BYTES
-        other.unlink()
+        filler.unlink()
         until(lambda: ask() and held_bytes() >= grown_bytes, "the arena grows")
         last = prompt(SEED, 4 * hunted.chunk_tokens)
 
@@ -229,7 +231,7 @@ def hunt_memory(socket_path: str, model: str, more: list[str]) -> None:
         assert not hunted.faults(), hunted.faults()
 
 
-def hunt_storm(socket_path: str, model: str, more: list[str]) -> None:
+def hunt_storm(socket_path: str, model: str, extra_arguments: list[str]) -> None:
     """Requests of all priorities, aborted at random, over a block pool that is too small."""
     settings = (
         "--scheduling-policy=priority",
@@ -239,7 +241,7 @@ def hunt_storm(socket_path: str, model: str, more: list[str]) -> None:
         "--max-num-seqs=6",
     )
     patient: dict[str, object] = {"load_policy": "always", "load_timeout_seconds": 5}
-    arguments = arguments_of(model, socket_path, *settings, *more, extra=patient)
+    arguments = arguments_of(model, socket_path, *settings, *extra_arguments, extra=patient)
     rng = random.Random(SEED)
     with Hunted(arguments) as hunted:
         chunk = hunted.chunk_tokens
@@ -279,7 +281,7 @@ def hunt_storm(socket_path: str, model: str, more: list[str]) -> None:
                     found = answer_of(output)
                     judged += 1
                     worst = max(
-                        worst, min(one_deviation(found, one) for one in oracles[asked[name]])
+                        worst, min(one_deviation(found, oracle) for oracle in oracles[asked[name]])
                     )
         loads = hunted.connector.counters.get("loads", 0)
         print(f"{rounds} rounds, {judged} answers, {loads} loads, {worst=:.2g}", flush=True)
@@ -296,11 +298,11 @@ async def _ask(engine: Any, text: Any, name: str, **params: Any) -> dict[str, An
     given = {"prompt_token_ids": list(text)} if isinstance(text, list) else text
     found: dict[str, Any] = {"tokens": [], "logprobs": [], "cached_tokens": None, "finish": None}
     async for output in engine.generate(given, _params(**params), name):
-        one = answer_of(output)
-        found["tokens"] += one["tokens"]
-        found["logprobs"] += one["logprobs"]
+        reply = answer_of(output)
+        found["tokens"] += reply["tokens"]
+        found["logprobs"] += reply["logprobs"]
         if found["cached_tokens"] is None:
-            found["cached_tokens"] = one["cached_tokens"]
+            found["cached_tokens"] = reply["cached_tokens"]
         found["finish"] = output.outputs[0].finish_reason
     return found
 
@@ -340,7 +342,7 @@ async def _live(engine: Any, chunk: int) -> None:
         sessions.append(await _ask(engine, _pieces(parts, 5), name))
         if name == "own":
             assert await engine.reset_prefix_cache()
-    print("session:", [one["cached_tokens"] for one in sessions], flush=True)
+    print("session:", [reply["cached_tokens"] for reply in sessions], flush=True)
     assert sessions[0]["tokens"] == sessions[1]["tokens"] == sessions[2]["tokens"]
     assert sessions[2]["cached_tokens"] == chunk
 
@@ -353,8 +355,8 @@ async def _live(engine: Any, chunk: int) -> None:
         storm = [aborted(rng.randrange(STORM_PROMPTS)) for _ in range(15)]
         good = [_ask(engine, text, f"r{at}") for at, text in enumerate(texts)]
         found = (await asyncio.gather(*storm, *good))[len(storm) :]
-        assert all(is_right(one, at) for at, one in enumerate(found) if one is not None)
-        assert all(one and one["cached_tokens"] for one in found), "nothing was hit"
+        assert all(is_right(reply, at) for at, reply in enumerate(found) if reply is not None)
+        assert all(reply and reply["cached_tokens"] for reply in found), "nothing was hit"
     print("aborts: right", flush=True)
     for mode in ("reset", "keep", "wait", "abort"):
         running = [
@@ -374,10 +376,10 @@ async def _live(engine: Any, chunk: int) -> None:
         await asyncio.sleep(PAUSE_SECONDS)
         await engine.resume_generation()
         answers = await asyncio.wait_for(asyncio.gather(*running, *late), ANSWER_SECONDS)
-        print(f"{mode}:", [one["finish"] for one in answers], flush=True)
-        for at, one in enumerate(answers):
-            assert is_right(one, at % STORM_PROMPTS), (mode, at)
-            assert one["finish"] == "length" or (mode == "abort" and at < STORM_PROMPTS)
+        print(f"{mode}:", [reply["finish"] for reply in answers], flush=True)
+        for at, reply in enumerate(answers):
+            assert is_right(reply, at % STORM_PROMPTS), (mode, at)
+            assert reply["finish"] == "length" or (mode == "abort" and at < STORM_PROMPTS)
     assert await engine.reset_prefix_cache()
     await _ask(engine, texts[0], "last")
     assert await engine.reset_prefix_cache()
@@ -386,7 +388,7 @@ async def _live(engine: Any, chunk: int) -> None:
     assert is_right(last, 0)
 
 
-def hunt_live(socket_path: str, model: str, more: list[str]) -> None:
+def hunt_live(socket_path: str, model: str, arguments: list[str]) -> None:
     """Sessions, aborts, resets and pauses, in an engine of processes as in production."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -395,7 +397,7 @@ def hunt_live(socket_path: str, model: str, more: list[str]) -> None:
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     settings = ("--max-num-batched-tokens=512", "--num-gpu-blocks-override=200")
-    asked = parser.parse_args(arguments_of(model, socket_path, *settings, *more))
+    asked = parser.parse_args(arguments_of(model, socket_path, *settings, *arguments))
 
     async def run() -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(asked))

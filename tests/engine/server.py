@@ -55,21 +55,21 @@ class Server:
 
     def __enter__(self) -> "Server":
         assert self._process.stdout is not None
-        fd, deadline, said = self._process.stdout.fileno(), time.monotonic() + START_SECONDS, b""
+        fd, deadline, output = self._process.stdout.fileno(), time.monotonic() + START_SECONDS, b""
         try:
-            while STARTED not in said:
+            while STARTED not in output:
                 left = deadline - time.monotonic()
                 ready = select.select([fd], [], [], max(0.0, left))[0]
                 received = os.read(fd, 1 << 16) if ready else b""
                 assert received, (
-                    f"the server did not start:\n{said[-4000:].decode(errors='replace')}"
+                    f"the server did not start:\n{output[-4000:].decode(errors='replace')}"
                 )
-                said += received
+                output += received
         except BaseException:
             self.close()
             raise
         finally:
-            self.log_path.write_bytes(said)
+            self.log_path.write_bytes(output)
         # What it says later goes into the log by itself.
         copy = f"cat >> {self.log_path}"
         self._copier = subprocess.Popen(["sh", "-c", copy], stdin=self._process.stdout)
@@ -110,7 +110,7 @@ class Server:
 
     def complete(self, prompt: list[int], max_tokens: int = 4) -> list[int]:
         """The tokens of the answer to a prompt of token ids."""
-        said = self.post(
+        reply = self.post(
             "/v1/completions",
             {
                 "model": "tiny",
@@ -121,7 +121,7 @@ class Server:
                 "return_token_ids": True,
             },
         )
-        tokens: list[int] = json.loads(said)["choices"][0]["token_ids"]
+        tokens: list[int] = json.loads(reply)["choices"][0]["token_ids"]
         return tokens
 
     def metrics(self) -> list[tuple[str, dict[str, str], float]]:
@@ -138,8 +138,8 @@ class Server:
         """The sum of the samples with these labels."""
         return sum(
             value
-            for one, its, value in self.metrics()
-            if one == name and labels.items() <= its.items()
+            for sample_name, sample_labels, value in self.metrics()
+            if sample_name == name and labels.items() <= sample_labels.items()
         )
 
 

@@ -70,7 +70,10 @@ class Simulation:
         ):
             spec = kv_config.kv_cache_groups[gid].kv_cache_spec
             own = [*iter_layer_specs(spec)]
-            layers = [_first_words(*one) for one in zip(views, own * len(views), strict=False)]
+            layers = [
+                _first_words(*view_and_spec)
+                for view_and_spec in zip(views, own * len(views), strict=False)
+            ]
             groups.append(GroupWords(group_geometry(gid, spec, (1,)), layers))
         self.oracle = Oracle(groups)
         self.numbers = 0
@@ -186,7 +189,7 @@ class Simulation:
             for name, count in output.num_scheduled_tokens.items()
         }
         groups = [words.group for words in self.oracle.groups]
-        sizes = [one.tokens_per_block for one in groups if one.kind is GroupKind.RECURRENT]
+        sizes = [group.tokens_per_block for group in groups if group.kind is GroupKind.RECURRENT]
         states = {
             name: StatePlace().step(max(sizes, default=1), starts[name], starts[name] + count, 0, 0)
             for name, count in output.num_scheduled_tokens.items()

@@ -229,9 +229,13 @@ class Soak:
             self._daemon.socket_path, DEADLINE_SECONDS, engine_hello("history")
         ) as control:
             answers = [control.explain(name) for name in control.explain("").latest]
-            told = [one.explanation for one in answers if one.explanation is not None]
+            explanations = [
+                answer.explanation for answer in answers if answer.explanation is not None
+            ]
             for number in range(REQUESTS_MAX):
-                control.tell(ReportRequest(f"before-{number}", told[number % len(told)]))
+                control.tell(
+                    ReportRequest(f"before-{number}", explanations[number % len(explanations)])
+                )
             control.stats()
 
     def _round(self) -> None:

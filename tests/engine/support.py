@@ -38,14 +38,14 @@ def engine(
     model: str,
     log_path: Path,
     server: str | None,
-    *more: str,
+    *options: str,
     extra: dict[str, object] | None = None,
     environment: dict[str, str] | None = None,
     kind: type[EngineProcess] = ForkedEngine,
 ) -> EngineProcess:
     """A real engine on a bundled model; `server` is a socket path, "auto", or None for none."""
     return kind(
-        arguments_of(model, server, *more, extra=extra),
+        arguments_of(model, server, *options, extra=extra),
         log_path,
         lambda text: None,
         {**bundled_environment(model), **(environment or {})},
@@ -55,13 +55,13 @@ def engine(
 def arguments_of(
     model: str,
     server: str | None,
-    *more: str,
+    *options: str,
     extra: dict[str, object] | None = None,
     module: str = "hybridkv.connector",
 ) -> list[str]:
     """vLLM's arguments of such an engine; `module` has the connector."""
     bundled = [word for word in bundled_arguments(model) if not word.startswith(MEMORY)]
-    arguments = [f"--model={bundled_models()[model]}", *bundled, f"{MEMORY}={KV_BYTES}", *more]
+    arguments = [f"--model={bundled_models()[model]}", *bundled, f"{MEMORY}={KV_BYTES}", *options]
     if server is not None:
         settings = {
             "server": "auto" if server == "auto" else f"unix://{server}",

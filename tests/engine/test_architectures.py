@@ -29,8 +29,8 @@ TENSOR_PARALLEL = ("--", "--tensor-parallel-size=2", "--distributed-executor-bac
 def right(model: str, status: int, proof: dict[str, Any]) -> None:
     """Every arm, every expected hit, and tokens that vary; or NOT PROVEN, where vLLM chose so."""
     if not is_served(model):
-        said = [(arm["name"], arm["ok"], arm["not_served"]) for arm in proof["arms"]]
-        assert (status, proof["ok"], said) == (
+        outcomes = [(arm["name"], arm["ok"], arm["not_served"]) for arm in proof["arms"]]
+        assert (status, proof["ok"], outcomes) == (
             1,
             False,
             [("cold", False, "prefix_caching_off_in_vllm")],

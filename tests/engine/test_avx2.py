@@ -55,7 +55,7 @@ def asked(
     hidden = (CPU_ENV, "PYTHONPATH", "ATEN_CPU_CAPABILITY")
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     paths = os.pathsep.join((str(ROOT), str(ROOT / "src")))
-    said = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", START, ASK, *names],
         capture_output=True,
         text=True,
@@ -63,8 +63,8 @@ def asked(
         cwd=ROOT,
         env={**inherited, "PYTHONPATH": paths, **environment},
     )
-    assert said.returncode == 0, said.stderr[-3000:]
-    answers, loaded, capability, capabilities = json.loads(said.stdout.splitlines()[-1])
+    assert child.returncode == 0, child.stderr[-3000:]
+    answers, loaded, capability, capabilities = json.loads(child.stdout.splitlines()[-1])
     return answers, loaded, capability, capabilities
 
 

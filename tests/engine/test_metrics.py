@@ -39,7 +39,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
     """A prompt is computed, loaded from RAM, and, after RAM lost it, loaded from the disk."""
     endpoint = f"ipc://{tmp_path}/events"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
-    text, other = prompt(1, CHUNKS * CHUNK + 20), prompt(2, CHUNKS * CHUNK + 20)
+    text, second = prompt(1, CHUNKS * CHUNK + 20), prompt(2, CHUNKS * CHUNK + 20)
     disk = ("--disk", str(tmp_path / "disk"), "--disk-bytes", "1GiB")
     with (
         DaemonProcess(str(tmp_path / "daemon.sock"), "64MiB", options=disk) as daemon,
@@ -62,7 +62,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
                 )
 
             server.complete(text)
-            server.complete(other)
+            server.complete(second)
             until(all_stored, "every chunk is announced")
             stored = subscriber.stored("CPU")
             names = [name for event in stored for name in event.block_hashes]
@@ -71,7 +71,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
                 name for event in subscriber.stored("GPU") for name in event.block_hashes
             }
             assert set(names) <= engines_own, "the hashes are those of the engine's own events"
-            assert prefixes(stored) == {tuple(given[: CHUNKS * CHUNK]) for given in (text, other)}
+            assert prefixes(stored) == {tuple(given[: CHUNKS * CHUNK]) for given in (text, second)}
 
             def written() -> bool:
                 values = stats(daemon.socket_path)
@@ -94,10 +94,14 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
             below = subscriber.stored("STORAGE")
             assert prefixes(below) == prefixes(stored), "the disk has it"
             named = [
-                {(one.group_idx, one.kv_cache_spec_kind) for one in events}
+                {(event.group_idx, event.kv_cache_spec_kind) for event in events}
                 for events in (stored, below, subscriber.stored("GPU"))
             ]
-            assert named[0] == named[1] == {one for one in named[2] if one[1] == "full_attention"}
+            assert (
+                named[0]
+                == named[1]
+                == {group for group in named[2] if group[1] == "full_attention"}
+            )
             server.post("/reset_prefix_cache")
             server.complete(text)
             until(
@@ -109,7 +113,9 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
 
     def total(name: str, **labels: str) -> float:
         return sum(
-            value for one, its, value in samples if one == name and labels.items() <= its.items()
+            value
+            for sample_name, sample_labels, value in samples
+            if sample_name == name and labels.items() <= sample_labels.items()
         )
 
     tokens = CHUNKS * CHUNK

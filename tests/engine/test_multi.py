@@ -38,7 +38,7 @@ def ours(socket_path: str, **extra: object) -> dict[str, Any]:
     }
 
 
-def multi(model: str, children: list[dict[str, Any]], *more: str, **extra: object) -> list[str]:
+def multi(model: str, children: list[dict[str, Any]], *options: str, **extra: object) -> list[str]:
     """vLLM's arguments of an engine with MultiConnector."""
     transfer = {
         "kv_connector": "MultiConnector",
@@ -47,7 +47,7 @@ def multi(model: str, children: list[dict[str, Any]], *more: str, **extra: objec
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": children, **extra},
     }
-    arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
+    arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *options]
     return [*arguments, "--kv-transfer-config", json.dumps(transfer)]
 
 
@@ -194,8 +194,11 @@ def by_connector(server: Server) -> dict[str, dict[str, float]]:
 @pytest.mark.soak
 def test_the_servers_metrics(tmp_path: Path) -> None:
     """The choices stand on vLLM's own /metrics, and add up to what vLLM counted."""
-    with serve(tmp_path, "one") as one, serve(tmp_path, "two") as two:
-        children = [ours(one.socket_path), ours(two.socket_path, load_weight=1.5)]
+    with serve(tmp_path, "one") as first_daemon, serve(tmp_path, "two") as second_daemon:
+        children = [
+            ours(first_daemon.socket_path),
+            ours(second_daemon.socket_path, load_weight=1.5),
+        ]
         arguments, environment = multi("gemma3", children), bundled_environment("gemma3")
         with Server(arguments, tmp_path / "server.log", environment) as server:
 
@@ -204,12 +207,12 @@ def test_the_servers_metrics(tmp_path: Path) -> None:
 
             first = [complete(seed) for seed in (1, 2)]
             until(
-                lambda: stats(two.socket_path)["objects_stored"] >= 2 * CHUNKS,
+                lambda: stats(second_daemon.socket_path)["objects_stored"] >= 2 * CHUNKS,
                 "both prompts are stored",
             )
             server.post("/reset_prefix_cache")
             assert complete(1) == first[0]
-            two.kill()
+            second_daemon.kill()
             server.post("/reset_prefix_cache")
             assert [complete(seed) for seed in (1, 2)] == first
 

@@ -145,15 +145,15 @@ def test_a_plan_is_what_the_engine_registers(
 
 
 def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "plan", "--json", *arguments],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.stdout, said.stderr
-    (plan,) = json.loads(said.stdout)["plans"]
-    return said.returncode, plan
+    assert process.stdout, process.stderr
+    (plan,) = json.loads(process.stdout)["plans"]
+    return process.returncode, plan
 
 
 @since_vllm(32, "drafters are refused on earlier versions")
@@ -167,11 +167,13 @@ def test_a_plan_knows_the_drafter() -> None:
     totals, without = plan["totals"], plain["totals"]
     assert totals["first_storable_tokens"] == without["first_storable_tokens"] + 1
     assert totals["first_hit_tokens"] == without["first_hit_tokens"]
-    layers = [sum(group["layers"] for group in one["groups"]) for one in (plan, plain)]
+    layers = [sum(group["layers"] for group in arm["groups"]) for arm in (plan, plain)]
     assert layers[0] == layers[1] + 1
-    (told,) = [one for one in plan["findings"] if one["check"] == "speculative decoding"]
-    assert told["verdict"] == "ok"
-    assert "eagle" in told["what"]
+    (finding,) = [
+        finding for finding in plan["findings"] if finding["check"] == "speculative decoding"
+    ]
+    assert finding["verdict"] == "ok"
+    assert "eagle" in finding["what"]
 
 
 @pytest.mark.soak

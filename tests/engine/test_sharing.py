@@ -46,8 +46,8 @@ def test_two_engines_at_the_same_time_share_one_daemon(
         assert [result["cached_tokens"] for result in own] == [3 * CHUNK, 3 * CHUNK]
         assert stats(daemon.socket_path)["tokens_loaded"] == 0, "each engine's own prefix cache"
         until(lambda: stats(daemon.socket_path)["objects"] >= 2 * 9, "both prompts are stored")
-        for running, other in ((first, prompts[1]), (second, prompts[0])):
-            running.begin("run", prompts=[other], max_tokens=8)
+        for running, text in ((first, prompts[1]), (second, prompts[0])):
+            running.begin("run", prompts=[text], max_tokens=8)
         crossed = [first.end()[0], second.end()[0]]
         assert [result["cached_tokens"] for result in crossed] == [3 * CHUNK, 3 * CHUNK]
         assert answer(crossed[0]) == answer(own[1])
@@ -294,8 +294,8 @@ def test_explain_says_what_was_loaded_and_why_not(
     assert short["nothing_loaded_because"] == "the prompt has no whole chunk before its last token"
     with engine("qwen3", tmp_path / "f.log", daemon.socket_path, "--dtype=bfloat16") as running:
         running.run(text, max_tokens=2)
-        other = explained("verify-1")
-    (elsewhere,) = (fact for name, fact in other.items() if name.startswith("also_under"))
+        other_facts = explained("verify-1")
+    (elsewhere,) = (fact for name, fact in other_facts.items() if name.startswith("also_under"))
     here, _, there = elsewhere.partition("model_config: ")[2].partition(" here, ")
     assert '"dtype": "torch.bfloat16"' in here
     assert '"dtype": "torch.float32"' in there

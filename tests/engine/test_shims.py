@@ -35,14 +35,14 @@ def test_only_for_its_model_and_only_on_the_cpu_build(
     environment: dict[str, str], build: str, untouched: str
 ) -> None:
     needs_avx512()
-    said = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", SAYS, build],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, **environment},
     )
-    assert said.stdout.split() == [untouched], said.stderr
+    assert child.stdout.split() == [untouched], child.stderr
 
 
 def needs_avx512() -> None:

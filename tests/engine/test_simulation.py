@@ -52,7 +52,7 @@ def test_no_position_is_ever_computed_from_other_bytes(
         "32MiB",
         *TIGHT,
     ]
-    said = subprocess.run(
+    child = subprocess.run(
         [*command, *map(str, seeds)],
         capture_output=True,
         text=True,
@@ -60,10 +60,10 @@ def test_no_position_is_ever_computed_from_other_bytes(
         cwd=Path(__file__).parents[2],
         env={**ENGINE_ENVIRONMENT, **os.environ, **bundled_environment(model)},
     )
-    results = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+    results = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
     failed = seeds[len(results) :]
-    assert said.returncode == 0, (
-        f"seed {failed[0] if failed else '?'} of {model}:\n{said.stderr[-3000:]}"
+    assert child.returncode == 0, (
+        f"seed {failed[0] if failed else '?'} of {model}:\n{child.stderr[-3000:]}"
     )
     assert [result["seed"] for result in results] == seeds
     total = {

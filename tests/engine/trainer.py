@@ -22,7 +22,9 @@ class Trainer:
 def sleep(self: Any, level: int = 1) -> None:
     """Unmap the weights: a reader of them ends the process. vLLM's CPU workers do nothing."""
     parameters = self.model_runner.model.parameters()
-    dense = [one for one in parameters if one.numel() and one.is_contiguous()]
+    dense = [
+        parameter for parameter in parameters if parameter.numel() and parameter.is_contiguous()
+    ]
     self.mapped = [_moved(parameter) for parameter in dense]
     _protect(self.mapped, 0)
 

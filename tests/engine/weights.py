@@ -81,8 +81,8 @@ class Served:
         if is_multi:
             inside = {"connectors": [transfer], "patience_seconds": 10}
             transfer = {**transfer, "kv_connector": SEVERAL, "kv_connector_extra_config": inside}
-        more = ["--kv-transfer-config", json.dumps(transfer)] if socket_path else []
-        self.engine = make_engine([*ARGUMENTS, *arguments, *more])
+        transfer_options = ["--kv-transfer-config", json.dumps(transfer)] if socket_path else []
+        self.engine = make_engine([*ARGUMENTS, *arguments, *transfer_options])
         await_write_slots(self.engine)
         self.core: Any = self.engine.engine_core.engine_core
 
@@ -126,8 +126,8 @@ class Served:
         seconds = time.perf_counter() - started
         after = self.loaded()
         loaded = None if after is None or before is None else after - before
-        said = {"name": f"{self._name} {what}".strip(), "tokens": tokens, "loaded": loaded}
-        print(json.dumps({**said, "stale": self.stale(), "seconds": seconds}), flush=True)
+        line = {"name": f"{self._name} {what}".strip(), "tokens": tokens, "loaded": loaded}
+        print(json.dumps({**line, "stale": self.stale(), "seconds": seconds}), flush=True)
 
     def change(self, factor: float) -> None:
         """Other weights in place, as a trainer's own code does it: nobody is told."""
@@ -298,8 +298,8 @@ def storage(socket_path: str, directory: Path) -> None:
 
     def pull_files(url: str, to: str, allow: list[str] | None, ignore: list[str] | None) -> None:
         for file in path_of(url).iterdir():
-            wanted = allow is None or any(file.match(one) for one in allow)
-            if wanted and not any(file.match(one) for one in ignore or ()):
+            wanted = allow is None or any(file.match(pattern) for pattern in allow)
+            if wanted and not any(file.match(pattern) for pattern in ignore or ()):
                 shutil.copy(file, to)
 
     class Streamer:
@@ -310,7 +310,7 @@ def storage(socket_path: str, directory: Path) -> None:
         def __exit__(self, *exc: object) -> None:
             """Nothing is held."""
 
-        def stream_files(self, urls: list[str], **more: object) -> None:
+        def stream_files(self, urls: list[str], **options: object) -> None:
             self._tensors = {k: v for url in urls for k, v in load_file(path_of(url)).items()}
 
         def get_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -399,8 +399,8 @@ def empty(socket_path: str, directory: Path) -> None:
     """Every norm has the empty parameter that Marlin gives to each linear layer on a GPU."""
     load_model = CPUModelRunner.load_model
 
-    def load(runner: Any, *arguments: Any, **more: Any) -> None:
-        load_model(runner, *arguments, **more)
+    def load(runner: Any, *arguments: Any, **options: Any) -> None:
+        load_model(runner, *arguments, **options)
         for module in runner.model.modules():
             if type(module).__name__ == "RMSNorm":
                 module.w_zp = marlin_make_empty(torch.device("cpu"))

@@ -467,9 +467,9 @@ def mounted(
         tool = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
         if tool is None:
             pytest.skip("needs mkfs.ext4")
-        made = subprocess.run([tool, "-q", "-m", "0", str(image)], capture_output=True, check=False)
-        if made.returncode:
-            pytest.skip(f"needs mkfs.ext4: {made.stderr.decode()[-100:]}")
+        mkfs = subprocess.run([tool, "-q", "-m", "0", str(image)], capture_output=True, check=False)
+        if mkfs.returncode:
+            pytest.skip(f"needs mkfs.ext4: {mkfs.stderr.decode()[-100:]}")
         command = ["mount", "-o", "loop", str(image), str(where)]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:

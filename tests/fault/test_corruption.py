@@ -207,12 +207,12 @@ CASES = [(shape, "none") for shape in SHAPES] + [
 @pytest.fixture(params=CASES, ids=" ".join)
 def stored(request: pytest.FixtureRequest, directory: Path) -> Iterator[Stored]:
     shape, name = request.param
-    one = Stored(directory, SHAPES[shape], coding=CODINGS[name])
-    assert bool(is_encoded(one.raw)) == (name != "none")
-    assert one.read() is None
-    yield one
-    assert one.read() is None, "what is right again is taken again"
-    os.close(one.file)
+    stored = Stored(directory, SHAPES[shape], coding=CODINGS[name])
+    assert bool(is_encoded(stored.raw)) == (name != "none")
+    assert stored.read() is None
+    yield stored
+    assert stored.read() is None, "what is right again is taken again"
+    os.close(stored.file)
 
 
 def test_every_bit_before_the_payload(stored: Stored) -> None:
@@ -243,11 +243,11 @@ def test_torn_files(stored: Stored) -> None:
         torn = stored.raw[:cut] + bytes(stored.size - cut)
         with stored.changed(torn):
             assert stored.is_caught() == (torn != stored.raw), f"torn at {cut}"
-    for more in (bytes(1), bytes(512), b"\1" * SLOT_ALIGN, bytes(2 * SLOT_ALIGN)):
-        with stored.changed(stored.raw + more):
+    for excess in (bytes(1), bytes(512), b"\1" * SLOT_ALIGN, bytes(2 * SLOT_ALIGN)):
+        with stored.changed(stored.raw + excess):
             # Zeros behind a record say nothing: a reader may take what is before them.
-            assert isinstance(stored.read(), DamagedError) or not more.strip(b"\0")
-            assert stored.says_fsck() is FileDamage.LENGTH, f"{len(more)} bytes too many"
+            assert isinstance(stored.read(), DamagedError) or not excess.strip(b"\0")
+            assert stored.says_fsck() is FileDamage.LENGTH, f"{len(excess)} bytes too many"
 
 
 def test_other_bytes(stored: Stored, rng: random.Random) -> None:
@@ -293,12 +293,12 @@ def test_the_same_name_of_another_layout(stored: Stored, rng: random.Random) -> 
         if part_bytes > 0 and (part_bytes, parts) != (record.part_bytes, record.parts)
     ]
     alike = [record._replace(part_bytes=shape.part_bytes, parts=shape.parts) for shape in shapes]
-    alike = [other for other in alike if other.size_bytes == record.size_bytes]
+    alike = [relative for relative in alike if relative.size_bytes == record.size_bytes]
     assert alike
-    for other in alike:
-        raw = stored.image(other, payload_of(rng, other))
+    for relative in alike:
+        raw = stored.image(relative, payload_of(rng, relative))
         with stored.changed(raw):
-            assert isinstance(stored.read(), DamagedError), other
+            assert isinstance(stored.read(), DamagedError), relative
 
 
 @pytest.mark.parametrize("version", [0, 1, records.RECORD_VERSION + 1, 0xFFFF])
@@ -329,17 +329,17 @@ def test_a_record_that_nobody_signed(stored: Stored) -> None:
 
 def test_swapped_files(directory: Path) -> None:
     """Each is whole, of the right length, and the other one."""
-    one, other = (Stored(directory, SHAPES["three parts"], seed) for seed in (1, 2))
-    one.tier.open()
-    os.rename(one.path, directory / "aside")
-    os.rename(other.path, one.path)
-    os.rename(directory / "aside", other.path)
-    assert isinstance(one.read(), DamagedError)
-    other.tier.open()
-    assert isinstance(other.read(), DamagedError)
-    proofs = [prove_file(str(path), None) for path in (one.path, other.path)]
+    first, second = (Stored(directory, SHAPES["three parts"], seed) for seed in (1, 2))
+    first.tier.open()
+    os.rename(first.path, directory / "aside")
+    os.rename(second.path, first.path)
+    os.rename(directory / "aside", second.path)
+    assert isinstance(first.read(), DamagedError)
+    second.tier.open()
+    assert isinstance(second.read(), DamagedError)
+    proofs = [prove_file(str(path), None) for path in (first.path, second.path)]
     assert [proof.damage for proof in proofs if proof is not None] == [FileDamage.MISNAMED] * 2
-    for each in (one, other):
+    for each in (first, second):
         os.close(each.file)
 
 
@@ -354,19 +354,19 @@ def test_one_wrong_record_costs_no_other(directory: Path, rng: random.Random) ->
         raw = bytearray(all_of_them[number].raw)
         raw[rng.randrange(len(raw))] ^= 16
         all_of_them[number].path.write_bytes(raw)
-    memory = pages(sum(one.slot_bytes for one in all_of_them))
+    memory = pages(sum(stored.slot_bytes for stored in all_of_them))
     items, at = [], 0
-    for one, shape in zip(all_of_them, shapes, strict=True):
-        items.append(JobItem(one.record._replace(seed=SEED), Slot(at, *shape, SEED)))
-        at += one.slot_bytes
+    for stored, shape in zip(all_of_them, shapes, strict=True):
+        items.append(JobItem(stored.record._replace(seed=SEED), Slot(at, *shape, SEED)))
+        at += stored.slot_bytes
     errors = execute(tier, TierJob(JobKind.READ, 0, items), memory).errors
     assert {
         number for number, error in enumerate(errors) if isinstance(error, DamagedError)
     } == wrong
-    for item, one in zip(items, all_of_them, strict=True):
-        os.close(one.file)
+    for item, stored in zip(items, all_of_them, strict=True):
+        os.close(stored.file)
         if items.index(item) not in wrong:
             assert item.slot is not None
-            slot = memory[item.slot.offset : item.slot.offset + one.slot_bytes]
-            start = payload_offset(one.record.parts)
-            assert slot[start:] == one.raw[start:]
+            slot = memory[item.slot.offset : item.slot.offset + stored.slot_bytes]
+            start = payload_offset(stored.record.parts)
+            assert slot[start:] == stored.raw[start:]

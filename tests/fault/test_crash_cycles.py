@@ -108,12 +108,12 @@ def crash(socket_path: str, rng: random.Random, number: int) -> None:
             worker.tell(Drained(NEVER))
         return
     hello = encode(engine_hello(name))
-    said = hello + encode(Lookup(2, 1, HASHES)) + encode(Reserve(3, PART, 1, SLOTS))
-    size = rng.choice((len(said), rng.randrange(len(said))))
+    message_bytes = hello + encode(Lookup(2, 1, HASHES)) + encode(Reserve(3, PART, 1, SLOTS))
+    size = rng.choice((len(message_bytes), rng.randrange(len(message_bytes))))
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(DEADLINE_SECONDS)
         client.connect(socket_path)
-        client.sendall(said[:size])
+        client.sendall(message_bytes[:size])
         if size >= len(hello) and rng.random() < 0.5:
             assert client.recv(rng.randrange(1, 100))
 

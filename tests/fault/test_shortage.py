@@ -57,10 +57,10 @@ def busy_share(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def allowed(pid: int, more: int) -> Iterator[None]:
+def allowed(pid: int, extra_descriptors: int) -> Iterator[None]:
     """The process may open so many more descriptors than it has."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + more, hard))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + extra_descriptors, hard))
     try:
         yield
     finally:
@@ -133,13 +133,13 @@ def test_a_process_that_cannot_be_watched_is_not_served(daemon: DaemonProcess) -
                 "s.connect(sys.argv[1]); s.settimeout(20)\n"
                 "while piece := s.recv(65536): sys.stdout.buffer.write(piece)"
             )
-            said = subprocess.run(
+            received = subprocess.run(
                 [sys.executable, "-c", code, daemon.socket_path],
                 capture_output=True,
                 timeout=DEADLINE_SECONDS,
                 check=True,
             ).stdout
-        (reply,) = [decode_reply(body) for body in Frames().feed(said)]
+        (reply,) = [decode_reply(body) for body in Frames().feed(received)]
         assert isinstance(reply, Error)
         assert reply.code == "connections"
         assert "cannot be watched (Too many open files)" in reply.message
@@ -245,8 +245,8 @@ def test_an_arena_grows_again_once_there_is_memory(own_memory: tuple[str, Path])
             return granted.reserved_bytes
 
         until(lambda: pages(1) > RESERVE_AHEAD_BYTES, "what is reserved ahead")
-        other = directory / "other"
-        with other.open("wb") as file, contextlib.suppress(OSError):
+        filler = directory / "other"
+        with filler.open("wb") as file, contextlib.suppress(OSError):
             for at in range(0, 1 << 30, 1 << 20):
                 os.posix_fallocate(file.fileno(), at, 1 << 20)
         before = pages(256)
@@ -254,6 +254,8 @@ def test_an_arena_grows_again_once_there_is_memory(own_memory: tuple[str, Path])
         assert pages(1) <= before + RESERVE_STEP_BYTES, "there is no more"
         shown = engine.stats(status=True).status
         assert shown is not None
-        assert "warn" in [one.level for one in shown.health if "could not grow" in one.text]
-        other.unlink()
+        assert "warn" in [
+            finding.level for finding in shown.health if "could not grow" in finding.text
+        ]
+        filler.unlink()
         until(lambda: pages(1) > before + (128 << 20), "the arena grows")

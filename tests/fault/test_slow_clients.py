@@ -74,7 +74,7 @@ class Other:
 
 
 @pytest.fixture
-def other(daemon: DaemonProcess) -> Iterator[Other]:
+def bystander(daemon: DaemonProcess) -> Iterator[Other]:
     deadline = time.monotonic() + DEADLINE_SECONDS
     with ControlClient(
         daemon.socket_path, timeout_seconds=DEADLINE_SECONDS, hello=engine_hello("other")
@@ -134,7 +134,7 @@ def flood(daemon: DaemonProcess, message: bytes, reads: bool) -> Iterator[Callab
 
 
 def test_a_client_that_never_reads_is_cut_off_at_its_bound(
-    daemon: DaemonProcess, other: Other
+    daemon: DaemonProcess, bystander: Other
 ) -> None:
     slowest = 0.0
     before = resident_kb(daemon, "VmRSS:")
@@ -142,7 +142,7 @@ def test_a_client_that_never_reads_is_cut_off_at_its_bound(
     with flood(daemon, encode(Stats(7)), reads=False) as served:
         while served():
             assert time.monotonic() < deadline, "its queue has no end"
-            slowest = max(slowest, other.look_up())
+            slowest = max(slowest, bystander.look_up())
     most = resident_kb(daemon, "VmHWM:")
     print(f"slowest lookup {slowest * 1e3:.1f} ms, resident {before} kB, at most {most} kB")
     assert slowest < SLOWEST_SECONDS
@@ -160,17 +160,17 @@ def test_a_client_that_never_reads_is_cut_off_at_its_bound(
     ],
 )
 def test_a_client_that_never_pauses_delays_nobody(
-    daemon: DaemonProcess, other: Other, message: Lookup | Stats | Release | Reserve
+    daemon: DaemonProcess, bystander: Other, message: Lookup | Stats | Release | Reserve
 ) -> None:
     with flood(daemon, encode(message), reads=True) as served:
-        slowest = other.slowest()
+        slowest = bystander.slowest()
         assert served()
     print(f"{type(message).__name__}: slowest lookup {slowest * 1e3:.1f} ms")
     assert slowest < SLOWEST_SECONDS
 
 
 def test_half_frames_that_are_never_finished_delay_nobody(
-    daemon: DaemonProcess, other: Other
+    daemon: DaemonProcess, bystander: Other
 ) -> None:
     """What is kept of them is what was sent, and at most one frame of each."""
     clients = 8
@@ -182,24 +182,26 @@ def test_half_frames_that_are_never_finished_delay_nobody(
             client.settimeout(DEADLINE_SECONDS)
             client.connect(daemon.socket_path)
             client.sendall(half)
-        slowest = other.slowest()
+        slowest = bystander.slowest()
         assert resident_kb(daemon, "VmHWM:") < before + clients * (len(half) >> 10) + SLACK_KB
     print(f"slowest lookup {slowest * 1e3:.1f} ms")
     assert slowest < SLOWEST_SECONDS
 
 
-def test_a_frame_over_the_limit_ends_its_connection(daemon: DaemonProcess, other: Other) -> None:
+def test_a_frame_over_the_limit_ends_its_connection(
+    daemon: DaemonProcess, bystander: Other
+) -> None:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(DEADLINE_SECONDS)
         client.connect(daemon.socket_path)
         client.sendall((MESSAGE_BYTES_MAX + 1).to_bytes(4, "little"))
         while client.recv(1 << 16):
             pass
-    assert other.look_up() < SLOWEST_SECONDS
+    assert bystander.look_up() < SLOWEST_SECONDS
 
 
 def test_a_stopped_client_keeps_its_leases_and_delays_nobody(
-    daemon: DaemonProcess, other: Other
+    daemon: DaemonProcess, bystander: Other
 ) -> None:
     """A stopped process is not a dead one: it may still copy when it goes on."""
     command = [sys.executable, "-m", "tests.programs.daemon.holder", daemon.socket_path, "stopped"]
@@ -209,7 +211,7 @@ def test_a_stopped_client_keeps_its_leases_and_delays_nobody(
             assert holder.stdout.readline() == b"held\n"
             holder.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
-            assert other.slowest() < SLOWEST_SECONDS
+            assert bystander.slowest() < SLOWEST_SECONDS
             with ControlClient(daemon.socket_path) as control:
                 held = control.stats().values
                 assert control.clear() == OBJECTS

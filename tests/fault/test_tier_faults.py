@@ -56,10 +56,10 @@ TIMEOUT = "timeout=0.5"
 
 
 def serve(
-    directory: Path, root: Path, size: str = "64MiB", ram: str = "16MiB", more: str = ""
+    directory: Path, root: Path, size: str = "64MiB", ram: str = "16MiB", second_root: str = ""
 ) -> DaemonProcess:
-    """A daemon (not started) over the tier at `root`, and over one at `more`."""
-    tiers = [f"disk://{path}?bytes={size}&{TIMEOUT}" for path in (root, more) if path]
+    """A daemon (not started) over the tier at `root`, and over one at `second_root`."""
+    tiers = [f"disk://{path}?bytes={size}&{TIMEOUT}" for path in (root, second_root) if path]
     options = ["--node", "here", *(word for url in tiers for word in ("--tier", url))]
     return DaemonProcess(str(directory / "d.sock"), ram, options=options)
 
@@ -111,7 +111,7 @@ def file_of(root: Path, prompt: int, chunk: int = 0, group: int = 0) -> Path:
 
 
 def edit(change: Callable[[bytearray], None]) -> Callable[[Path, Path], None]:
-    def damage(path: Path, other: Path) -> None:
+    def damage(path: Path, second: Path) -> None:
         raw = bytearray(path.read_bytes())
         change(raw)
         path.write_bytes(raw)
@@ -119,10 +119,10 @@ def edit(change: Callable[[bytearray], None]) -> Callable[[Path, Path], None]:
     return damage
 
 
-def swap(path: Path, other: Path) -> None:
+def swap(path: Path, second: Path) -> None:
     raw = path.read_bytes()
-    path.write_bytes(other.read_bytes())
-    other.write_bytes(raw)
+    path.write_bytes(second.read_bytes())
+    second.write_bytes(raw)
 
 
 def flip(at: int) -> Callable[[bytearray], None]:
@@ -284,12 +284,15 @@ def test_a_daemon_starts_without_tiers_that_are_full_or_read_only(
     (tmp_path / "other").mkdir()
     with (
         small("tmpfs", tmp_path) as (root, _),
-        small("tmpfs", tmp_path / "other") as (other, remount),
+        small("tmpfs", tmp_path / "other") as (second_root, remount),
     ):
         ballast = fill(root)
-        preload(written, other)
+        preload(written, second_root)
         remount("ro")
-        with serve(tmp_path, root, more=str(other)) as daemon, Client(daemon.socket_path) as client:
+        with (
+            serve(tmp_path, root, second_root=str(second_root)) as daemon,
+            Client(daemon.socket_path) as client,
+        ):
             client.store(50, CHUNKS)
             assert in_time(client.look_up(50, CHUNKS, WAIT_MS), WAIT_MS).found.chunks == CHUNKS
             assert not value(daemon, "is_open")
@@ -449,10 +452,10 @@ def test_no_descriptor_is_left_for_files(tmp_path: Path, written: Path) -> None:
     with (
         daemon,
         Client(daemon.socket_path) as client,
-        Client(daemon.socket_path, name="other") as other,
+        Client(daemon.socket_path, name="other") as neighbour,
     ):
         is_up(daemon)
-        other.store(50, CHUNKS)
+        neighbour.store(50, CHUNKS)
         until(lambda: is_written(daemon.socket_path), "everything is written")
         turns = iter(range(10_000))
         with none_left(pid_of(daemon)):
@@ -462,7 +465,7 @@ def test_no_descriptor_is_left_for_files(tmp_path: Path, written: Path) -> None:
                     in_time(client.look_up(next(turns) % 12, CHUNKS, WAIT_MS), WAIT_MS).found.chunks
                     == 0
                 )
-                assert in_time(other.look_up(50, CHUNKS)).found.chunks == CHUNKS
+                assert in_time(neighbour.look_up(50, CHUNKS)).found.chunks == CHUNKS
                 return client.values()[f"{DISK}breaker_open"] > 0
 
             until(gives_up, "the breaker opens")
@@ -491,17 +494,17 @@ def test_a_file_system_that_hangs(
     tmp_path: Path, faulty: FaultyFs, written: Path, what: str
 ) -> None:
     """It is left alone; the tier behind it and other sessions go on; then it is used again."""
-    daemon = serve(tmp_path, faulty.mountpoint, more=str(tmp_path / "well"))
+    daemon = serve(tmp_path, faulty.mountpoint, second_root=str(tmp_path / "well"))
     preload(written, faulty.backing, tmp_path / "well")
     slowest = 0.0
     with (
         daemon,
         faulty.healing(),
         Client(daemon.socket_path) as client,
-        Client(daemon.socket_path, name="other") as other,
+        Client(daemon.socket_path, name="other") as neighbour,
     ):
         is_up(daemon)
-        other.store(50, CHUNKS)
+        neighbour.store(50, CHUNKS)
         until(lambda: is_written(daemon.socket_path), "everything is written")
         if what == "deaf":
             faulty.be_deaf()
@@ -510,8 +513,8 @@ def test_a_file_system_that_hangs(
         client.store(60, CHUNKS)
         number = client.ask(0, CHUNKS, WAIT_MS)
         for _ in range(20):
-            slowest = max(slowest, in_time(other.look_up(50, CHUNKS, LONG_MS)).seconds)
-            assert in_time(other.look_up(60, CHUNKS)).found.chunks == CHUNKS
+            slowest = max(slowest, in_time(neighbour.look_up(50, CHUNKS, LONG_MS)).seconds)
+            assert in_time(neighbour.look_up(60, CHUNKS)).found.chunks == CHUNKS
         started = time.monotonic()
         found = client.answer(number)
         assert time.monotonic() - started < WAIT_MS / 1e3 + SLACK_SECONDS
@@ -560,10 +563,10 @@ def test_what_comes_late_is_written_over_nothing(
         slots: list[tuple[int, int]] = []
         until(lambda: not grown(client, slots, size, parts), "all that is granted")
         assert len(slots) > 3
-        with Client(daemon.socket_path, name="more") as more:
+        with Client(daemon.socket_path, name="more") as neighbour:
             for prompt in range(100, 130):
-                more.store(prompt, 1)
-            assert more.values()["evicted"] > 0
+                neighbour.store(prompt, 1)
+            assert neighbour.values()["evicted"] > 0
         poison = [
             (start(offset), bytes([0xEE - number % 50]) * size)
             for number, (offset, _) in enumerate(slots)
@@ -591,9 +594,9 @@ def start(offset: int) -> int:
 
 
 def grown(client: Client, slots: list[tuple[int, int]], size: int, parts: int) -> bool:
-    more = client.want(size, parts, 8)
-    slots += more
-    return bool(more)
+    granted = client.want(size, parts, 8)
+    slots += granted
+    return bool(granted)
 
 
 @pytest.mark.parametrize(

@@ -389,63 +389,63 @@ class Liar:
         """Up to six slots: the peer's own, and with this chance others' and such as never were."""
         rng = self._rng
         count = rng.randrange(7)
-        taken, peer.slots[:count] = peer.slots[:count], []
+        slots, peer.slots[:count] = peer.slots[:count], []
         if rng.random() < lies:
             offset, generation = rng.choice(self._slots)
             delta = rng.choice((0, 0, 1, -1, 1 << 32))
-            taken.insert(rng.randrange(len(taken) + 1), (offset, max(0, generation + delta), 0))
-            taken += taken[:1] if rng.random() < 0.3 else []
+            slots.insert(rng.randrange(len(slots) + 1), (offset, max(0, generation + delta), 0))
+            slots += slots[:1] if rng.random() < 0.3 else []
             if rng.random() < 0.2:
-                taken.append((rng.choice(NUMBERS), rng.choice(NUMBERS), 0))
-        return taken
+                slots.append((rng.choice(NUMBERS), rng.choice(NUMBERS), 0))
+        return slots
 
-    def _packed(self, taken: list[tuple[int, int, int]], item: int) -> bytes:
-        packed = pack_u64([one[item] for one in taken])
+    def _packed(self, slots: list[tuple[int, int, int]], item: int) -> bytes:
+        packed = pack_u64([slot[item] for slot in slots])
         return (
             packed if self._rng.random() < 0.97 else packed[: self._rng.randrange(len(packed) + 1)]
         )
 
     def _commit(self, peer: Peer) -> Commit:
         rng = self._rng
-        taken = self._taken(peer, 0.1)
+        slots = self._taken(peer, 0.1)
         fits = FITS[peer.layout]
         start = rng.choice((0, 0, 0, rng.randrange(16)))
-        groups = [rng.choice(fits.get(size, (0,))) for _, _, size in taken]
+        groups = [rng.choice(fits.get(size, (0,))) for _, _, size in slots]
         if groups and rng.random() < 0.03:
             groups[rng.randrange(len(groups))] = rng.choice((0, 1, 2, *NUMBERS))
-            peer.slots += taken
-        hashes = b"".join(HASHES[start : start + len(taken)])
+            peer.slots += slots
+        hashes = b"".join(HASHES[start : start + len(slots)])
         if rng.random() < 0.02:
             hashes = hashes[: rng.randrange(len(hashes) + 1)]
         if rng.random() < 0.3:
             groups = groups[:1]
         commit = Commit(
-            self._packed(taken, 0),
-            self._packed(taken, 1),
+            self._packed(slots, 0),
+            self._packed(slots, 1),
             pack_u64(groups),
             hashes,
             rng.randrange(999),
         )
         if rng.random() < 0.3:
             return commit
-        size = rng.choice((1, len(taken))) if rng.random() < 0.98 else rng.randrange(20)
+        size = rng.choice((1, len(slots))) if rng.random() < 0.98 else rng.randrange(20)
         return msgspec.structs.replace(
             commit,
             parents=b"".join(rng.choice((bytes(32), *HASHES[:16])) for _ in range(size)),
             classes=bytes(
                 rng.choice((0, 0, 1, 2, 2, 3) if rng.random() < 0.02 else (0, 1, 2))
-                for _ in range(size if rng.random() < 0.02 else len(taken))
+                for _ in range(size if rng.random() < 0.02 else len(slots))
             ),
             tenants=pack_u64([rng.choice(NUMBERS) % (1 << 64) for _ in range(size)]),
         )
 
     def _abandon(self, peer: Peer) -> Free:
-        taken = self._taken(peer, 0.3)
-        return Free(self._packed(taken, 0), self._packed(taken, 1))
+        slots = self._taken(peer, 0.3)
+        return Free(self._packed(slots, 0), self._packed(slots, 1))
 
     def _condemn(self, peer: Peer) -> ReportCorrupt:
-        taken = [(*self._rng.choice(self._slots), 0) for _ in range(self._rng.randrange(3))]
-        return ReportCorrupt(self._packed(taken, 0), self._packed(taken, 1))
+        slots = [(*self._rng.choice(self._slots), 0) for _ in range(self._rng.randrange(3))]
+        return ReportCorrupt(self._packed(slots, 0), self._packed(slots, 1))
 
     def _release(self, peer: Peer) -> Release:
         rng = self._rng
@@ -463,8 +463,10 @@ class Liar:
 
     def _tell(self, peer: Peer) -> ReportRequest:
         first = self._rng.choice((HASHES[0], b"no hash", b""))
-        told = RequestExplanation(self._rng.choice(NUMBERS[:-2]), 0, first_chunk=first)
-        return ReportRequest(self._rng.choice(("", "r", f"r{self._rng.randrange(100)}-x")), told)
+        explanation = RequestExplanation(self._rng.choice(NUMBERS[:-2]), 0, first_chunk=first)
+        return ReportRequest(
+            self._rng.choice(("", "r", f"r{self._rng.randrange(100)}-x")), explanation
+        )
 
     def _describe(self, peer: Peer) -> ReportIdentity:
         return ReportIdentity(
@@ -517,9 +519,9 @@ class Liar:
         return b"".join(frames)
 
     def _spliced(self) -> bytes:
-        one, other = self._frame()[4:], self._rng.choice(self._frames)[4:]
+        first, second = self._frame()[4:], self._rng.choice(self._frames)[4:]
         return _framed(
-            one[: self._rng.randrange(len(one))] + other[self._rng.randrange(len(other)) :]
+            first[: self._rng.randrange(len(first))] + second[self._rng.randrange(len(second)) :]
         )
 
     def _stuffed(self) -> bytes:

@@ -53,9 +53,9 @@ def main() -> int:
         began = time.monotonic()
         missed = [test for test, red in _run(mutation.tests, mutation).items() if not red]
         survived += bool(missed)
-        said = "red" if not missed else "SURVIVED"
+        verdict = "red" if not missed else "SURVIVED"
         seconds = time.monotonic() - began
-        head = f"{number:3}/{len(chosen)}  {said:8} {seconds:5.1f} s"
+        head = f"{number:3}/{len(chosen)}  {verdict:8} {seconds:5.1f} s"
         print(f"{head}  {mutation.name}: {mutation.fault}", flush=True)
         for test in missed:
             print(f"{'':22} not red: {test}", flush=True)
@@ -123,8 +123,8 @@ def _pytest(tests: Sequence[str], environment: dict[str, str]) -> dict[str, bool
         *tests,
     ]
     subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False)
-    told = Path(environment[RESULTS_VARIABLE])
-    return results(told.read_text()) if told.is_file() else {}
+    results_path = Path(environment[RESULTS_VARIABLE])
+    return results(results_path.read_text()) if results_path.is_file() else {}
 
 
 def _command(test: str, package: Path, environment: dict[str, str]) -> bool | None:

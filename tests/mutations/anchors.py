@@ -46,7 +46,7 @@ def find(package: Path, anchor: str) -> Place:
         close = difflib.get_close_matches(name, {place.name for place in places}, 1)
         raise NoMatch(
             f"no function, class or constant {anchor!r} in the package; it was probably renamed"
-            + "".join(f", perhaps to {one!r}" for one in close)
+            + "".join(f", perhaps to {close_name!r}" for close_name in close)
         )
     if len(found) > 1:
         modules = ", ".join(place.module for place in found)

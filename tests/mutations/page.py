@@ -58,18 +58,22 @@ def _shown(mutation: Mutation) -> str:
 def _lines(text: str) -> Iterator[str]:
     for line in text.splitlines():
         found = ROW.match(line)
-        made = held(found[1]) if found else ""
-        yield f"| {found[1]} | {found[2]} | {found[3]} | {made} |" if found and made else line
+        mutations = held(found[1]) if found else ""
+        yield (
+            f"| {found[1]} | {found[2]} | {found[3]} | {mutations} |"
+            if found and mutations
+            else line
+        )
 
 
 def main() -> int:
     """Whether the document is not what it should be."""
     text = DOCUMENT.read_text()
-    made = document(text)
+    new_text = document(text)
     if "--write" in sys.argv[1:]:
-        DOCUMENT.write_text(made)
+        DOCUMENT.write_text(new_text)
         return 0
-    return int(made != text)
+    return int(new_text != text)
 
 
 if __name__ == "__main__":

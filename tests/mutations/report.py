@@ -47,10 +47,10 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 def results(text: str) -> dict[str, bool]:
     """By node id whether it failed, out of what was told; without those that did not run."""
-    told: dict[str, bool | None] = {}
+    outcomes: dict[str, bool | None] = {}
     for line in text.splitlines():
-        told.update(json.loads(line))
-    return {node: red for node, red in told.items() if red is not None}
+        outcomes.update(json.loads(line))
+    return {node: red for node, red in outcomes.items() if red is not None}
 
 
 def _tell(node: str, red: bool | None) -> None:

@@ -76,7 +76,7 @@ def test_counters_are_asked_for_their_growth_and_gauges_for_their_value() -> Non
 
 
 def test_panels_do_not_lie_on_each_other() -> None:
-    taken: set[tuple[int, int]] = set()
+    cells_taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         cells = {
@@ -84,8 +84,8 @@ def test_panels_do_not_lie_on_each_other() -> None:
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not cells & taken, panel["title"]
-        taken |= cells
+        assert not cells & cells_taken, panel["title"]
+        cells_taken |= cells
         assert place["x"] + place["w"] <= 24
         assert panel["type"] == "row" or panel["description"]
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
@@ -109,10 +109,10 @@ def promtool() -> str:
 
 def test_prometheus_reads_the_rules_and_the_configuration() -> None:
     for check in (["rules", "alerts.yml"], ["config", "prometheus.yml"]):
-        said = subprocess.run(
+        check_run = subprocess.run(
             [promtool(), "check", *check], cwd=OPS, capture_output=True, text=True, check=False
         )
-        assert said.returncode == 0, said.stdout + said.stderr
+        assert check_run.returncode == 0, check_run.stdout + check_run.stderr
 
 
 EVENTS: list[tuple[str, dict[str, str], int, int, dict[str, str]]] = [
@@ -171,10 +171,12 @@ def expected(name: str, minute: int, *labels: dict[str, str]) -> dict[str, objec
     rule = next(rule for rule in RULES if rule["alert"] == name)
     alerts = [
         {
-            "exp_labels": {**one, "severity": rule["labels"]["severity"]},
-            "exp_annotations": {key: fill(text, one) for key, text in rule["annotations"].items()},
+            "exp_labels": {**label_set, "severity": rule["labels"]["severity"]},
+            "exp_annotations": {
+                key: fill(text, label_set) for key, text in rule["annotations"].items()
+            },
         }
-        for one in labels
+        for label_set in labels
     ]
     return {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": alerts}
 
@@ -200,7 +202,7 @@ def test_every_alert_sounds_from_the_first_event_on(tmp_path: Path, fresh_series
     """By Prometheus itself. A series that the daemon lacks before the event begins with it."""
     assert {name for name, *_ in EVENTS} == {rule["alert"] for rule in RULES}
     tests = []
-    for name, events, silent, sounds, more in EVENTS:
+    for name, events, silent, sounds, labels in EVENTS:
         series = []
         for metric, values in events.items():
             is_ours = not metric.startswith("up{")
@@ -209,12 +211,12 @@ def test_every_alert_sounds_from_the_first_event_on(tmp_path: Path, fresh_series
                 values = values.replace("0x9", "_x9")
             full = full[:-1] + ",instance='n'}" if "{" in full else full + "{instance='n'}"
             series.append({"series": full, "values": values})
-        asked = [expected(name, silent), expected(name, sounds, {"instance": "n", **more})]
+        asked = [expected(name, silent), expected(name, sounds, {"instance": "n", **labels})]
         tests.append({"interval": "1m", "input_series": series, "alert_rule_test": asked})
     whole = {"rule_files": [str(OPS / "alerts.yml")], "evaluation_interval": "1m", "tests": tests}
     path = tmp_path / "test.yml"
     path.write_text(yaml.safe_dump(whole))
-    said = subprocess.run(
+    promtool_run = subprocess.run(
         [promtool(), "test", "rules", str(path)], capture_output=True, text=True, check=False
     )
-    assert said.returncode == 0, said.stdout + said.stderr
+    assert promtool_run.returncode == 0, promtool_run.stdout + promtool_run.stderr

@@ -58,7 +58,7 @@ class Browser:
                 *options,
                 url,
             ]
-            told = subprocess.run(
+            browser = subprocess.run(
                 command,
                 check=True,
                 stdout=subprocess.PIPE,
@@ -66,4 +66,4 @@ class Browser:
                 timeout=PATIENCE_SECONDS,
                 text=True,
             )
-        return told.stdout
+        return browser.stdout

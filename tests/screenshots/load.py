@@ -145,9 +145,11 @@ class Player(threading.Thread):
             local_seen=0,
             stored=stored,
         )
-        told = explain_request(served.geometry, tracked)
+        explanation = explain_request(served.geometry, tracked)
         self._requests += 1
-        client._tell(ReportRequest(f"chatcmpl-{rng.getrandbits(64):016x}-{self._requests}", told))
+        client._tell(
+            ReportRequest(f"chatcmpl-{rng.getrandbits(64):016x}-{self._requests}", explanation)
+        )
 
     def _sizes(self, found: Found) -> list[int]:
         geometry = self._served.geometry

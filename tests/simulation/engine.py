@@ -103,8 +103,8 @@ class Saboteur:
         self._undo: Callable[[], None] = lambda: None
         self.guard._clock, self.guard._began = CLOCK.monotonic, CLOCK.now
         run = self.guard.run
-        self.guard.run = lambda hook, work, *more, **how: run(
-            hook, lambda: self._in_hook(work), *more, **how
+        self.guard.run = lambda hook, work, *arguments, **how: run(
+            hook, lambda: self._in_hook(work), *arguments, **how
         )
 
     def arm(self, part: Any, name: str, after: bool) -> None:
@@ -495,17 +495,17 @@ class Engine:
         if shape.staging is not None:
             chunk_tokens = shape.settings.get("hybrid_chunk_size")
             geometry = build_geometry(kv_config, layouts, cast("int | None", chunk_tokens))
-            shapes = (slot for one in geometry.groups for slot in slot_shapes(geometry, one))
+            shapes = (slot for group in geometry.groups for slot in slot_shapes(geometry, group))
             self._staging_bytes = int(shape.staging * max(size for size, _ in shapes))
         self.connector.set_xfer_handshake_metadata(
             {
-                number: one
+                number: layout
                 if shape.device is not None
-                else replace(one, staging_bytes=self._staging_bytes)
-                for number, one in layouts.items()
+                else replace(layout, staging_bytes=self._staging_bytes)
+                for number, layout in layouts.items()
             }
         )
-        self.saboteurs = [Saboteur(one) for one in (self.connector, *self._workers())]
+        self.saboteurs = [Saboteur(connector) for connector in (self.connector, *self._workers())]
         self.geometry = self.side._geometry
         self._aggregator = KVOutputAggregator.from_connector(self.connector, shape.ranks)
         self._ahead: deque[Step] = deque()
@@ -729,7 +729,9 @@ class Engine:
         tracked = self.side._requests.by_id.items()
         # What has no tokens computed was preempted since its load, and is asked for again.
         restored = {
-            name: one.load.restored for name, one in tracked if one.request.num_computed_tokens
+            name: tracked_request.load.restored
+            for name, tracked_request in tracked
+            if tracked_request.request.num_computed_tokens
         }
         output = self.scheduler.schedule()
         fresh_requests = [request.req_id for request in output.scheduled_new_reqs]
@@ -788,9 +790,9 @@ class Engine:
             sampled_token_ids=list(step.sampled.values()),
             kv_connector_output=report,
         )
-        for told in self.scheduler.update_from_output(output, result).values():
-            if told.scheduler_stats is not None:
-                self.dashboard.take(told.scheduler_stats)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            if outputs.scheduler_stats is not None:
+                self.dashboard.take(outputs.scheduler_stats)
         if self._drafts and not self._ahead_max:
             proposed = {name: self.traced[name].drafts for name in names if name in self.traced}
             drafts = DraftTokenIds([*proposed], [*proposed.values()])
@@ -806,7 +808,7 @@ class Engine:
             request = self.traced.pop(name).request
             assert request.status in ENDS, request.status
             self.counts["preemptions"] += request.num_preemptions
-            self.counts["stopped_ahead"] += any(name in other.sampled for other in self._ahead)
+            self.counts["stopped_ahead"] += any(name in ahead.sampled for ahead in self._ahead)
         return answered
 
     def _report(self) -> KVConnectorOutput:

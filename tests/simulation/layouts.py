@@ -195,10 +195,10 @@ class Layout:
         """vLLM's config of these groups; as in vLLM, only the worker's has each layer's spec."""
         specs = self.specs(placement)
         if vllm_config.speculative_config is not None:
-            more = {"num_speculative_blocks": vllm_config.num_speculative_tokens}
+            speculative_blocks = {"num_speculative_blocks": vllm_config.num_speculative_tokens}
             for gid, member in enumerate(self.members):
                 for name in specs[gid] if member.is_recurrent else ():
-                    specs[gid][name] = dataclasses.replace(specs[gid][name], **more)
+                    specs[gid][name] = dataclasses.replace(specs[gid][name], **speculative_blocks)
         drafting, speculative = self.drafting, vllm_config.speculative_config
         marked = drafting.marked if drafting else ()
         if drafting is not None and KNOWS_DRAFT_LAYERS:

@@ -213,7 +213,7 @@ class Oracle:
         Returns how many blocks there are.
         """
         count = 0
-        for words in (one for one in self.groups if one.drafter):
+        for words in (group_words for group_words in self.groups if group_words.drafter):
             size, blocks = words.group.tokens_per_block, table[words.group.gid]
             for number in range(first // size, end // size):
                 whole = slice(number * size, (number + 1) * size)

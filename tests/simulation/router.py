@@ -72,7 +72,7 @@ class Router:
         Those of which vLLM cleared a block are left out.
         """
         believed = self.reach(medium)
-        inner = {one.parent for one in believed.values()}
+        inner = {block.parent for block in believed.values()}
         for name in self.media[medium]:
             names = [name]
             while (parent := believed[names[-1]].parent) in believed:
@@ -81,7 +81,10 @@ class Router:
             assert parent is None or self.was_cleared
             if parent is None and name not in inner:
                 names.reverse()
-                yield names, [token for one in names for token in believed[one].tokens]
+                yield (
+                    names,
+                    [token for block_hash in names for token in believed[block_hash].tokens],
+                )
 
 
 class Dashboard:

@@ -38,9 +38,9 @@ LIE = 5
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    made = Node(tmp_path_factory.mktemp("audits"), "roomy")
-    yield made
-    made.close()
+    node = Node(tmp_path_factory.mktemp("audits"), "roomy")
+    yield node
+    node.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -192,8 +192,8 @@ def test_an_engine_that_computes_other_bytes_is_cut_off_at_its_first_hit(
         values = node.control.stats().values
         assert values["audits_differed"] - before.get("audits_differed", 0) == 1
         # What it computed before the verdict may be there: objects behind the hit.
-        more = values["objects_stored"] - before["objects_stored"]
-        assert more <= len(shape.layout.members)
+        new_objects = values["objects_stored"] - before["objects_stored"]
+        assert new_objects <= len(shape.layout.members)
         assert not values["leases"]
     finally:
         liar.engine.close()

@@ -58,8 +58,8 @@ class Case:
         shape = draw(random.Random(0), layout, 0).shape
         self.configs = {}
         for is_dropped in (False, True):
-            one = dataclasses.replace(shape, is_block_dropped=is_dropped)
-            config = _vllm_config(one, "/nowhere", "engine")
+            dropping_shape = dataclasses.replace(shape, is_block_dropped=is_dropped)
+            config = _vllm_config(dropping_shape, "/nowhere", "engine")
             self.configs[is_dropped] = layout.config(config, 2, worker=False)
         kv_config = self.configs[False]
         self.unit, self.hash_tokens = layout.unit, kv_config.hash_block_size
@@ -120,17 +120,17 @@ class Case:
         """The stored objects whose tokens, with those that they depend on, are the prompt's."""
         chunk, ahead = self.geometry.chunk_tokens, self.geometry.lookahead_tokens
         return [
-            one
-            for one in self.stored
-            if self.asked[: (end := (one.chunk + 1) * chunk + ahead)]
-            == self.prompts[one.prompt][:end]
+            stored
+            for stored in self.stored
+            if self.asked[: (end := (stored.chunk + 1) * chunk + ahead)]
+            == self.prompts[stored.prompt][:end]
         ]
 
     @cached_property
     def hit(self) -> int:
         """Tokens of our hit, which goes by names alone."""
         asked, named = self.names(self.asked), [self.names(tokens) for tokens in self.prompts]
-        present = {(one.gid, named[one.prompt][one.chunk]) for one in self.stored}
+        present = {(stored.gid, named[stored.prompt][stored.chunk]) for stored in self.stored}
         chunks = min(self.limit // self.geometry.chunk_tokens, len(asked))
         masks = [
             bytes((group.gid, name) in present for name in asked[:chunks])
@@ -153,7 +153,7 @@ class Case:
         """vLLM's managers over the blocks of these objects."""
         found = VllmHits(self, is_dropped, hasher, ahead)
         for number, tokens in enumerate(self.prompts):
-            mine = [one for one in objects if one.prompt == number]
+            mine = [stored for stored in objects if stored.prompt == number]
             found.add(self.request(tokens, hasher), mine)
         return found
 
@@ -166,7 +166,7 @@ class VllmHits:
         blocks = sum(len(tokens) for tokens in case.prompts) * len(config.kv_cache_groups)
         config.num_blocks = blocks // case.hash_tokens + 2
         self._request = case.request(case.asked, hasher)
-        more = {"num_hash_lookahead_tokens": ahead} if ahead else {}
+        lookahead = {"num_hash_lookahead_tokens": ahead} if ahead else {}
         self.coordinator = get_kv_cache_coordinator(
             kv_cache_config=config,
             max_model_len=4096,
@@ -178,7 +178,7 @@ class VllmHits:
             pcp_world_size=1,
             scheduler_block_size=case.unit,
             hash_block_size=case.hash_tokens,
-            **more,
+            **lookahead,
         )
         self.pool: BlockPool = self.coordinator.block_pool
         self.present: set[tuple[int, bytes]] = set()
@@ -187,10 +187,10 @@ class VllmHits:
         """The blocks of a prompt's objects."""
         geometry = self._case.geometry
         for group in geometry.groups:
-            for one in objects:
-                if one.gid != group.gid:
+            for stored in objects:
+                if stored.gid != group.gid:
                     continue
-                for number in stored_blocks(geometry, group, one.chunk):
+                for number in stored_blocks(geometry, group, stored.chunk):
                     (block,) = self.pool.get_new_blocks(1)
                     table = [self.pool.null_block] * number + [block]
                     size = group.tokens_per_block
@@ -227,8 +227,10 @@ class VllmHits:
         It does where a run of blocks begins the prompt and is shorter than a window.
         """
         return any(
-            group.gid in self.dropping and group.window_tokens and size < self._case.unit
-            for group, size in ((one, one.tokens_per_block) for one in self._case.geometry.groups)
+            group.gid in self.dropping
+            and group.window_tokens
+            and group.tokens_per_block < self._case.unit
+            for group in self._case.geometry.groups
         )
 
     def is_proven(self, end: int) -> bool:

@@ -387,13 +387,13 @@ class _Life:
         prompt = stem[: max(0, kept)]
         if rng.random() < 0.3 or not prompt:
             prompt = prompt + rng.choices(VOCABULARY, k=rng.choice((1, 5, chunk // 2 + 1, chunk)))
-        done = [tokens for other in self.sites for tokens in other.done[-3:]]
+        done = [tokens for each_site in self.sites for tokens in each_site.done[-3:]]
         # What another engine answered after this one's turn: it has more than what is here.
         further = [t for t in done if any(t[: len(d)] == d != t for d in site.done)]
         if turns is not None and done and turns.random() < 0.7:
             # The next turn of a prompt whose end inside a block was stored, here or elsewhere.
-            more = turns.choices(VOCABULARY, k=turns.randrange(1, 2 * chunk))
-            prompt = [*turns.choice(further or done), *more]
+            next_turn = turns.choices(VOCABULARY, k=turns.randrange(1, 2 * chunk))
+            prompt = [*turns.choice(further or done), *next_turn]
         prompt = prompt[: self._room]
         self._requests += 1
         generated = rng.choice(
@@ -445,8 +445,8 @@ class _Life:
         node, rng = self._node, self._rng
         if not node.stopped:
             # So that what the daemon has seen by then does not depend on the machine's speed.
-            for other in self.sites:
-                other.engine.barrier()
+            for each_site in self.sites:
+                each_site.engine.barrier()
         if what == "cut":
             site.engine.cut()
             self.counts[what] += 1
@@ -662,18 +662,22 @@ class _Life:
             _, content, boundary = names[chain[-1]]
             assert len(tokens) == boundary, "the tokens of a prefix"
             assert list(content._tokens[:boundary]) == tokens
-            plain = [names[one][0] for one in chain if names[one][2] % geometry.chunk_tokens == 0]
+            plain = [
+                names[block_hash][0]
+                for block_hash in chain
+                if names[block_hash][2] % geometry.chunk_tokens == 0
+            ]
             # What a prompt looks up that goes on behind the chain with the token of some other one.
             hits = []
             for last in site.ahead.get(plain[-1], {plain[-1]}):
                 ends = [
-                    _looking_ahead(one, tokens[at * geometry.chunk_tokens])
+                    _looking_ahead(chunk_hash, tokens[at * geometry.chunk_tokens])
                     if geometry.lookahead_tokens
-                    else one
-                    for at, one in enumerate(plain[:-1], 1)
+                    else chunk_hash
+                    for at, chunk_hash in enumerate(plain[:-1], 1)
                 ]
                 masks = [
-                    bytes((group.gid, one) in present for one in (*ends, last))
+                    bytes((group.gid, chunk_hash) in present for chunk_hash in (*ends, last))
                     for group in geometry.groups
                 ]
                 hits.append(largest_hit(geometry, masks, len(plain)) * geometry.chunk_tokens)
@@ -723,7 +727,7 @@ class _Life:
         tags = {
             (identity, short_hash(name)): named for (identity, name), named in self._names.items()
         }
-        taken: Counter[int] = Counter()
+        tenant_bytes: Counter[int] = Counter()
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         try:
             for offset, header in committed_slots(arena.memory):
@@ -744,7 +748,7 @@ class _Life:
                 chunk_tokens = self._geometry.chunk_tokens
                 assert before[1] == (named[1] - 1) // chunk_tokens * chunk_tokens
                 assert np.array_equal(before[0].upto(before[1]), named[0].upto(before[1]))
-                taken[header.tenant] += slot_bytes(header.part_bytes, header.parts)
+                tenant_bytes[header.tenant] += slot_bytes(header.part_bytes, header.parts)
                 start = offset + payload_offset(header.parts)
                 for rank in range(header.parts):
                     part = arena.memory[
@@ -756,10 +760,10 @@ class _Life:
         finally:
             arena.close()
         quota = self._node.quota_bytes
-        assert quota is None or all(size <= quota for tenant, size in taken.items() if tenant), (
-            taken
-        )
-        assert set(taken) <= {0, tenant_of("a"), tenant_of("b")}
+        assert quota is None or all(
+            size <= quota for tenant, size in tenant_bytes.items() if tenant
+        ), tenant_bytes
+        assert set(tenant_bytes) <= {0, tenant_of("a"), tenant_of("b")}
 
     def _audit_part(
         self, header: SlotHeader, rank: int, part: Any, content: Content, boundary: int

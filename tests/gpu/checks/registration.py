@@ -61,10 +61,10 @@ def measure(arena: Arena) -> int:
             if not device.register(arena.address + at, PIN_BYTES):
                 return
             pinned.append(arena.address + at)
-            taken = time.perf_counter() - started
-            seconds.append(taken)
+            pin_seconds = time.perf_counter() - started
+            seconds.append(pin_seconds)
             if pause:
-                time.sleep(taken)
+                time.sleep(pin_seconds)
 
     beside: dict[str, dict[str, float]] = {}
     for name, pause in (("back to back", False), ("with pauses", True)):

@@ -42,8 +42,8 @@ class WireEngine:
         try:
             if self._connected is None:
                 self._connect()
-            told: dict[str, object] = getattr(self, f"_{word}")()
-            return told
+            answer: dict[str, object] = getattr(self, f"_{word}")()
+            return answer
         except DaemonUnreachableError as error:
             self._lose()
             return {"hits": 0, "stored": 0, "why": str(error)}

@@ -43,7 +43,7 @@ class Container(NamedTuple):
     @property
     def mounts(self) -> dict[str, str]:
         """The name of a volume by its path here."""
-        return {one["mountPath"]: one["name"] for one in self.spec["volumeMounts"]}
+        return {mount["mountPath"]: mount["name"] for mount in self.spec["volumeMounts"]}
 
     @property
     def probe(self) -> list[str]:
@@ -66,10 +66,10 @@ class Container(NamedTuple):
 def containers(path: Path, name: str) -> list[Container]:
     """Every container of that name, also those that are started first."""
     return [
-        Container(pod, one)
+        Container(pod, container)
         for pod in pods(path)
-        for one in [*pod.get("initContainers", ()), *pod["containers"]]
-        if one["name"] == name
+        for container in [*pod.get("initContainers", ()), *pod["containers"]]
+        if container["name"] == name
     ]
 
 
@@ -77,10 +77,10 @@ def served(arguments: list[str]) -> argparse.Namespace:
     """The options of `hybridkv serve`."""
     assert arguments[0] == "serve"
     parser = argparse.ArgumentParser()
-    for one in run_serve[0]:
-        assert isinstance(one, tuple)
-        name, more = one
-        parser.add_argument(name, **more)
+    for option in run_serve[0]:
+        assert isinstance(option, tuple)
+        name, keywords = option
+        parser.add_argument(name, **keywords)
     return parser.parse_args(arguments[1:])
 
 
@@ -100,7 +100,7 @@ def instructions(dockerfile: Path = DOCKERFILE) -> dict[str, str]:
 
 def image_variables() -> dict[str, str]:
     """The environment that the image gives."""
-    return dict(one.split("=") for one in instructions()["ENV"].split())
+    return dict(word.split("=") for word in instructions()["ENV"].split())
 
 
 def page_commands() -> Iterator[list[str]]:

@@ -109,12 +109,19 @@ class RunningContainer:
         )
 
 
-def variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
+def variables(extra_variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a container of the image."""
     kept = {name: text for name, text in os.environ.items() if name != "XDG_RUNTIME_DIR"}
     path = {"PATH": f"{_BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{_PACKAGE}:{ROOT}"}
     home = {"HOME": HOME, "TMPDIR": HOME}
-    return {**kept, **path, **home, **image_variables(), "NODE_NAME": "node-1", **(more or {})}
+    return {
+        **kept,
+        **path,
+        **home,
+        **image_variables(),
+        "NODE_NAME": "node-1",
+        **(extra_variables or {}),
+    }
 
 
 class Machine:
@@ -154,7 +161,7 @@ class Machine:
         """Where a volume really is; it is made where there is none yet, as the kubelet does."""
         if name in self._given:
             return self._given[name]
-        (spec,) = (one for one in container.pod["volumes"] if one["name"] == name)
+        (spec,) = (volume for volume in container.pod["volumes"] if volume["name"] == name)
         if "hostPath" in spec:
             return self._of_node(Path(spec["hostPath"]["path"]), spec["hostPath"]["type"])
         path = self._directory / "pod" / name
@@ -211,12 +218,12 @@ class Machine:
     ) -> RunningContainer:
         """Start a container with a command; its output is its log unless it is asked for."""
         log = self.log_path(container.spec["name"])
-        with log.open("ab") as said:
+        with log.open("ab") as log_file:
             process = subprocess.Popen(
                 self.command(container, words),
                 stdin=stdin,
-                stdout=said if stdout is None else stdout,
-                stderr=said,
+                stdout=log_file if stdout is None else stdout,
+                stderr=log_file,
                 env=variables(),
             )
         return self.adopt(container, process, log)

@@ -85,16 +85,16 @@ def test_pods_with_one_directory_keep_their_own_memory(tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
         with (
-            Machine(tmp_path / "a", given={"memory": shared}) as one,
-            Machine(tmp_path / "b", given={"memory": shared}) as other,
+            Machine(tmp_path / "a", given={"memory": shared}) as first_machine,
+            Machine(tmp_path / "b", given={"memory": shared}) as second_machine,
         ):
-            first, second = serves(one, daemon), serves(other, daemon)
+            first, second = serves(first_machine, daemon), serves(second_machine, daemon)
             arenas = [arena_of(first), arena_of(second)]
             first.kill()
             second.kill()
-            assert arena_of(serves(other, daemon)) == arenas[1]
+            assert arena_of(serves(second_machine, daemon)) == arenas[1]
             assert sorted(path.name for path in shared.iterdir()) == sorted(arenas)
-            assert arena_of(serves(one, daemon)) == arenas[0]
+            assert arena_of(serves(first_machine, daemon)) == arenas[0]
 
 
 def test_a_memory_without_a_place_is_taken_over(machine: Machine) -> None:
@@ -116,9 +116,9 @@ def test_a_memory_without_a_place_is_taken_over(machine: Machine) -> None:
 def test_a_volume_that_is_too_small(machine: Machine, ram: str, size: str) -> None:
     """The second has no room for the tables alone. The size that is named works."""
     daemon = a_daemon()
-    said = refusal(start(machine, daemon, ram))
-    assert f"ram={ram} with its tables is larger than the {size} free in /hybridkv" in said
-    works = said.partition('; "')[2].partition('" works, or give the container more')[0]
+    message = refusal(start(machine, daemon, ram))
+    assert f"ram={ram} with its tables is larger than the {size} free in /hybridkv" in message
+    works = message.partition('; "')[2].partition('" works, or give the container more')[0]
     serves(machine, daemon, works)
 
 
@@ -129,11 +129,13 @@ def test_a_limit_of_memory_counts_the_cache(tmp_path: Path) -> None:
     daemon = a_daemon()
     daemon.spec["volumeMounts"].append({"name": "limit", "mountPath": LIMIT})
     with Machine(tmp_path, given={"limit": limit}) as machine:
-        said = refusal(start(machine, daemon, "64MiB"))
-        assert "ram=64MiB is larger than the container's memory limit of 48MiB" in said
-        assert said.endswith('"12MiB" works')
+        message = refusal(start(machine, daemon, "64MiB"))
+        assert "ram=64MiB is larger than the container's memory limit of 48MiB" in message
+        assert message.endswith('"12MiB" works')
         running = serves(machine, daemon, "32MiB")
-        (line,) = [one for one in running.log.read_text().splitlines() if "leaves no room" in one]
+        (line,) = [
+            line for line in running.log.read_text().splitlines() if "leaves no room" in line
+        ]
         assert " WARNING ram=32MiB leaves no room for the daemon" in line
         assert line.endswith("memory limit of 48MiB; a limit of 160.5MiB works")
 
@@ -143,12 +145,12 @@ def test_another_user_is_told_which_one_works(machine: Machine) -> None:
     serves(machine, daemon)
     (engine,) = containers(SIDECAR, "vllm")
     engine.pod["securityContext"]["runAsUser"] = 1001
-    other = idle(machine, engine)
-    done = other.execute(["hybridkv", "ping", "--socket", SOCKET])
+    engine_container = idle(machine, engine)
+    done = engine_container.execute(["hybridkv", "ping", "--socket", SOCKET])
     assert done.returncode == REFUSED
-    (said,) = done.stderr.splitlines()
-    assert "belongs to user id 1000" in said
-    assert "user id 1001" in said
+    (message,) = done.stderr.splitlines()
+    assert "belongs to user id 1000" in message
+    assert "user id 1001" in message
 
 
 @pytest.mark.parametrize("volume", ["socket", "memory"])
@@ -157,23 +159,23 @@ def test_a_volume_that_is_not_the_users(tmp_path: Path, volume: str) -> None:
     (roots := tmp_path / "roots").mkdir(mode=0o755)
     with mounted("tmpfs", roots, "1g"), Machine(tmp_path, given={volume: roots}) as machine:
         roots.chmod(0o755)
-        said = refusal(start(machine, a_daemon()))
+        message = refusal(start(machine, a_daemon()))
     assert {
         "socket": "socket: directory /run/hybridkv/own cannot be made (Permission denied)",
         "memory": "shm-dir: you may not make files in /hybridkv",
-    }[volume] in said
-    assert said.endswith("works")
+    }[volume] in message
+    assert message.endswith("works")
 
 
 def test_a_socket_of_a_dead_daemon(machine: Machine) -> None:
     daemon = a_daemon()
     first = serves(machine, daemon)
     (engine,) = containers(SIDECAR, "vllm")
-    other = idle(machine, engine)
+    engine_container = idle(machine, engine)
     first.kill()
     assert (machine.volume(daemon, "socket") / "own" / "daemon.sock").is_socket()
-    done = other.execute(["hybridkv", "ping", "--socket", SOCKET])
+    done = engine_container.execute(["hybridkv", "ping", "--socket", SOCKET])
     assert done.returncode == REFUSED
     assert "nothing listens there" in done.stderr
     serves(machine, daemon)
-    assert not other.execute(["hybridkv", "ping", "--socket", SOCKET]).returncode
+    assert not engine_container.execute(["hybridkv", "ping", "--socket", SOCKET]).returncode

@@ -69,15 +69,15 @@ class WireEngine:
 
     def does(self, word: str) -> dict[str, Any]:
         """What it says to a word."""
-        asked, told = self.running.process.stdin, self.running.process.stdout
-        assert asked is not None
-        assert told is not None
-        asked.write(f"{word}\n".encode())
-        asked.flush()
-        line = told.readline()
+        stdin, stdout = self.running.process.stdin, self.running.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(f"{word}\n".encode())
+        stdin.flush()
+        line = stdout.readline()
         assert line, self.running.log.read_text()
-        said: dict[str, Any] = json.loads(line)
-        return said
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def store(self) -> None:
         """See Engine."""
@@ -87,9 +87,9 @@ class WireEngine:
 
     def hits(self) -> bool:
         """See Engine."""
-        said = self.does("look")
-        assert said.get("right", True)
-        return bool(said["hits"])
+        answer = self.does("look")
+        assert answer.get("right", True)
+        return bool(answer["hits"])
 
 
 class VllmEngine(EngineProcess):
@@ -168,8 +168,8 @@ class Followed:
         socket_path = str(self.options.socket)
         done = self.daemon.execute(["hybridkv", "stats", "--json", "--socket", socket_path])
         assert done.returncode == 0, done.stderr
-        told: dict[str, Any] = json.loads(done.stdout)
-        return told
+        values: dict[str, Any] = json.loads(done.stdout)
+        return values
 
     def is_free(self) -> bool:
         """Whether nobody holds write slots or a session."""
@@ -245,7 +245,7 @@ def test_an_engine_of_the_wire(followed: Followed) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "followed", [one for one in CASES if "users" not in str(one.id)], indirect=True
+    "followed", [case for case in CASES if "users" not in str(case.id)], indirect=True
 )
 def test_vllm(followed: Followed) -> None:
     follow(followed, VllmEngine)
