@@ -5,7 +5,6 @@ It replaces the model runner. Hooks are called in vLLM's order (KVConnectorModel
 
 import copy
 import functools
-import json
 import operator
 import random
 import socket
@@ -18,17 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 import hybridkv.connector.scheduler.role
@@ -44,7 +38,6 @@ from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import fingerprint
-from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.shm.arena import Arena
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.blocks import block_bytes
@@ -52,7 +45,8 @@ from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_geometry
 from hybridkv.vllm.weights_digest import digest_weights
 from hybridkv.wire.messages import Report, Stats
 from tests.devicesim.device import COMPUTE, Habits, SimulatedDevice
-from tests.simulation.layouts import WORD, Layout, Placement
+from tests.simulation.configs import Shape, block_hasher, config_of, structured_output_manager
+from tests.simulation.layouts import WORD
 from tests.simulation.node import Clock, Node, wait_readable
 from tests.simulation.oracle import (
     Content,
@@ -138,33 +132,6 @@ class Saboteur:
             raise
         finally:
             self._hook_thread = before
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How an engine is set up."""
-
-    layout: Layout
-    num_blocks: int
-    max_model_len: int
-    budget: int
-    """max_num_batched_tokens."""
-    max_seqs: int
-    retention: int | None
-    ranks: int
-    placement: Placement
-    settings: dict[str, object]
-    is_async: bool = False
-    """Asynchronous scheduling: a step is planned before the one before it is reported."""
-    staging: float | None = None
-    """Room in each worker's staging, in objects of the largest size; None = no bound."""
-    device: int | None = None
-    """The seed of a simulated device that copies the blocks; None = the processor does."""
-    drafts: int = 0  # Tokens that the layout's drafter proposes in a step.
-    match_unit: int | None = None  # vLLM's prefix_match_unit, which divides a block.
-    drafter_tokens_max: int | None = None  # The draft model's max_model_len; None = the target's.
-    is_block_dropped: bool = True  # Whether vLLM's own hits leave out the block before their end.
-    is_padded: bool = True  # Whether the drafter runs on padded batches.
 
 
 @dataclass(frozen=True)
@@ -453,10 +420,10 @@ class Engine:
         self.node = node
         self.counts: Counter[str] = Counter()
         self.traced: dict[str, Traced] = {}
-        config = _vllm_config(shape, node.socket_path, engine_id)
+        config = config_of(shape, node.socket_path, engine_id)
         kv_config = shape.layout.config(config, shape.num_blocks, False, shape.placement)
         self.hash_tokens = kv_config.hash_block_size
-        self.hasher = _hasher(self.hash_tokens)
+        self.hasher = block_hasher(self.hash_tokens)
         self._lag = lag
         self._chance = chance
         self._drafts = shape.drafts
@@ -481,7 +448,7 @@ class Engine:
         self.scheduler: Any = make(
             vllm_config=config,
             kv_cache_config=kv_config,
-            structured_output_manager=_structured_output_manager(),
+            structured_output_manager=structured_output_manager(),
             block_size=shape.layout.unit,
             hash_block_size=self.hash_tokens,
             log_stats=True,
@@ -924,75 +891,3 @@ def _digest(salt: int) -> str:
     model = Weights()
     model.salt.fill_(salt)
     return digest_weights({"model": model}).digest
-
-
-SPECULATIVE = {"ngram": "qwen3_ngram", "eagle": "llama_eagle", "draft_model": "qwen3_draft"}
-SPECULATIVE_HYBRIDS = {"ngram": "qwen3next_ngram", "eagle": "qwen3next_mtp"}
-"""The bundled models whose configuration of speculation a method has."""
-
-
-@functools.cache
-def _base_config(name: str = "qwen3") -> Any:
-    """Of a small model: only what is proven of speculation depends on which it is."""
-    given = bundled_arguments(name)
-    option = "--speculative-config"
-    drafting = json.loads(given[given.index(option) + 1]) if option in given else None
-    arguments = EngineArgs(
-        model=str(bundled_models()[name]),
-        speculative_config=drafting,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        enforce_eager=True,
-        max_model_len=4096,
-        dtype="float32",
-        async_scheduling=False,
-    )
-    return arguments.create_engine_config()
-
-
-@functools.cache
-def _structured_output_manager() -> Any:
-    return StructuredOutputManager(_base_config())
-
-
-def _vllm_config(shape: Shape, socket_path: str, engine_id: str) -> Any:
-    drafting = shape.layout.drafting
-    known = SPECULATIVE_HYBRIDS if shape.layout.has_recurrent else SPECULATIVE
-    config = copy.copy(_base_config(known[drafting.method] if drafting else "qwen3"))
-    if drafting is not None:
-        speculative = config.speculative_config = copy.copy(config.speculative_config)
-        speculative.num_speculative_tokens = shape.drafts
-        speculative.disable_eagle_block_drop = not shape.is_block_dropped
-        speculative.disable_padded_drafter_batch = not shape.is_padded
-        draft = speculative.draft_model_config = copy.copy(speculative.draft_model_config)
-        draft.max_model_len = shape.drafter_tokens_max or shape.max_model_len
-    for part in ("model_config", "cache_config", "scheduler_config", "parallel_config"):
-        setattr(config, part, copy.copy(getattr(config, part)))
-    config.model_config.max_model_len = shape.max_model_len
-    config.cache_config.num_gpu_blocks = shape.num_blocks
-    config.cache_config.block_size = shape.layout.block_size
-    config.cache_config.prefix_cache_retention_interval = shape.retention
-    config.cache_config.prefix_match_unit = shape.match_unit
-    config.cache_config.mamba_cache_mode = "align" if shape.layout.has_recurrent else "none"
-    config.scheduler_config.max_num_batched_tokens = shape.budget
-    config.scheduler_config.max_num_seqs = shape.max_seqs
-    config.scheduler_config.max_model_len = shape.max_model_len
-    config.scheduler_config.async_scheduling = shape.is_async
-    config.parallel_config.tensor_parallel_size = shape.ranks
-    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="HybridKVConnector",
-        kv_connector_module_path="hybridkv.connector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        engine_id=engine_id,
-        kv_connector_extra_config={"server": f"unix://{socket_path}", **shape.settings},
-    )
-    return config
-
-
-@functools.cache
-def _hasher(hash_tokens: int) -> Any:
-    hash_fn = get_hash_fn_by_name("sha256")
-    init_none_hash(hash_fn)
-    return get_request_block_hasher(hash_tokens, hash_fn)

@@ -252,10 +252,6 @@ class Layout:
         return needed
 
 
-def _m(what: str, block: int, window: int = 0, layers: tuple[int, ...] = (1,)) -> Member:
-    return Member(what, block, window, layers)
-
-
 def _scaled(layout: Layout, factor: int, name: str) -> Layout:
     members = tuple(
         Member(
@@ -267,32 +263,43 @@ def _scaled(layout: Layout, factor: int, name: str) -> Layout:
 
 
 _TRUE = (
-    Layout("full", (_m("full", 16, layers=(1, 1)),)),
-    Layout("mistral", (_m("sliding", 16, 70),)),
-    Layout("gemma3", (_m("sliding", 128, 512), _m("sliding", 128, 512), _m("full", 128)), 1),
-    Layout("gemma4", (_m("sliding", 256, 512), _m("sliding", 256, 512), _m("full", 128)), 1),
-    Layout("gptoss", (_m("sliding", 128, 128), _m("full", 128)), 1),
-    Layout("llama4", (*(_m("chunked", 128, 512),) * 3, _m("full", 128)), 1),
+    Layout("full", (Member("full", 16, layers=(1, 1)),)),
+    Layout("mistral", (Member("sliding", 16, 70),)),
+    Layout(
+        "gemma3", (Member("sliding", 128, 512), Member("sliding", 128, 512), Member("full", 128)), 1
+    ),
+    Layout(
+        "gemma4", (Member("sliding", 256, 512), Member("sliding", 256, 512), Member("full", 128)), 1
+    ),
+    Layout("gptoss", (Member("sliding", 128, 128), Member("full", 128)), 1),
+    Layout("llama4", (*(Member("chunked", 128, 512),) * 3, Member("full", 128)), 1),
     Layout(
         "qwen3next",
-        (*(_m("recurrent", 256, layers=(3, 3)),) * 3, _m("full", 256, layers=(1, 1))),
+        (*(Member("recurrent", 256, layers=(3, 3)),) * 3, Member("full", 256, layers=(1, 1))),
         1,
     ),
-    Layout("qwen3next_1056", (*(_m("recurrent", 1056),) * 3, _m("full", 1056)), 1),
-    Layout("falconh1", (_m("full", 640), _m("recurrent", 640)), 1),
-    Layout("granite", (*(_m("recurrent", 640),) * 3, _m("full", 640)), 1),
-    Layout("lfm2", (*(_m("recurrent", 128),) * 3, _m("full", 128)), 1),
+    Layout("qwen3next_1056", (*(Member("recurrent", 1056),) * 3, Member("full", 1056)), 1),
+    Layout("falconh1", (Member("full", 640), Member("recurrent", 640)), 1),
+    Layout("granite", (*(Member("recurrent", 640),) * 3, Member("full", 640)), 1),
+    Layout("lfm2", (*(Member("recurrent", 128),) * 3, Member("full", 128)), 1),
     Layout(
-        "glm53", (_m("recurrent", 3584), _m("scratch", 4), _m("scratch", 64), _m("mla", 3584)), 1
+        "glm53",
+        (
+            Member("recurrent", 3584),
+            Member("scratch", 4),
+            Member("scratch", 64),
+            Member("mla", 3584),
+        ),
+        1,
     ),
     Layout(
         "deepseekv4",
         (
-            _m("mla_sliding", 64, 128),
-            _m("mla_sliding", 64, 128),
-            _m("mla", 256, layers=(2, 1)),
-            _m("mla_sliding", 4, 128),
-            _m("mla_sliding", 8, 128),
+            Member("mla_sliding", 64, 128),
+            Member("mla_sliding", 64, 128),
+            Member("mla", 256, layers=(2, 1)),
+            Member("mla_sliding", 4, 128),
+            Member("mla_sliding", 8, 128),
         ),
         1,
     ),
@@ -317,85 +324,107 @@ LAYOUTS = {
                 "deepseekv4": 2,
             }.items()
         ),
-        Layout("llama4_unaligned", (_m("chunked", 16, 72), _m("chunked", 16, 72), _m("full", 16))),
-        Layout("llama4_long", (_m("chunked", 16, 200), _m("full", 16))),
-        Layout("odd_window", (_m("sliding", 16, 33), _m("sliding", 16, 17), _m("full", 16))),
-        Layout("wide_full", (_m("full", 64), _m("sliding", 16, 40))),
-        Layout("all_sliding", (_m("sliding", 16, 40), _m("sliding", 32, 100))),
+        Layout(
+            "llama4_unaligned",
+            (Member("chunked", 16, 72), Member("chunked", 16, 72), Member("full", 16)),
+        ),
+        Layout("llama4_long", (Member("chunked", 16, 200), Member("full", 16))),
+        Layout(
+            "odd_window", (Member("sliding", 16, 33), Member("sliding", 16, 17), Member("full", 16))
+        ),
+        Layout("wide_full", (Member("full", 64), Member("sliding", 16, 40))),
+        Layout("all_sliding", (Member("sliding", 16, 40), Member("sliding", 32, 100))),
         Layout(
             "everything",
-            (_m("recurrent", 16), _m("full", 16), _m("sliding", 32, 50), _m("sliding", 48, 20)),
+            (
+                Member("recurrent", 16),
+                Member("full", 16),
+                Member("sliding", 32, 50),
+                Member("sliding", 48, 20),
+            ),
         ),
-        Layout("recurrent_fine", (_m("recurrent", 16), _m("full", 64))),
+        Layout("recurrent_fine", (Member("recurrent", 16), Member("full", 64))),
         *(
             Layout(f"{drafting.method}_{name}", members, 3, drafting)
             for name, members, drafting in (
-                ("full", (_m("full", 16, layers=(1, 1)),), Drafting("ngram")),
+                ("full", (Member("full", 16, layers=(1, 1)),), Drafting("ngram")),
                 (
                     "recurrent",
-                    (*(_m("recurrent", 16),) * 2, _m("full", 16, layers=(1, 1))),
+                    (*(Member("recurrent", 16),) * 2, Member("full", 16, layers=(1, 1))),
                     Drafting("ngram"),
                 ),
                 (
                     "recurrent_fine",
-                    (_m("recurrent", 8), _m("full", 16), _m("sliding", 16, 40)),
+                    (Member("recurrent", 8), Member("full", 16), Member("sliding", 16, 40)),
                     Drafting("ngram"),
                 ),
-                ("full", (_m("full", 16, layers=(1,) * 3),), Drafting("eagle", ((0, 2),))),
+                ("full", (Member("full", 16, layers=(1,) * 3),), Drafting("eagle", ((0, 2),))),
                 (
                     "full",
-                    (_m("full", 8, layers=(1,) * 4),),
+                    (Member("full", 8, layers=(1,) * 4),),
                     Drafting("draft_model", ((0, 2), (0, 3))),
                 ),
                 (
                     "unmarked",
-                    (_m("sliding", 8, 32, (1, 1)), _m("full", 8, layers=(1, 1))),
+                    (Member("sliding", 8, 32, (1, 1)), Member("full", 8, layers=(1, 1))),
                     Drafting("eagle", ((1, 1),)),
                 ),
                 (
                     "marked",
-                    (_m("sliding", 16, 32), _m("sliding", 16, 32), _m("full", 8, layers=(1, 1))),
+                    (
+                        Member("sliding", 16, 32),
+                        Member("sliding", 16, 32),
+                        Member("full", 8, layers=(1, 1)),
+                    ),
                     Drafting("eagle", ((2, 1),), (2,)),
                 ),
                 (
                     "apart",
-                    (_m("sliding", 8, 33, (1,)), _m("full", 16), _m("full", 8)),
+                    (Member("sliding", 8, 33, (1,)), Member("full", 16), Member("full", 8)),
                     Drafting("eagle", ((2, 0),), (2,)),
                 ),
                 (
                     "mismarked",
-                    (_m("full", 16, layers=(1, 1)), _m("sliding", 8, 40, (1, 1))),
+                    (Member("full", 16, layers=(1, 1)), Member("sliding", 8, 40, (1, 1))),
                     Drafting("eagle", ((1, 1),), (0,)),
                 ),
-                ("bare", (_m("sliding", 16, 32), _m("full", 8)), Drafting("eagle", (), (1,))),
+                (
+                    "bare",
+                    (Member("sliding", 16, 32), Member("full", 8)),
+                    Drafting("eagle", (), (1,)),
+                ),
                 (
                     "recurrent",
-                    (*(_m("recurrent", 16),) * 2, _m("full", 16, layers=(1, 1))),
+                    (*(Member("recurrent", 16),) * 2, Member("full", 16, layers=(1, 1))),
                     Drafting("eagle", ((2, 1),), (2,)),
                 ),
                 (
                     "recurrent_unmarked",
-                    (_m("recurrent", 16, layers=(1, 1)), _m("full", 16, layers=(1, 1, 1))),
+                    (Member("recurrent", 16, layers=(1, 1)), Member("full", 16, layers=(1, 1, 1))),
                     Drafting("eagle", ((1, 2),)),
                 ),
                 (
                     "recurrent_apart",
-                    (_m("recurrent", 16), _m("full", 16), _m("full", 16)),
+                    (Member("recurrent", 16), Member("full", 16), Member("full", 16)),
                     Drafting("eagle", ((2, 0),), (2,)),
                 ),
                 (
                     "recurrent_fine",
-                    (_m("recurrent", 8), _m("full", 16, layers=(1, 1)), _m("sliding", 16, 40)),
+                    (
+                        Member("recurrent", 8),
+                        Member("full", 16, layers=(1, 1)),
+                        Member("sliding", 16, 40),
+                    ),
                     Drafting("eagle", ((1, 1),), (1,)),
                 ),
                 (
                     "chunked",
-                    (_m("chunked", 8, 32, (1, 1)), _m("full", 8, layers=(1, 1))),
+                    (Member("chunked", 8, 32, (1, 1)), Member("full", 8, layers=(1, 1))),
                     Drafting("draft_model", ((0, 1), (1, 1))),
                 ),
                 (
                     "sliding",
-                    (_m("sliding", 16, 40), _m("full", 16, layers=(1, 1))),
+                    (Member("sliding", 16, 40), Member("full", 16, layers=(1, 1))),
                     Drafting("draft_model", ((1, 1),)),
                 ),
             )

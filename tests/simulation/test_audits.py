@@ -10,7 +10,8 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from hybridkv.core.coverage import stored_blocks
-from tests.simulation.engine import CLOCK, Chance, Engine, Shape
+from tests.simulation.configs import Shape
+from tests.simulation.engine import CLOCK, Chance, Engine
 from tests.simulation.layouts import LAYOUTS
 from tests.simulation.node import Node
 from tests.simulation.world import draw

@@ -26,7 +26,7 @@ from hybridkv.core.coverage import largest_hit, stored_blocks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.vllm.layout import group_geometry
-from tests.simulation.engine import _hasher, _vllm_config
+from tests.simulation.configs import block_hasher, config_of
 from tests.simulation.layouts import KNOWS_DRAFT_LAYERS, LAYOUTS, WORD, Layout
 from tests.simulation.world import draw
 
@@ -59,7 +59,7 @@ class Case:
         self.configs = {}
         for is_dropped in (False, True):
             dropping_shape = dataclasses.replace(shape, is_block_dropped=is_dropped)
-            config = _vllm_config(dropping_shape, "/nowhere", "engine")
+            config = config_of(dropping_shape, "/nowhere", "engine")
             self.configs[is_dropped] = layout.config(config, 2, worker=False)
         kv_config = self.configs[False]
         self.unit, self.hash_tokens = layout.unit, kv_config.hash_block_size
@@ -106,7 +106,7 @@ class Case:
 
     def request(self, tokens: list[int], hasher: Any = None) -> Request:
         """vLLM's request."""
-        hasher = hasher or _hasher(self.hash_tokens)
+        hasher = hasher or block_hasher(self.hash_tokens)
         params = SamplingParams(max_tokens=1)
         return Request("asked", tokens, params, None, block_hasher=hasher)
 

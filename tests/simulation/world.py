@@ -30,7 +30,8 @@ from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset, short_hash, slot_bytes
 from hybridkv.vllm.preflight import NAMED_LATE
-from tests.simulation.engine import CLOCK, PAUSE_STEPS, Chance, Engine, Shape, Traced
+from tests.simulation.configs import Shape
+from tests.simulation.engine import CLOCK, PAUSE_STEPS, Chance, Engine, Traced
 from tests.simulation.layouts import LAYOUTS, Layout
 from tests.simulation.node import ARENAS, Node
 from tests.simulation.oracle import Content, GroupWords, block_tokens
