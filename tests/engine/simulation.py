@@ -36,7 +36,15 @@ from hybridkv.lab.runner import make_engine
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import committed_slots, payload_offset
 from hybridkv.vllm.layout import group_geometry
-from tests.simulation.oracle import Content, GroupWords, Oracle, StatePlace, StateStep, Words
+from tests.simulation.oracle import (
+    Content,
+    GroupWords,
+    Oracle,
+    StatePlace,
+    StateSpan,
+    StateStep,
+    Words,
+)
 
 REQUESTS = 30
 STEPS_MAX = 6000
@@ -191,7 +199,10 @@ class Simulation:
         groups = [words.group for words in self.oracle.groups]
         sizes = [group.tokens_per_block for group in groups if group.kind is GroupKind.RECURRENT]
         states = {
-            name: StatePlace().step(max(sizes, default=1), starts[name], starts[name] + count, 0, 0)
+            name: StatePlace().step(
+                StateSpan(starts[name], starts[name] + count, drafts=0, accepted=0),
+                max(sizes, default=1),
+            )
             for name, count in output.num_scheduled_tokens.items()
         }
         sampled: dict[str, list[int]] = {}
@@ -234,7 +245,7 @@ class Simulation:
         self, traced: Traced, start: int, step: StateStep, table: tuple[list[int], ...]
     ) -> list[int]:
         end = step.end
-        self.oracle.write(traced.content, start, end, table, step)
+        self.oracle.write(traced.content, range(start, end), table, step)
         return (
             [int(traced.content.upto(end)[-1]) % 1998 + 2]
             if end >= traced.request.num_tokens

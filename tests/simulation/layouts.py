@@ -106,7 +106,7 @@ class Drafting:
 
     @property
     def lookahead(self) -> int:
-        """Tokens behind a position on which the drafter's bytes there depend."""
+        """Tokens after a position on which the drafter's bytes there depend."""
         return int(self.method == "eagle")
 
 

@@ -34,7 +34,7 @@ NAMES = (
 CHUNKS = 4
 STEPS_MAX = 500
 LIE = 5
-"""What the bytes of a liar depend on besides the tokens; its weights say that it is nothing."""
+"""The salt of a liar's bytes; the digest of its weights is that of salt 0."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> Iterator[None]:
-    """What was there before is not looked through for each test."""
+    """Objects of imported modules are not looked through for each test."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -89,11 +89,11 @@ class Served:
 
     def __init__(self, shape: Shape, node: Node, name: str, salt: int = 0) -> None:
         chance = Chance(
-            late=lambda: 0,
-            behind=lambda: 0,
-            shed=lambda: False,
-            repeat=lambda: 0,
-            between=lambda: None,
+            load_delay=lambda: 0,
+            store_delay=lambda: 0,
+            sheds_store=lambda: False,
+            repeat_delay=lambda: 0,
+            on_step_planned=lambda: None,
         )
         self.engine = Engine(shape, node, name, chance, 0)
         self._salt = salt
@@ -110,7 +110,7 @@ class Served:
         return all(pool.offsets for pool in self.engine.side._stores.credits._pools.values())
 
     def ask(self, tokens: list[int], stores_all: bool = False) -> int:
-        """Answer a prompt; the tokens that were loaded for it.
+        """Answer a prompt; returns how many of its tokens were loaded.
 
         With `stores_all` no step begins without write slots: a state is stored in its step or not
         at all.
@@ -132,7 +132,7 @@ class Served:
             if stores_all:
                 until(self.has_slots, "there are write slots")
             self.engine.step()
-            if not self.engine.is_busy() and self.engine.quiet():
+            if not self.engine.is_busy() and self.engine.is_quiet():
                 break
         else:
             raise AssertionError("the request is never answered")
@@ -146,9 +146,9 @@ class Served:
 
 
 def stored(node: Node, shape: Shape, tokens: list[int]) -> None:
-    """The daemon has a prompt, of an engine that is gone.
+    """Store a prompt in the daemon with an engine that then ends.
 
-    That copied on the host: the staging of a device may have no room for what a step computes.
+    The engine copies on the host: a device's staging may have no room for what a step computes.
     """
     node.fresh()
     first = Served(replace(shape, device=None), node, "first")
@@ -192,7 +192,7 @@ def test_an_engine_that_computes_other_bytes_is_cut_off_at_its_first_hit(
         assert liar.counted("lookups_audit") == 1
         values = node.control.stats().values
         assert values["audits_differed"] - before.get("audits_differed", 0) == 1
-        # What it computed before the verdict may be there: objects behind the hit.
+        # What it computed before the verdict may be there: objects after the hit.
         new_objects = values["objects_stored"] - before["objects_stored"]
         assert new_objects <= len(shape.layout.members)
         assert not values["leases"]

@@ -1,8 +1,8 @@
 """Our hits next to those of vLLM's own cache managers, over the same drawn set of stored objects.
 
-vLLM's block pool gets exactly the blocks of the objects. Its names say nothing of the token behind
-a block, so a drafter costs its hits a block behind their end in each group of a drafter
-(`disable_eagle_block_drop` off), and ours cost it nothing.
+vLLM's block pool gets exactly the blocks of the objects. Its block hashes do not depend on the
+token after a block. So with a drafter, each of its hits needs one block more after its end in each
+group of the drafter (`disable_eagle_block_drop` off). Ours need none.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from vllm import SamplingParams
@@ -28,6 +28,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.vllm.layout import group_geometry
 from tests.simulation.configs import block_hasher, config_of
 from tests.simulation.layouts import KNOWS_DRAFT_LAYERS, LAYOUTS, WORD, Layout
+from tests.simulation.node import ObjectName
 from tests.simulation.world import draw
 
 pytestmark = pytest.mark.engine
@@ -105,7 +106,7 @@ class Case:
         return [named[at : at + HASH_BYTES] for at in range(0, len(named), HASH_BYTES)]
 
     def request(self, tokens: list[int], hasher: Any = None) -> Request:
-        """vLLM's request."""
+        """vLLM's request of these tokens."""
         hasher = hasher or block_hasher(self.hash_tokens)
         params = SamplingParams(max_tokens=1)
         return Request("asked", tokens, params, None, block_hasher=hasher)
@@ -117,7 +118,7 @@ class Case:
 
     @cached_property
     def matching(self) -> list[Stored]:
-        """The stored objects whose tokens, with those that they depend on, are the prompt's."""
+        """The stored objects whose tokens, with those they depend on, are the asked prompt's."""
         chunk, ahead = self.geometry.chunk_tokens, self.geometry.lookahead_tokens
         return [
             stored
@@ -128,12 +129,14 @@ class Case:
 
     @cached_property
     def hit(self) -> int:
-        """Tokens of our hit, which goes by names alone."""
+        """Tokens of our hit, which depends on names alone."""
         asked, named = self.names(self.asked), [self.names(tokens) for tokens in self.prompts]
-        present = {(stored.gid, named[stored.prompt][stored.chunk]) for stored in self.stored}
+        present = {
+            ObjectName(stored.gid, named[stored.prompt][stored.chunk]) for stored in self.stored
+        }
         chunks = min(self.limit // self.geometry.chunk_tokens, len(asked))
         masks = [
-            bytes((group.gid, name) in present for name in asked[:chunks])
+            bytes(ObjectName(group.gid, name) in present for name in asked[:chunks])
             for group in self.geometry.groups
         ]
         return largest_hit(self.geometry, masks, chunks) * self.geometry.chunk_tokens
@@ -156,6 +159,13 @@ class Case:
             mine = [stored for stored in objects if stored.prompt == number]
             found.add(self.request(tokens, hasher), mine)
         return found
+
+
+class PresentBlock(NamedTuple):
+    """A block that vLLM's pool has, by its name."""
+
+    gid: int
+    block_hash: bytes
 
 
 class VllmHits:
@@ -181,7 +191,7 @@ class VllmHits:
             **lookahead,
         )
         self.pool: BlockPool = self.coordinator.block_pool
-        self.present: set[tuple[int, bytes]] = set()
+        self.present: set[PresentBlock] = set()
 
     def add(self, request: Request, objects: list[Stored]) -> None:
         """The blocks of a prompt's objects."""
@@ -196,20 +206,21 @@ class VllmHits:
                     size = group.tokens_per_block
                     self.pool.cache_full_blocks(request, table, number, number + 1, size, group.gid)
                     end = (number + 1) * size // self._case.hash_tokens
-                    self.present.add((group.gid, bytes(request.block_hashes[end - 1])))
+                    block_hash = bytes(request.block_hashes[end - 1])
+                    self.present.add(PresentBlock(group.gid, block_hash))
 
     def tokens(self, limit: int) -> int:
-        """Of the longest hit that is not above the limit."""
+        """Tokens of the longest hit that is not above the limit."""
         found: int = self.coordinator.find_longest_cache_hit(self._request.block_hashes, limit)[1]
         return found
 
     def may_end(self, end: int) -> bool:
-        """Whether a hit may end there."""
+        """Whether a hit may end at `end`."""
         return self.tokens(end) == end
 
     @cached_property
     def dropping(self) -> set[int]:
-        """The groups from which vLLM drops a block behind a hit."""
+        """The groups from which vLLM drops a block after a hit."""
         coordinator = self.coordinator
         if not isinstance(coordinator, HybridKVCacheCoordinator):
             return set(coordinator.eagle_group_ids)
@@ -234,23 +245,23 @@ class VllmHits:
         )
 
     def is_proven(self, end: int) -> bool:
-        """Whether the block behind it is there in each group from which vLLM drops one."""
+        """Whether the block after `end` is there in each group from which vLLM drops one."""
         case, hashes = self._case, self._request.block_hashes
         is_hybrid = isinstance(self.coordinator, HybridKVCacheCoordinator)
         known = len(hashes) * case.hash_tokens if is_hybrid else case.limit
         for group in case.geometry.groups:
-            behind = end + group.tokens_per_block
+            next_end = end + group.tokens_per_block
             if group.gid not in self.dropping:
                 continue
-            name = bytes(hashes[behind // case.hash_tokens - 1]) if behind <= known else b""
-            if (group.gid, name) not in self.present:
+            name = bytes(hashes[next_end // case.hash_tokens - 1]) if next_end <= known else b""
+            if PresentBlock(group.gid, name) not in self.present:
                 return False
         return True
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hit_is_that_of_vllms_managers_over_the_same_objects(name: str) -> None:
-    """Of those with the names of the prompt; a drafter's names have the token behind a chunk."""
+    """The objects are those with the prompt's names; with a drafter, a name has the next token."""
     hits = 0
     for seed in range(CASES):
         case = Case(LAYOUTS[name], seed)
@@ -267,7 +278,7 @@ def test_a_hit_is_that_of_vllms_managers_over_the_same_objects(name: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("eagle")])
 def test_a_hit_is_longer_than_vllms_by_what_it_drops(name: str) -> None:
-    """vLLM's ends at the last place behind which each group of a drafter has a block."""
+    """vLLM's hit ends at the last place after which each group of a drafter has a block."""
     longer = 0
     for seed in range(CASES):
         case = Case(LAYOUTS[name], seed)
