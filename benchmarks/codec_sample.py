@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.f
 
 
 def keys_and_values(model: str, text: str, dtype: torch.dtype) -> list[bytes]:
-    """For each chunk of the text the bytes of all layers' keys and values."""
+    """Returns for each chunk of the text the bytes of all layers' keys and values."""
     tokens = AutoTokenizer.from_pretrained(model)(text, verbose=False)["input_ids"]
     bert, seen = AutoModel.from_pretrained(model).eval(), []
     for layer in bert.encoder.layer:
@@ -43,7 +43,7 @@ def keys_and_values(model: str, text: str, dtype: torch.dtype) -> list[bytes]:
 
 
 def main() -> None:
-    """Write the objects."""
+    """Write the objects of one text to files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("directory")

@@ -82,7 +82,7 @@ def measure(model: str, rounds: int, requests: int, tokens: int, directory: Path
 
 
 def _step_seconds(steps: Sequence[float]) -> float:
-    """Of a step on average, so that those which store count."""
+    """Returns the average seconds of a step, so that steps which store count."""
     return sum(steps) / len(steps)
 
 
@@ -91,7 +91,7 @@ def _spread(ratios: list[float]) -> str:
 
 
 def main() -> int:
-    """Measure each model, and print."""
+    """Measure each model, and print a row for each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="bundled models, with commas")
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count (default: 9)")

@@ -126,7 +126,7 @@ def _p99(times: Sequence[float]) -> float:
 
 
 class _Bench:
-    """One replay."""
+    """A replay of requests through the hooks of one engine."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _Bench:
     _boot = ""
 
     def serve(self, number: int, hits: bool) -> None:
-        """One request from arrival to its end."""
+        """Run a request from its arrival to its end."""
         token = 1000 + WARM_ROUNDS + number
         prompt_tokens = self._prompt_tokens
         request = Request(
@@ -273,13 +273,16 @@ class _Bench:
             take()
 
     def _wait_for_grant(self) -> None:
-        """The daemon's grant comes within a real step; a step of this benchmark is shorter."""
+        """Wait for the daemon's grant, which comes within a real step.
+
+        A step of this benchmark is shorter.
+        """
         fd = self.side.slots_fd
         if fd is not None:
             select.select([fd], [], [], ANSWER_SECONDS)
 
     def _wait_for_slots(self) -> None:
-        """Where one step's grants are not enough for the next."""
+        """Wait for slots where the grants of one step are not enough for the next."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while self.side.slots_fd is not None and time.monotonic() < deadline:
             self.side.step_ended()
@@ -297,7 +300,10 @@ class _Bench:
     def _timed(
         self, hook: str, work: Callable[[], Result], which: "Callable[[Result], int] | None" = None
     ) -> Result:
-        """Call a hook. `which` makes the number of the call from its result; else it is counted."""
+        """Call a hook and time it.
+
+        `which` makes the number of the call from its result; without it the calls are counted.
+        """
         loop = _loop_seconds(self._loop)
         started = time.perf_counter()
         result: Result = self._guard.run(hook, work, _give_up)
@@ -319,7 +325,7 @@ def _give_up() -> Any:
 
 
 def _output(scheduled: dict[str, int], offers: dict[str, list[tuple[int, int, int]]]) -> Any:
-    """What of the engine's SchedulerOutput the connector reads."""
+    """Returns the part of the engine's SchedulerOutput that the connector reads."""
     state = SimpleNamespace(boundary_state_offloads=offers)
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,

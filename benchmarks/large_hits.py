@@ -45,7 +45,10 @@ def measured(
     directory: Path,
     overrides: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """What each prompt took, and at last all of them. Times are seconds to the first token."""
+    """Yields a row for each prompt, and at last one for all.
+
+    Times are seconds to the first token.
+    """
     socket_path = str(directory / "daemon.sock")
     tier = ["--node", "bench", "--tier", f"disk://{directory}/disk"]
     with ExitStack() as stack:
@@ -160,7 +163,7 @@ def _until(happened: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    """One line of JSON for each prompt, and one for all."""
+    """Print a line of JSON for each prompt, and one for all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.large_hits", description=__doc__)
     parser.add_argument("--model", default="gemma3", choices=bundled_models())
     parser.add_argument("--tokens", type=int, default=1 << 18, help="of each prompt")

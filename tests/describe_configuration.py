@@ -168,7 +168,7 @@ def _tier_options(kind: str) -> str:
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of one command."""
+    """The parser of `hybridkv COMMAND`."""
     about = COMMANDS[command][1]
     parser = argparse.ArgumentParser(prog=f"hybridkv {command}", description=about)
     add_arguments(parser, command)

@@ -12,12 +12,15 @@ _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """The text with each `<!-- table: NAME -->` block made anew; KeyError for other names."""
+    """Returns `text` with each `<!-- table: NAME -->` block made anew.
+
+    Raises KeyError where a block's name is not in `tables`.
+    """
     return _BLOCK.sub(lambda match: f"{match[1]}\n{tables[match[2]]()}\n{match[3]}", text)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Returns a table in Markdown: a row of heads, and one for each of `rows`."""
     lines = [list(head), *(list(row) for row in rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "".join(
@@ -26,12 +29,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def print_or_write(path: Path, text: str, about: str | None) -> int:
-    """The command of a module that makes one document."""
+    """Run the command line of a module that makes one document; returns its exit status."""
     return print_or_write_all({path: text}, about)
 
 
 def print_or_write_all(texts: Mapping[Path, str], about: str | None) -> int:
-    """The command of a module that makes several documents."""
+    """Run the command line of a module that makes documents; returns its exit status."""
     parser = argparse.ArgumentParser(description=about)
     names = ", ".join(f"docs/{path.name}" for path in texts)
     parser.add_argument("--write", action="store_true", help=f"write {names} instead of printing")

@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def check_daemon(daemon: Daemon) -> None:
-    """The store, the sessions, and the pins of everybody who reads or writes."""
+    """Check the store, the sessions, and the pins of every reader and writer."""
     check_store(daemon.store)
     pins, writing = check_sessions(daemon.sessions)
     pins.update(slot for lookup in daemon.promotion._lookups.values() for slot in lookup.held)
@@ -36,7 +36,10 @@ def check_daemon(daemon: Daemon) -> None:
 
 
 def check_demotion(demotion: Demotion, arena_bytes: int) -> list[Slot]:
-    """What is held for tiers: for each of them its share of the arena at most, or one object."""
+    """Check that each tier holds at most its share of the arena, or one object.
+
+    Returns the slots that are held for tiers.
+    """
     all_held: list[Slot] = []
     for tier, leaving in zip(demotion._tiers, demotion._leaving, strict=True):
         writing = (job.items for job in demotion._writing if job.tier == tier.number)
@@ -63,7 +66,7 @@ def check_sessions(sessions: Sessions) -> tuple[Counter[Slot], set[Slot]]:
 
 
 def check_store(store: Store) -> None:
-    """Every counter, the tiling of the arena, the index, and the order of eviction."""
+    """Check every counter, the tiling of the arena, the index, and the order of eviction."""
     _check_slots(store)
     entries = {slot: slot.entry for slot in store.slots.values() if slot.entry is not None}
     namespaces = {entry.namespace for entry in entries.values()}
@@ -118,7 +121,7 @@ def _check_entry(entry: IndexEntry, children: int) -> None:
 def check_queue(
     queue: EvictionQueue[T], may_go: Callable[[T], bool], wanted: Collection[T]
 ) -> None:
-    """The items are `wanted`, what may go is offered, and counts agree."""
+    """Check that the items are `wanted`, that what may go is offered, and all counts."""
     assert queue._items.keys() == set(wanted)
     offered = {entry for heap in queue._heaps for _, entry, _ in heap}
     for item, queued in queue._items.items():
@@ -131,7 +134,7 @@ def check_queue(
 
 
 def check_extents(extents: Extents, extents_taken: Iterable[tuple[int, int]]) -> None:
-    """Every count, from the (offset, size) that are taken."""
+    """Check every count against the extents that are taken."""
     free = free_runs(extents)
     assert all(offset not in extents._start_of_end for offset in extents._size_at), "runs touch"
     end = 0
@@ -147,12 +150,12 @@ def check_extents(extents: Extents, extents_taken: Iterable[tuple[int, int]]) ->
 
 
 def free_runs(extents: Extents) -> list[tuple[int, int]]:
-    """The (offset, size) of every free run, by offset."""
+    """Returns every free run, by offset."""
     return sorted(extents._size_at.items())
 
 
 def check_disk(tier: DiskTier) -> None:
-    """The index and the files of a directory tier that nobody uses meanwhile."""
+    """Check the index against the files of a directory tier that nobody uses meanwhile."""
     index = tier._index
     with index.lock:
         _check_files(index)

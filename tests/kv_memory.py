@@ -34,7 +34,7 @@ BLOCKS = 9
 
 @dataclass(frozen=True)
 class KVMemory:
-    """What one rank of an engine has for its KV cache."""
+    """One rank's memory for its KV cache."""
 
     config: KVCacheConfig
     buffer: torch.Tensor  # All bytes of all layers: int8.
@@ -58,7 +58,7 @@ class Cache:
     kernel_tokens: int | None = None  # Tokens in a block of the attention kernels.
 
     def memory(self, device: str = "cpu", blocks: int = BLOCKS) -> KVMemory:
-        """Such a cache with random bytes in all of it, padding too."""
+        """Returns the memory of such a cache, with random bytes in all of it, padding too."""
         layout, vllm_config = KVCacheLayout[self.layout], VllmConfig()
         register_all_kvcache_specs(vllm_config)
         vllm_config.cache_config.kv_cache_layout = self.layout
@@ -103,7 +103,7 @@ def full(heads: int, tokens: int, head_size: int, **fields: Any) -> FullAttentio
 
 
 def sliding(heads: int, tokens: int, head_size: int) -> SlidingWindowSpec:
-    """The same for a window of 64 tokens."""
+    """A sliding window of 64 tokens, with keys and values of 16-bit numbers."""
     of = full(heads, tokens, head_size)
     return SlidingWindowSpec(
         block_size=tokens,

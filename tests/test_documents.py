@@ -37,12 +37,12 @@ _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 
 def prose(path: Path) -> str:
-    """A document without its code."""
+    """Returns a document without its code."""
     return _FENCE.sub("", path.read_text())
 
 
 def anchors(path: Path) -> set[str]:
-    """What a link may name behind the #: a heading as code hosts write it."""
+    """Returns what a link may name after its #: the headings as code hosts write them."""
     heads = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
@@ -179,7 +179,7 @@ def trees() -> tuple[ast.Module, ...]:
 
 @cache
 def texts() -> str:
-    """Every text in the code, a line each."""
+    """Returns every text in the code, a line each."""
     kinds = (ast.Constant, ast.JoinedStr, ast.BinOp)
     return "\n".join(
         re.sub(r"%[\d.]*[sdg]", "…", text_of(node))
@@ -190,14 +190,14 @@ def texts() -> str:
 
 
 def quoted() -> list[str]:
-    """The messages of the page."""
+    """Returns the messages that the page quotes."""
     page = (DOCS / "troubleshooting.md").read_text()
     cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
 
 
 def pieces(message: str) -> list[str]:
-    """What of a message is always the same. An error's two clauses stand apart in the code."""
+    """Returns the parts of a message that never change, such as both clauses of an error."""
     found = (piece.strip(" :,") for piece in re.split("…|; | works", message))
     return [piece for piece in found if len(piece) > 3]
 

@@ -37,18 +37,18 @@ _namespaces = itertools.count(1)
 
 
 class SampleObject(NamedTuple):
-    """A record in memory."""
+    """A record, and the slot's bytes that it is made of."""
 
     record: Record
     memory: memoryview
 
     @property
     def key(self) -> bytes:
-        """The record's key."""
+        """The key under which tiers keep the record."""
         return self.record.name.key
 
     def putting(self, cut: int = 0) -> WriteRequest:
-        """The record in one piece, or in two that meet at page `cut`."""
+        """Returns the request that puts the record, in one piece or cut at page `cut`."""
         at = cut * SLOT_ALIGN
         return WriteRequest(self.key, [self.memory[:at], self.memory[at:]] if at else [self.memory])
 
@@ -65,7 +65,7 @@ def sample(
     namespace: bytes | None = None,
     payload: bytes = b"",
 ) -> SampleObject:
-    """A record of random half bytes, the same ones for each number, or of `payload`."""
+    """Returns a record of `payload`, or of random bytes that depend on `number` alone."""
     rng = random.Random(number)
     namespace = namespace or rng.randbytes(HASH_BYTES)
     name = RecordName(namespace, number % 5, rng.randbytes(HASH_BYTES))
@@ -82,7 +82,7 @@ def sample(
 
 
 def read(tier: Tier, wanted: SampleObject, cut: int = 0) -> TierError | None:
-    """Get one record back and prove it, as the daemon does.
+    """Get a record and prove it as the daemon does; returns the error of the tier, if any.
 
     Raises AssertionError where wrong bytes are taken for right ones.
     """
@@ -99,7 +99,7 @@ def read(tier: Tier, wanted: SampleObject, cut: int = 0) -> TierError | None:
 
 
 class TierSuite(ABC):
-    """Every promise of tiers.contract. Each test gets a tier of its own, with nothing in it."""
+    """Tests of each promise of tiers.contract, over a tier that is empty at first."""
 
     encoded = False
     """Whether records are encoded, which only memory of just their size can be filled with."""
@@ -112,16 +112,16 @@ class TierSuite(ABC):
 
     @abstractmethod
     def make(self) -> Tier:
-        """A tier over this test's storage: the first finds nothing, later ones what was put."""
+        """Returns a tier over the test's storage, which keeps what earlier ones have put."""
 
     def opened(self) -> Tier:
-        """A tier that can be used."""
+        """Returns an open tier."""
         tier = self.make()
         tier.open()
         return tier
 
     def close(self, tiers: Iterable[Tier]) -> None:
-        """Called after each test."""
+        """End the test's tiers; a subclass may end more."""
         for tier in tiers:
             tier.close()
 

@@ -136,7 +136,7 @@ RECEIVE_BYTES = 1 << 18
 
 
 class Kind(NamedTuple):
-    """What a client is, and the share of its frames that are broken."""
+    """The role of a client, and the share of its frames that are broken."""
 
     role: ConnectionState
     noise: float
@@ -154,14 +154,14 @@ KINDS = (
 
 
 class SlotName(NamedTuple):
-    """What a message calls a slot."""
+    """The offset and generation by which messages name a slot."""
 
     offset: int
     generation: int
 
 
 class GrantedSlot(NamedTuple):
-    """A slot that was granted to a peer; `part_bytes` is 0 where it is only claimed."""
+    """A slot that was granted to a peer, or one that it only claims: of 0 bytes."""
 
     offset: int
     generation: int
@@ -184,7 +184,7 @@ class Peer:
 
 @dataclass(eq=False)
 class Line:
-    """One connection of a liar."""
+    """A liar's connection."""
 
     sock: Any
     """A socket that does not block, of this machine or of a simulated one."""
@@ -198,7 +198,7 @@ class Line:
     """True once the daemon has closed the connection and all its replies are read."""
 
     def flush(self) -> None:
-        """Send as much of `out` as fits; a daemon that has closed the connection takes nothing."""
+        """Send as much of `out` as fits, and drop all of it where the connection is closed."""
         try:
             while self.out:
                 del self.out[: self.sock.send(self.out)]
@@ -358,7 +358,7 @@ class Liar:
         )
 
     def _geometry(self) -> WireGeometry:
-        """Returns any geometry; half are free of plain contradictions, to pass more checks."""
+        """Returns any geometry. Half of them have no plain contradiction, to pass more checks."""
         rng = self._rng
         is_plausible = rng.random() < 0.5
         sizes = (1, 2, 16, 100, 128, 1000, (1 << 30) - 1, 1 << 30)

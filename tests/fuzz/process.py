@@ -112,7 +112,7 @@ def _lie(socket_path: str, seed: int, cases: int) -> Counter[str]:
 
 
 class _Liars:
-    """Clients of all kinds."""
+    """Liars of every kind in KINDS, a connection each."""
 
     def __init__(self, socket_path: str, seed: int) -> None:
         self._rng = random.Random(seed)

@@ -14,7 +14,7 @@ PATIENCE_SECONDS = 60.0
 
 
 def find_browser() -> str | None:
-    """Where Chromium is, if anywhere."""
+    """Returns the path of Chromium, None where it is not installed."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 

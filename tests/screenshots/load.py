@@ -32,7 +32,7 @@ from tests.unit.daemon.tierclient import Client, hashes
 
 
 class Served(NamedTuple):
-    """An engine to play."""
+    """A model whose engine a Player plays."""
 
     name: str
     model: str
@@ -77,7 +77,7 @@ BATCH = 32
 
 
 class Player(threading.Thread):
-    """One engine, until `stop`."""
+    """Plays the requests of one engine until `stop`."""
 
     def __init__(self, socket_path: str, served: Served, seed: int) -> None:
         super().__init__(name=served.name, daemon=True)
@@ -90,12 +90,12 @@ class Player(threading.Thread):
         self.failed: Exception | None = None
 
     def stop(self) -> None:
-        """End, and wait for it."""
+        """End the thread, and wait for its end."""
         self._over.set()
         self.join()
 
     def run(self) -> None:
-        """See threading."""
+        """Make one request after the other."""
         served = self._served
         model = WireModel(
             served.model, 131072, "bfloat16", [1] * len(served.geometry.groups), None, 8192
@@ -115,7 +115,7 @@ class Player(threading.Thread):
             self.failed = error
 
     def _request(self, client: Client) -> None:
-        """One turn of a conversation: look up, load, store what is new, tell."""
+        """Play a turn of a conversation: look up, load, store new chunks, report."""
         served, rng = self._served, self._rng
         prompt = int(served.conversations * rng.random() ** 1.6)
         if rng.random() < STRANGERS:

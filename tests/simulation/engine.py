@@ -82,7 +82,7 @@ BREAKABLE_IN_WORKERS = "start_loads start_stores _load _expect _stored _attach _
 
 
 class BrokenError(Exception):
-    """A fault inside a hook."""
+    """A fault that a Saboteur raises inside a hook."""
 
 
 class Saboteur:
@@ -103,7 +103,7 @@ class Saboteur:
         )
 
     def arm(self, part: Any, name: str, after: bool) -> None:
-        """Let the next call of the method fail; a method that was armed before works again."""
+        """Let the next call of the method fail. A method that was armed before works again."""
         self._undo()
         work = getattr(part, name)
         self._undo = lambda: vars(part).pop(name, None)
@@ -137,7 +137,7 @@ class Saboteur:
 
 @dataclass(frozen=True)
 class Chance:
-    """What the simulation decides while an engine runs."""
+    """Functions that draw what happens while an engine runs."""
 
     load_delay: Callable[[], int]
     """Draws the steps that a load takes."""
@@ -161,7 +161,7 @@ class StagedStore(NamedTuple):
 
 @dataclass
 class DelayedCopy:
-    """A load or store that a worker began, and that ends some steps later."""
+    """A load or store that a worker has begun, and that ends some steps later."""
 
     steps_left: int
     finish: Callable[[], None]
@@ -296,7 +296,7 @@ class Weights(torch.nn.Module):
 
 @dataclass(frozen=True)
 class RequestStep:
-    """What a step computes of one request, and where that request is in memory."""
+    """The tokens that a step computes of one request, and where they are in memory."""
 
     traced: Traced
     start: int  # The first token that is computed.
@@ -545,7 +545,7 @@ class Engine:
 
     @property
     def side(self) -> Any:
-        """The scheduler role; a new one replaces a role that was switched off."""
+        """The scheduler role. A new one replaces a role that was switched off."""
         return self.connector._scheduler
 
     @property
@@ -617,7 +617,10 @@ class Engine:
         return sum(any(manager.get_block_ids(name)) for name in waiting)
 
     def _refuse_false_local_hits(self) -> None:
-        """Where an attention chunk ends within a block, vLLM 0.32 offers hits of null blocks."""
+        """Drop hits of null blocks.
+
+        vLLM 0.32 offers them where an attention chunk ends within a block.
+        """
         manager = self.scheduler.kv_cache_manager
         find, groups = manager.get_computed_blocks, self.ranks[0].oracle.groups
 

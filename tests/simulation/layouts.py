@@ -36,7 +36,7 @@ KNOWS_DRAFT_LAYERS = "is_draft" in _FIELDS
 
 @dataclass(frozen=True)
 class Placement:
-    """How the blocks of all layers stand in memory."""
+    """The order of blocks, heads and layers in memory."""
 
     layout: KVCacheLayout
     heads: int  # Of the attention layers that are not MLA.
@@ -48,12 +48,12 @@ ON_CPU = Placement(KVCacheLayout.LBHNC, 1, False)
 
 @dataclass(frozen=True)
 class Member:
-    """One group: `what` it is, tokens per block, its window, and words per token of each layer."""
+    """A KV cache group of a layout."""
 
-    what: str
-    block: int
-    window: int = 0
-    layers: tuple[int, ...] = (1,)
+    what: str  # The kind of the group, a case of `spec`.
+    block: int  # Tokens.
+    window: int = 0  # Tokens of a sliding window or of an attention chunk.
+    layers: tuple[int, ...] = (1,)  # Words per token of each layer.
 
     @property
     def is_recurrent(self) -> bool:
@@ -61,7 +61,7 @@ class Member:
         return self.what == "recurrent"
 
     def spec(self, words: int, heads: int) -> KVCacheSpec:
-        """vLLM's spec of one layer."""
+        """Returns vLLM's spec of one layer of the group."""
         attention: dict[str, Any] = {
             "block_size": self.block,
             "num_kv_heads": heads,
@@ -93,7 +93,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a model drafts: vLLM's method, and which layers of which groups are the drafter's."""
+    """vLLM's method of drafting, and the drafter's layers."""
 
     method: str
     layers: tuple[tuple[int, int], ...] = ()  # (gid, number of the layer in the group).
@@ -112,7 +112,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class Layout:
-    """The groups of one model."""
+    """The KV cache groups of a model."""
 
     name: str
     members: tuple[Member, ...]
@@ -130,7 +130,7 @@ class Layout:
 
     @property
     def unit(self) -> int:
-        """The engine's scheduler block."""
+        """The engine's scheduler block, in tokens: the least common multiple of all blocks."""
         return math.lcm(*(member.block for member in self.members))
 
     @property
@@ -153,15 +153,18 @@ class Layout:
 
     @property
     def state_tokens(self) -> int:
-        """Tokens per block of the recurrent groups, which is one number in vLLM; 1 = none is."""
+        """Tokens per block of the recurrent groups, one number in vLLM; 1 = there are none."""
         return max((member.block for member in self.members if member.is_recurrent), default=1)
 
     def layer_names(self, gid: int) -> list[str]:
-        """The layers of a group."""
+        """Returns the names of a group's layers."""
         return [f"g{gid}.l{layer}" for layer in range(len(self.members[gid].layers))]
 
     def specs(self, placement: Placement) -> list[dict[str, KVCacheSpec]]:
-        """Of every layer by group and name; where blocks share places, their pages are padded."""
+        """Returns the spec of every layer, by group and name.
+
+        Where blocks of several layers share places, smaller pages are padded.
+        """
         groups: list[dict[str, Any]] = []
         for gid, member in enumerate(self.members):
             named = zip(self.layer_names(gid), member.layers, strict=True)
@@ -174,7 +177,7 @@ class Layout:
         return groups
 
     def placements(self) -> list[Placement]:
-        """Those that vLLM takes for these groups."""
+        """Returns the placements that vLLM takes for these groups."""
         found = []
         for layout in KVCacheLayout:
             for heads in (1, 2):
@@ -192,7 +195,10 @@ class Layout:
     def config(
         self, vllm_config: Any, num_blocks: int, worker: bool, placement: Placement = ON_CPU
     ) -> KVCacheConfig:
-        """vLLM's config of these groups; as in vLLM, only the worker's has each layer's spec."""
+        """Returns vLLM's config of these groups.
+
+        As in vLLM, only the `worker`'s config has the spec of each layer.
+        """
         specs = self.specs(placement)
         if vllm_config.speculative_config is not None:
             speculative_blocks = {"num_speculative_blocks": vllm_config.num_speculative_tokens}
@@ -228,7 +234,7 @@ class Layout:
         return config
 
     def kernel_blocks(self, placement: Placement) -> list[int]:
-        """Tokens in the blocks that are registered, by group; a padded page is never split."""
+        """Returns the tokens of a registered block, by group. A padded page is never split."""
         kernels = []
         for member, group in zip(self.members, self.specs(placement), strict=True):
             padded = any(getattr(spec, "page_size_padded", None) for spec in group.values())
@@ -237,7 +243,7 @@ class Layout:
         return kernels
 
     def blocks_for(self, tokens: int, budget: int, drafts: int = 0) -> int:
-        """Blocks that one request of this length may hold at once, with so many drafts."""
+        """Returns how many blocks a request of this length may hold at once, with its drafts."""
         needed = 0
         for member in self.members:
             whole = -(-tokens // member.block)

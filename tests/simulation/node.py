@@ -23,7 +23,7 @@ DISK_BACK = "disk://{directory}/back?bytes=16MiB&write=back"
 
 
 class DaemonOptions(NamedTuple):
-    """How a daemon is started."""
+    """The memory and the options of a daemon's command line."""
 
     ram: str
     options: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ ARENAS = {
 
 
 class ObjectName(NamedTuple):
-    """What names an object under one identity."""
+    """A group and a chunk hash: what names an object under one identity."""
 
     gid: int
     chunk_hash: bytes
@@ -53,26 +53,26 @@ class SlotVersion(NamedTuple):
 
 
 class Clock:
-    """Stands in for the module `time`; only the simulation moves it."""
+    """Stands in for the module `time`. Only the simulation moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def monotonic(self) -> float:
-        """Seconds."""
+        """Returns the simulated time, in seconds."""
         return self.now
 
     def perf_counter(self) -> float:
-        """Seconds."""
+        """Returns the simulated time, in seconds."""
         return self.now
 
     def time_ns(self) -> int:
-        """Nanoseconds."""
+        """Returns the simulated time, in nanoseconds."""
         return round(self.now * 1e9)
 
 
 class Node:
-    """One daemon: it can be killed, stopped, cleared, and its arena tampered with."""
+    """A daemon process that seeds kill, stop and clear, and whose arena they tamper with."""
 
     def __init__(self, directory: Path, arena: str) -> None:
         ram, options = ARENAS[arena]
@@ -89,12 +89,12 @@ class Node:
 
     @property
     def socket_path(self) -> str:
-        """Where the daemon listens."""
+        """The path of the daemon's socket."""
         return self._daemon.socket_path
 
     @property
     def control(self) -> ControlClient:
-        """A control connection; after a kill a new one is made."""
+        """A control connection. After a kill a new one is made."""
         if self._daemon.process is None:
             self._daemon.start()
         if self._control is None:
@@ -104,7 +104,7 @@ class Node:
         return self._control
 
     def fresh(self) -> None:
-        """Clear what earlier seeds left; raises AssertionError where something is still held."""
+        """Clear what earlier seeds left. Raises AssertionError where something is still held."""
         for name in ("sessions", "leases", "bytes_writing"):
             self._until(name, 0)
         if self.is_deep:
@@ -133,7 +133,7 @@ class Node:
             self._control = None
 
     def stop(self) -> None:
-        """Stop the daemon with SIGSTOP; returns once the kernel has stopped it."""
+        """Stop the daemon with SIGSTOP, and return once the kernel has stopped it."""
         assert self._daemon.process is not None
         self._daemon.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._daemon.process.pid, os.WSTOPPED)
@@ -160,9 +160,9 @@ class Node:
         }
 
     def flip(self, rng: random.Random, count: int) -> int:
-        """Flip a bit in up to `count` committed slots; returns in how many.
+        """Flip a bit of the payload, checksum or generation of up to `count` slots.
 
-        The bit is in the payload, the checksum or the generation.
+        Returns in how many committed slots there is a flipped bit.
         """
         welcome = self.control.welcome
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
@@ -193,7 +193,7 @@ class Node:
 
 
 def wait_readable(descriptors: list[int], deadline: float) -> None:
-    """Return when a descriptor can be read; raises AssertionError past the deadline."""
+    """Return when a descriptor can be read. Raises AssertionError past the deadline."""
     left = deadline - time.monotonic()
     assert left > 0, "the daemon does not answer"
     select.select(descriptors, [], [], left)

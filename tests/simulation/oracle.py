@@ -28,7 +28,7 @@ def token_of(content: int) -> int:
 
 
 class Content:
-    """The content of a request's tokens, by position; `salt` stands for the weights."""
+    """The content of a request's tokens, by position. `salt` stands for the weights."""
 
     def __init__(self, tokens: Sequence[int], salt: int = 0) -> None:
         self.tokens = tokens
@@ -37,9 +37,9 @@ class Content:
         self._words = np.zeros(1024, np.int64)
 
     def ahead(self, start: int, end: int, next_token: int | None = None) -> Words:
-        """What a drafter makes of tokens [start, end), each with the token after it.
+        """Returns what a drafter makes of tokens [start, end), each with the token after it.
 
-        `next_token` is the token that it takes for the one after the last; None = the request's.
+        `next_token` is what it takes for the token after the last; None = the request's own.
         """
         following = np.array(self.tokens[start + 1 : end + 1], np.int64)
         if next_token is not None:
@@ -48,7 +48,7 @@ class Content:
         return mixed
 
     def guess(self, count: int) -> list[int]:
-        """The `count` tokens that the model would give after those of the request."""
+        """Returns the `count` tokens that the model would give after those of the request."""
         last, tokens = int(self.upto(len(self.tokens))[-1]), []
         for _ in range(count):
             tokens.append(token_of(last))
@@ -56,7 +56,7 @@ class Content:
         return tokens
 
     def upto(self, count: int) -> Words:
-        """The contents of the first `count` tokens."""
+        """Returns the contents of the first `count` tokens."""
         if count > self._known:
             while count > len(self._words):
                 self._words = np.concatenate([self._words, np.zeros_like(self._words)])
@@ -83,14 +83,14 @@ class GroupWords:
     lookahead: int = 0  # Tokens after a position on which the drafter's bytes there depend.
 
     def expected(self, layer: int, content: Content, positions: slice) -> Words:
-        """What a layer holds of these tokens; the token after each of them is known."""
+        """Returns the words of a layer for these tokens, which all have a next token."""
         start, end = positions.start, positions.stop
         is_ahead = layer in self.drafter and self.lookahead
         words = content.ahead(start, end) if is_ahead else content.upto(end)[start:]
         return self.mixed(layer, words)
 
     def mixed(self, layer: int, content: Words) -> Words:
-        """What tokens of this content look like in a layer: `[..., token, head, word]`."""
+        """Returns the words of a layer for this content: `[..., token, head, word]`."""
         place = (self.rank * 16 + self.group.gid) * 16 + layer + 1
         heads, words = self.layers[layer].shape[2:]
         within = np.arange(heads * words).reshape(heads, words)
@@ -109,9 +109,9 @@ class StateSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class StateStep:
-    """Where a step of one request finds recurrent states and leaves them, in block tables.
+    """Columns of block tables in which a step finds recurrent states and leaves them.
 
-    As in vLLM's V1 model runner: the states after the last known token and after each draft stand
+    As in vLLM's V1 model runner, the states after the last known token and after each draft stand
     in consecutive columns from `first` on. After the step, the state at a block's end that accepted
     tokens reach is copied to that block's own column.
     """
@@ -130,7 +130,7 @@ class StateStep:
 
 @dataclass
 class StatePlace:
-    """Where the state of a running request stands, in block tables of one block size."""
+    """The columns of the block tables in which a running request has its state."""
 
     column: int = -1  # -1 = the request has not run yet.
     accepted: int = 0  # The state is so many columns after `column`.
@@ -155,7 +155,7 @@ class StatePlace:
 
 @dataclass(frozen=True)
 class DraftedStep:
-    """What a step with a drafter does beside computing a request's own tokens."""
+    """The part of a step that a drafter adds to a request's own tokens."""
 
     computed_end: int  # The end of the drafts that the target's layers compute.
     drafted_end: int  # The end of the tokens that the drafter's layers compute.
@@ -164,7 +164,7 @@ class DraftedStep:
 
 
 class Oracle:
-    """One rank's memory, and the model that reads and writes it."""
+    """Writes a rank's memory as a model would, and checks every byte that one would read."""
 
     def __init__(self, groups: Sequence[GroupWords]) -> None:
         self.groups = groups

@@ -36,7 +36,7 @@ class Router:
         self.counts: Counter[str] = Counter()
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:
-        """Take a batch of events; raises AssertionError where it contradicts earlier ones."""
+        """Take a batch of events. Raises AssertionError where it contradicts earlier ones."""
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.was_cleared = True
@@ -77,9 +77,9 @@ class Router:
         return ChainMap(self.media["CPU"], below)
 
     def chains(self, medium: str) -> Iterator[AnnouncedPrefix]:
-        """Every prefix of which a medium has the last block.
+        """Yields every prefix of which a medium has the last block.
 
-        A prefix of which vLLM cleared a block is left out.
+        Prefixes of which vLLM cleared a block are left out.
         """
         announced = self.reach(medium)
         inner = {block.parent for block in announced.values()}
@@ -124,7 +124,7 @@ class Dashboard:
         self.stats.aggregate(travelled)
 
     def check(self, counters: Mapping[str, float], faulted: bool) -> None:
-        """Check that each count of `counters` has arrived exactly once; raises AssertionError.
+        """Check that each count of `counters` has arrived exactly once.
 
         After a fault of a hook (`faulted`) a load that failed may have no known source.
         """

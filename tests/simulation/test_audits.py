@@ -85,7 +85,7 @@ def shape_of(name: str, device: int | None = None) -> Shape:
 
 
 class Served:
-    """One engine, on its own."""
+    """An engine that answers one prompt at a time."""
 
     def __init__(self, shape: Shape, node: Node, name: str, salt: int = 0) -> None:
         chance = Chance(
@@ -112,8 +112,8 @@ class Served:
     def ask(self, tokens: list[int], stores_all: bool = False) -> int:
         """Answer a prompt; returns how many of its tokens were loaded.
 
-        With `stores_all` no step begins without write slots: a state is stored in its step or not
-        at all.
+        With `stores_all` every step begins with write slots. Otherwise a state whose step has none
+        would not be stored at all.
         """
         self._requests += 1
         before = self.counted("tokens_loaded")
@@ -206,7 +206,7 @@ def test_an_engine_that_computes_other_bytes_is_cut_off_at_its_first_hit(
 def test_an_engine_that_computes_the_same_bytes_is_served_on(
     name: str, device: int | None, node: Node
 ) -> None:
-    """All groups are compared, states too; the first hit is a chunk shorter, the next is not."""
+    """All groups are compared, states too. The first hit is a chunk shorter, the next is not."""
     shape = shape_of(name, device)
     tokens = prompt_of(shape)
     stored(node, shape, tokens)

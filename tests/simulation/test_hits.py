@@ -44,7 +44,7 @@ NAMES = sorted(
 
 @dataclass(frozen=True)
 class Stored:
-    """An object of one prompt."""
+    """A stored object of one of the prompts."""
 
     prompt: int  # Which of the prompts it is of.
     gid: int
@@ -95,7 +95,7 @@ class Case:
         return stem[:kept] + rng.choices(range(2, 9), k=rng.choice((1, 1, chunk // 2, chunk)))
 
     def _chunks(self, tokens: list[int]) -> int:
-        """Chunks that have a name."""
+        """Returns how many chunks of a prompt have a name."""
         known = len(tokens) - self.geometry.lookahead_tokens
         return known // self.geometry.chunk_tokens
 
@@ -261,7 +261,7 @@ class VllmHits:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hit_is_that_of_vllms_managers_over_the_same_objects(name: str) -> None:
-    """The objects are those with the prompt's names; with a drafter, a name has the next token."""
+    """The objects have the prompt's names. With a drafter, a name depends on the next token."""
     hits = 0
     for seed in range(CASES):
         case = Case(LAYOUTS[name], seed)

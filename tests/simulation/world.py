@@ -72,7 +72,7 @@ VOCABULARY = range(2, 2000)
 
 @dataclass(frozen=True)
 class Draw:
-    """What a seed draws before it begins."""
+    """The sizes, faults and settings that a seed draws before it begins."""
 
     shape: Shape
     arena: str
@@ -197,7 +197,7 @@ class Prefix(NamedTuple):
 
     @property
     def words(self) -> Words:
-        """The contents of its tokens."""
+        """The contents of the prefix's tokens."""
         return self.content.upto(self.end)
 
 
@@ -209,14 +209,14 @@ class NamedPrefix(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How many tokens an engine has computed, and the step since when it is that many."""
+    """The number of tokens an engine has computed, and the step in which that changed."""
 
     tokens: int
     step: int
 
 
 class ChunkName(NamedTuple):
-    """What names a chunk in the arena."""
+    """An identity and a chunk hash: what names a chunk in the arena."""
 
     namespace: bytes
     chunk_hash: bytes
@@ -248,12 +248,12 @@ class World:
         self._seeds = 0
 
     def close(self) -> None:
-        """End the daemons."""
+        """End the daemons of all arenas."""
         for node in self._nodes.values():
             node.close()
 
     def run(self, seed: int, layout: Layout | None = None) -> dict[str, Any]:
-        """Run one seed; returns its counts."""
+        """Run one seed, and return its counts."""
         rng = random.Random(seed)
         drawn = draw(rng, layout, seed)
         if seed % 3 == 2:
@@ -287,7 +287,7 @@ class World:
 
 
 class _Life:
-    """One seed, from its first request to its audits."""
+    """The run of one seed, from its first request to its audits."""
 
     def __init__(self, rng: random.Random, drawn: Draw, node: Node, name: str) -> None:
         self._rng = rng
@@ -856,10 +856,13 @@ def _is_tail(words: GroupWords, prefix: Prefix, part: Any) -> bool:
 
 
 def _looking_ahead(name: bytes, token: int) -> bytes:
-    """The chunk hash of a block hash and the token after it; the block hash itself for token 0."""
+    """Returns the chunk hash of a block hash and the token after it.
+
+    For token 0 that is the block hash: (h, 0) -> h.
+    """
     return bytes(map(xor, name, token.to_bytes(len(name), "little")))
 
 
 def _salt(site: Site, request: Request) -> int:
-    """What the bytes of a request depend on besides its tokens."""
+    """Returns the salt of a request's bytes: of the weights and of its tenant."""
     return site.salt + {None: 0, "a": 1 << 50, "b": 1 << 51}[request.cache_salt]

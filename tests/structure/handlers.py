@@ -11,7 +11,7 @@ NO = "not counted: "
 
 
 class Handler(NamedTuple):
-    """One handler of the sources."""
+    """An `except` clause or `suppress` in the sources."""
 
     function: str
     """The qualified name of the function that contains it, without the module."""

@@ -97,7 +97,6 @@ class WireEngine:
 
 
 def main() -> None:
-    """See above."""
     engine = WireEngine(*sys.argv[1:])
     for line in sys.stdin:
         print(json.dumps(engine.obey(line.strip())), flush=True)

@@ -80,13 +80,11 @@ class WireEngine:
         return answer
 
     def store(self) -> None:
-        """See Engine."""
         assert self.does("store")["stored"] > 0
         assert self.hits()
         assert self.does("hold") == {"held": True}
 
     def hits(self) -> bool:
-        """See Engine."""
         answer = self.does("look")
         assert answer.get("right", True)
         return bool(answer["hits"])
@@ -120,11 +118,9 @@ class VllmEngine(EngineProcess):
         self.info = self.end("starting")
 
     def store(self) -> None:
-        """See Engine."""
         assert not self.hits()
 
     def hits(self) -> bool:
-        """See Engine."""
         forget(self)
         results = [self.run(each, max_tokens=4)[0] for each in PROMPTS]
         answers = [result["tokens"] for result in results]
