@@ -42,14 +42,14 @@ Objects = dict[str, Bytes]
 
 @dataclass
 class Tally:
-    """The objects of one way and data type."""
+    """The errors and outcomes of the objects of one way and data type."""
 
     typical: list[float]
     high: list[float]
     outcomes: list[str]
 
     def line(self) -> dict[str, object]:
-        """Figures for people."""
+        """Returns the figures of the tally for people."""
 
         def spread(errors: Sequence[float]) -> list[float]:
             quantiles = np.quantile(errors, (0.5, 0.99, 1.0), method="higher")
@@ -69,7 +69,7 @@ class Tally:
 def compared(
     layers: Mapping[int, Any], bounds: Any, before: Objects, after: Objects
 ) -> dict[str, Tally]:
-    """The errors of objects that both have, by data type."""
+    """Returns by data type the errors of the objects that both have."""
     from hybridkv.connector.worker.difference import compare, errors_of, numbers_of
 
     tallies: dict[str, Tally] = {}
@@ -102,9 +102,9 @@ def compared(
 def audited(
     layers: Mapping[int, Any], bounds: Any, before: Objects, after: Objects
 ) -> dict[str, object]:
-    """What audits of these chunks come to, each over all groups, and the worst error by its bound.
+    """Returns how many audits of these chunks pass, and the worst error by its bound.
 
-    A recurrent group has an object of few chunks.
+    An audit is over all groups. A recurrent group has an object of few chunks.
     """
     from hybridkv.connector.worker.difference import compare
 
@@ -130,7 +130,7 @@ def audited(
 
 
 class Running:
-    """One engine in this process, which is a fork."""
+    """An engine in this process, which is a fork."""
 
     def __init__(self, model: str, socket_path: str, arguments: Sequence[str]) -> None:
         from hybridkv.lab.runner import EngineRunner, make_engine
@@ -269,7 +269,7 @@ def _fork(model: str, way: str, directory: Path, socket_path: str) -> None:
 
 
 def main() -> None:
-    """All models, or those that are named."""
+    """Measure all models, or those that are named."""
     from hybridkv.lab.daemon_process import DaemonProcess
     from tests.engine.matrix.cases import CASES
 

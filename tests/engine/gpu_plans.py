@@ -58,7 +58,10 @@ class Nameless(ModuleType):
 
 
 def pretend() -> None:
-    """Make vLLM believe in an H100; before anything of vLLM but its platforms is imported."""
+    """Make vLLM believe in an H100.
+
+    Call it before anything of vLLM but its platforms is imported.
+    """
     import torch
     import torch._ops
     import vllm.platforms
@@ -125,7 +128,7 @@ def pretend() -> None:
 
 
 def complete() -> None:
-    """The rest of it, in modules that import the platform."""
+    """Pretend the rest, in modules that import the platform."""
     # transformers looks for torchvision once, and does without it where it is not there.
     import hybridkv.lab.configuration_child  # noqa: F401
     from hybridkv.lab.shims import _torchvision
@@ -139,7 +142,7 @@ def complete() -> None:
     kimi.maybe_init_gemm_rs_ar = lambda *arguments, **named: None
 
     class BailingHybridConfig(PretrainedConfig):
-        """Comes with its checkpoints."""
+        """A config class that otherwise comes with its checkpoints."""
 
         model_type = "bailing_hybrid"
 
@@ -147,7 +150,7 @@ def complete() -> None:
 
 
 def walk() -> dict[str, list[str]]:
-    """The architectures of vLLM's registry whose layers are not all attention."""
+    """Returns the architectures of vLLM's registry whose layers are not all attention."""
     from vllm.model_executor.models import registry
 
     found: dict[str, list[str]] = {"hybrid": [], "attention_free": [], "unknown": []}
@@ -165,7 +168,7 @@ def walk() -> dict[str, list[str]]:
 
 
 def plan(asked: str, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Why it is refused, its layout, its groups, and of how many runs of memory a block is."""
+    """Returns why a model is refused, its layout, its groups, and a block's runs of memory."""
     from hybridkv.core.findings import Verdict
     from hybridkv.lab import configuration_child as child
     from hybridkv.vllm import layout as built

@@ -1,8 +1,9 @@
 """A worker extension: speculation that knows most of what the model says.
 
-`HYBRIDKV_TEST_ANSWERS` is a JSON file of token sequences, prompts with their answers. Behind the
-tokens of one of them n-gram speculation drafts its next tokens: none, some or all, and every fifth
-is wrong. Where a drafter has layers, every fifth draft is its own and the others are these tokens.
+`HYBRIDKV_TEST_ANSWERS` is a JSON file of token sequences, prompts with their answers. After the
+first tokens of a sequence, n-gram speculation drafts none, a few or all of the next ones, of which
+every fifth is wrong. Where a drafter has layers, every fifth draft is its own, and the others are
+these tokens.
 """
 
 import json
@@ -25,14 +26,14 @@ _draft = GPUModelRunner.propose_draft_token_ids
 
 
 def _answer_to(own: list[int]) -> list[int]:
-    """A sequence that begins with these tokens; empty = none is known."""
+    """Returns the known sequence that begins with these tokens, [] where there is none."""
     return next((tokens for tokens in _answers if tokens[: len(own)] == own), [])
 
 
 def _propose(
     self: Any, count: int, sampled: list[list[int]], lengths: Any, tokens: Any, *_: Any, **__: Any
 ) -> list[list[int]]:
-    """The drafts of each row."""
+    """Returns the drafts of each row."""
     rows = []
     for row, fresh in enumerate(sampled):
         length = int(lengths[row])
@@ -43,7 +44,7 @@ def _propose(
 
 
 def _draft_known(self: Any, *given: Any, **named: Any) -> Any:
-    """The drafts of each row, after the drafter has computed its own."""
+    """Returns the drafts of each row, after the drafter has computed its own."""
     drafts = _draft(self, *given, **named)
     if isinstance(drafts, torch.Tensor):
         batch = self.input_batch

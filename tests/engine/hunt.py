@@ -54,7 +54,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 class Hunted:
-    """An engine in this process that is driven step by step."""
+    """An engine in this process, driven step by step."""
 
     def __init__(self, arguments: list[str]) -> None:
         from hybridkv.lab.runner import make_engine
@@ -72,7 +72,7 @@ class Hunted:
         self.engine.engine_core.shutdown()
 
     def add(self, text: list[int], priority: int = 0, salt: str = "", **params: Any) -> str:
-        """Give the engine a request; returns its name."""
+        """Give the engine a request, and return the request's name."""
         from vllm import SamplingParams
 
         self._numbers += 1
@@ -84,7 +84,7 @@ class Hunted:
         return name
 
     def drive(self, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Step until nothing runs; returns the last output of each request."""
+        """Step until nothing runs, and return the last output of each request."""
         outputs: dict[str, Any] = {}
         for _ in range(STEPS_MAX):
             if not self.engine.has_unfinished_requests():
@@ -94,11 +94,11 @@ class Hunted:
         raise TimeoutError(f"requests are unfinished after {STEPS_MAX} steps")
 
     def loaded(self) -> int:
-        """Tokens that came from outside so far."""
+        """Returns how many tokens came from outside so far."""
         return int(self.connector.counters.get("tokens_loaded", 0))
 
     def faults(self) -> dict[str, int]:
-        """What must not have happened."""
+        """Returns the counters of faults, which must all be missing."""
         bad = "fault_", "refused_", "switched_off", "quarantined", "loads_failed", "plan_failed"
         return {name: n for name, n in self.connector.counters.items() if name.startswith(bad)}
 
@@ -106,7 +106,7 @@ class Hunted:
 def as_from_outside(
     hunted: Hunted, what: str, ask: Callable[[], Any], answer: Callable[[Any], Any]
 ) -> None:
-    """The answer with the engine's own hit is the answer with a hit of that length from outside."""
+    """Check that a hit from outside gives the answer of the engine's own hit of that length."""
     ask()
     own = ask()
     assert hunted.engine.reset_prefix_cache()
@@ -120,7 +120,7 @@ def as_from_outside(
 
 
 def hunt_sampling(socket_path: str, model: str, arguments: list[str]) -> None:
-    """Every kind of sampling, and prompts that end at a boundary or beside it."""
+    """Ask for every kind of sampling, with prompts that end at a boundary or beside it."""
     with Hunted(
         arguments_of(model, socket_path, "--max-num-batched-tokens=512", *arguments)
     ) as hunted:
@@ -139,12 +139,12 @@ def hunt_sampling(socket_path: str, model: str, arguments: list[str]) -> None:
 
 
 def len_of(output: Any) -> int:
-    """All that two answers without a seed have in common."""
+    """Returns what two answers without a seed have in common: how many outputs there are."""
     return len(output.outputs)
 
 
 def hunt_embeddings(socket_path: str, model: str, arguments: list[str]) -> None:
-    """The same model as one of embeddings."""
+    """Run the model as one of embeddings."""
     from vllm import PoolingParams
 
     with Hunted(arguments_of(model, socket_path, "--runner=pooling", *arguments)) as hunted:
@@ -162,7 +162,7 @@ def hunt_embeddings(socket_path: str, model: str, arguments: list[str]) -> None:
 
 
 def hunt_long(socket_path: str, model: str, arguments: list[str]) -> None:
-    """A prompt of more than 64k tokens."""
+    """Ask for a prompt of more than 64k tokens."""
     settings = (
         "--max-model-len=131072",
         '--hf-overrides={"max_position_embeddings":131072}',
@@ -181,7 +181,7 @@ def hunt_long(socket_path: str, model: str, arguments: list[str]) -> None:
 
 
 def hunt_salts(socket_path: str, model: str, arguments: list[str]) -> None:
-    """Requests with a salt that has no UTF-8 form, more than the faults that switch a role off."""
+    """Send salts that have no UTF-8 form, more than the faults that switch a role off."""
     with Hunted(arguments_of(model, socket_path, *arguments)) as hunted:
         text = prompt(SEED, 2 * hunted.chunk_tokens + 40)
 
@@ -196,7 +196,10 @@ def hunt_salts(socket_path: str, model: str, arguments: list[str]) -> None:
 
 
 def hunt_memory(socket_path: str, model: str, arguments: list[str]) -> None:
-    """Somebody else fills shared memory while the arena grows, and leaves; it must be our own."""
+    """Fill shared memory while the arena grows, and free it again: the arena goes on growing.
+
+    The machine's shared memory must be this test's own.
+    """
     (arena,) = stale_arenas(Path(socket_path))
 
     def held_bytes() -> int:
@@ -231,8 +234,8 @@ def hunt_memory(socket_path: str, model: str, arguments: list[str]) -> None:
         assert not hunted.faults(), hunted.faults()
 
 
-def hunt_storm(socket_path: str, model: str, extra_arguments: list[str]) -> None:
-    """Requests of all priorities, aborted at random, over a block pool that is too small."""
+def hunt_storm(socket_path: str, model: str, arguments: list[str]) -> None:
+    """Abort requests of all priorities at random, over a block pool that is too small."""
     settings = (
         "--scheduling-policy=priority",
         "--max-model-len=2048",
@@ -241,9 +244,8 @@ def hunt_storm(socket_path: str, model: str, extra_arguments: list[str]) -> None
         "--max-num-seqs=6",
     )
     patient: dict[str, object] = {"load_policy": "always", "load_timeout_seconds": 5}
-    arguments = arguments_of(model, socket_path, *settings, *extra_arguments, extra=patient)
     rng = random.Random(SEED)
-    with Hunted(arguments) as hunted:
+    with Hunted(arguments_of(model, socket_path, *settings, *arguments, extra=patient)) as hunted:
         chunk = hunted.chunk_tokens
         texts = [prompt(SEED + at, rng.randrange(chunk, 6 * chunk)) for at in range(STORM_PROMPTS)]
         oracles: list[list[dict[str, Any]]] = []
@@ -294,7 +296,7 @@ def hunt_storm(socket_path: str, model: str, extra_arguments: list[str]) -> None
 
 
 async def _ask(engine: Any, text: Any, name: str, **params: Any) -> dict[str, Any]:
-    """The whole answer to a prompt, or to a session whose input `text` generates."""
+    """Returns the whole answer to a prompt, or to a session whose input `text` generates."""
     given = {"prompt_token_ids": list(text)} if isinstance(text, list) else text
     found: dict[str, Any] = {"tokens": [], "logprobs": [], "cached_tokens": None, "finish": None}
     async for output in engine.generate(given, _params(**params), name):
@@ -317,7 +319,7 @@ def _params(**params: Any) -> Any:
 
 
 async def _pieces(texts: list[list[int]], max_tokens: int) -> AsyncGenerator[Any]:
-    """The input of a session, piece by piece."""
+    """Yields the input of a session, piece by piece."""
     from vllm.engine.protocol import StreamingInput
 
     for text in texts:
@@ -326,7 +328,7 @@ async def _pieces(texts: list[list[int]], max_tokens: int) -> AsyncGenerator[Any
 
 
 async def _live(engine: Any, chunk: int) -> None:
-    """Sessions, aborts, resets and pauses of an engine of processes."""
+    """Run sessions, aborts, resets and pauses of an engine of processes."""
     rng = random.Random(SEED)
     texts = [prompt(SEED + at, rng.randrange(chunk, 4 * chunk)) for at in range(STORM_PROMPTS)]
     oracles = [
@@ -389,7 +391,7 @@ async def _live(engine: Any, chunk: int) -> None:
 
 
 def hunt_live(socket_path: str, model: str, arguments: list[str]) -> None:
-    """Sessions, aborts, resets and pauses, in an engine of processes as in production."""
+    """Run sessions, aborts, resets and pauses in an engine of processes, as in production."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -421,12 +423,12 @@ CASES: dict[str, Callable[[str, str, list[str]], None]] = {
 
 
 def main() -> int:
-    """Run one case."""
+    """Run one of CASES."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.hunt", description=__doc__)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--model", default="gemma3", choices=sorted(bundled_models()))
     parser.add_argument("--ram", default="192MiB", help="the daemon's memory")
-    parser.add_argument("more", nargs="*", help="vLLM's arguments, after --")
+    parser.add_argument("arguments", nargs="*", help="vLLM's arguments, after --")
     options = parser.parse_args()
     defaults = {**ENGINE_ENVIRONMENT, **ONE_THREAD}
     os.environ.update({**defaults, **os.environ, **bundled_environment(options.model)})
@@ -434,7 +436,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="hybridkv-hunt-") as directory,
         DaemonProcess(str(Path(directory) / "daemon.sock"), options.ram) as daemon,
     ):
-        CASES[options.case](daemon.socket_path, options.model, options.more)
+        CASES[options.case](daemon.socket_path, options.model, options.arguments)
     print(f"{options.case}: nothing was found", flush=True)
     return 0
 

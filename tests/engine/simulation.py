@@ -60,7 +60,7 @@ class Traced:
 
 
 class Simulation:
-    """One engine; `run` is one seed."""
+    """A real engine with an oracle instead of a model. `run` is one seed."""
 
     def __init__(self, model: str, daemon: DaemonProcess, arguments: list[str]) -> None:
         self.daemon = daemon
@@ -79,15 +79,18 @@ class Simulation:
             spec = kv_config.kv_cache_groups[gid].kv_cache_spec
             own = [*iter_layer_specs(spec)]
             layers = [
-                _first_words(*view_and_spec)
-                for view_and_spec in zip(views, own * len(views), strict=False)
+                _first_words(view, layer_spec)
+                for view, layer_spec in zip(views, own * len(views), strict=False)
             ]
             groups.append(GroupWords(group_geometry(gid, spec, (1,)), layers))
         self.oracle = Oracle(groups)
         self.numbers = 0
 
     def run(self, seed: int) -> dict[str, Any]:
-        """Random requests, aborts and faults until all are answered; AssertionError on a lie."""
+        """Run random requests, aborts and faults until all requests are answered.
+
+        Raises AssertionError where wrong bytes are read, or where requests wait for ever.
+        """
         rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.traced: dict[str, Traced] = {}
@@ -152,7 +155,7 @@ class Simulation:
         self.counts["requests"] += 1
 
     def _fault(self, rng: random.Random, step: int) -> int:
-        """One fault; returns the step at which a stopped daemon goes on, or 0."""
+        """Do one fault; returns the step at which a stopped daemon goes on, or 0."""
         what = rng.choice(("reset", "clear", "kill", "stop", "flip", "flip"))
         self.counts[what] += 1
         if what == "reset":

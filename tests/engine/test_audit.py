@@ -32,14 +32,17 @@ OTHER_WEIGHTS = {"HYBRIDKV_WIDEN": f"{WIDEN_SEED + 1}:0.08"}
 
 
 def models(*of_the_soak: str) -> list[object]:
-    """The models as parameters; some only of the soak, since each takes two or three engines."""
+    """Returns the models as parameters.
+
+    Those of `of_the_soak` are only of the soak, since each takes two or three engines.
+    """
     every = "qwen3", "gemma3", "qwen3next"
     marks = {True: [pytest.mark.soak], False: []}
     return [pytest.param(model, marks=marks[model in of_the_soak]) for model in every]
 
 
 def store(model: str, daemon: DaemonProcess, log: Path) -> None:
-    """An engine computes the prompt; what it stores outlives it."""
+    """Let an engine compute the prompt, and end: its objects outlive it."""
     arguments = ARGUMENTS.get(model, ())
     with engine(model, log, daemon.socket_path, *arguments, extra=EXTRA) as running:
         running.run(TEXT, max_tokens=4)

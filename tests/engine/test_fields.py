@@ -17,9 +17,9 @@ import subprocess
 import sys
 import typing
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ _READ = re.compile(
 
 @functools.cache
 def classes() -> dict[str, type]:
-    """Every data class that a VllmConfig may hold, at any depth, by name."""
+    """Returns every data class that a VllmConfig may hold at any depth, by name."""
     found: dict[str, type] = {}
 
     def inside(hint: Any) -> Iterator[type]:
@@ -86,7 +86,7 @@ def classes() -> dict[str, type]:
 
 
 def listed(*tables: Mapping[str, Mapping[str, str]]) -> Counter[str]:
-    """How often each "Class.field" stands in the tables."""
+    """Returns how often each "Class.field" stands in the tables."""
     return Counter(
         f"{owner}.{name}"
         for table in tables
@@ -157,7 +157,7 @@ def test_every_unrelated_field_and_variable_is_tried_or_said_why_not() -> None:
 
 
 def engine_config(*arguments: str) -> Any:
-    """What vLLM makes of an engine's arguments."""
+    """Returns the configuration that vLLM makes of an engine's arguments."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = parser.parse_args(arguments_of("qwen3", None, *arguments))
     return EngineArgs.from_cli_args(parsed).create_engine_config()
@@ -165,7 +165,7 @@ def engine_config(*arguments: str) -> Any:
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    """A real configuration of the bundled qwen3; tests change copies."""
+    """A real configuration of the bundled qwen3. Tests change copies of it."""
     return engine_config()
 
 
@@ -192,7 +192,7 @@ def other(value: Any) -> Any:
 
 
 def instances(held: Any) -> Iterator[Any]:
-    """All configurations in one, at any depth."""
+    """Yields a configuration and all that it holds at any depth."""
     yield held
     for field in dataclasses.fields(held):
         inside = getattr(held, field.name, None)
@@ -224,7 +224,7 @@ def with_optional_parts(config: Any) -> Any:
 
 @tables_are_exact
 def test_every_fact_changes_the_identity_and_nothing_else_does(config: Any) -> None:
-    """One change at a time on real configurations; the values need not be possible ones."""
+    """One change at a time on real configurations. The values need not be possible ones."""
     facts = {f"{owner}.{name}" for owner, words in FACTS.items() for name in words.split()}
     seen = {"ModelConfig.hf_config", "ModelConfig.hf_text_config"}  # See the next tests.
     for whole in (config, with_optional_parts(config)):
@@ -335,7 +335,7 @@ def test_code_and_processors_beside_the_weights_are_facts(config: Any, tmp_path:
 
 
 def values(directory: str) -> dict[str, str]:
-    """Another value for each unrelated variable, but for those that are not tried."""
+    """Returns another value for each unrelated variable that is tried."""
     found = {name: value.format(directory=directory) for name, value in VALUES.items()}
     for name in names(VARIABLES) - names(UNTRIED_VARIABLES) - found.keys():
         value = envs.environment_variables[name]()
@@ -346,7 +346,7 @@ def values(directory: str) -> dict[str, str]:
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
-    """What stands for `{directory}` and `{model}` in a change."""
+    """The paths that stand for `{directory}` and `{model}` in a change."""
     directory = shutil.copytree(bundled_models()["qwen3"], tmp_path / "model")
     (tmp_path / "empty").mkdir()
     return {"{directory}": str(tmp_path / "empty"), "{model}": str(directory)}
@@ -367,18 +367,31 @@ def test_each_unrelated_argument_leaves_the_configurations_identity(
         assert identity(changed) == identity(config), argument
 
 
+class ProbeCase(NamedTuple):
+    """An engine of tests.engine.fields.probe."""
+
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = {}
+    adapter: str = ""
+    """The directory of a LoRA adapter."""
+
+
+PLAIN = ProbeCase()
+COLOURLESS = ProbeCase(environment={"NO_COLOR": "1"})
+"""A case with a variable, so that its engine starts as the others of its test do."""
+
+
 @pytest.fixture
 def probe(tmp_path: Path, places: dict[str, str]) -> Any:
-    """Runs engines one after the other: (arguments, variables, adapter) by name."""
+    """Runs the engines of cases one after the other; returns the answers by the case's name."""
 
-    def run(cases: Mapping[str, tuple[list[str], dict[str, str], str]]) -> Found:
+    def run(cases: Mapping[str, ProbeCase]) -> Found:
         lines, nobody = [], str(tmp_path / "nobody")
-        for name, (arguments, environment, adapter) in cases.items():
-            every = arguments_of(
-                "qwen3", nobody, *(placed(argument, places) for argument in arguments)
-            )
-            case = {"name": name, "environment": environment, "adapter": adapter}
-            lines.append(json.dumps({**case, "arguments": every}))
+        for name, case in cases.items():
+            arguments = [placed(argument, places) for argument in case.arguments]
+            every = arguments_of("qwen3", nobody, *arguments)
+            line = {"name": name, "environment": case.environment, "adapter": case.adapter}
+            lines.append(json.dumps({**line, "arguments": every}))
         environment = {**ENGINE_ENVIRONMENT, **os.environ, **bundled_environment("qwen3")}
         child = subprocess.run(
             [sys.executable, "-m", "tests.engine.fields.probe"],
@@ -415,8 +428,8 @@ def judge(found: Found) -> None:
 def test_all_that_is_unrelated_at_once_changes_neither_bytes_nor_identity(
     probe: Any, tmp_path: Path
 ) -> None:
-    together = [*UNSEEN.values()], values(str(tmp_path / "empty")), ""
-    found = probe({"base": ([], {"NO_COLOR": "1"}, ""), "all": together})
+    together = ProbeCase([*UNSEEN.values()], values(str(tmp_path / "empty")))
+    found = probe({"base": COLOURLESS, "all": together})
     judge(found)
     assert found["all"]["identity"] == found["base"]["identity"]
 
@@ -425,8 +438,7 @@ def test_all_that_is_unrelated_at_once_changes_neither_bytes_nor_identity(
 @pytest.mark.timeout(3600)
 def test_each_unrelated_argument_changes_neither_bytes_nor_identity(probe: Any) -> None:
     found = probe(
-        {"base": ([], {}, "")}
-        | {name: ([argument], {}, "") for name, argument in ARGUMENTS.items()}
+        {"base": PLAIN} | {name: ProbeCase([argument]) for name, argument in ARGUMENTS.items()}
     )
     judge(found)
     for name in UNSEEN:
@@ -440,16 +452,12 @@ def test_drawn_changes_of_variables_and_arguments(
 ) -> None:
     """Each engine has some of the unrelated variables set, and one argument."""
     found = values(str(tmp_path / "empty"))
-    cases: dict[str, tuple[list[str], dict[str, str], str]]
-    cases = {"base": ([], {"NO_COLOR": "1"}, "")}
+    cases = {"base": COLOURLESS}
     for number in range(6):
         variables = rng.sample(sorted(found), rng.randint(1, 20))
         name = rng.choice(sorted(ARGUMENTS))
-        cases[f"{number} {name} {variables}"] = (
-            [ARGUMENTS[name]],
-            {variable: found[variable] for variable in variables},
-            "",
-        )
+        environment = {variable: found[variable] for variable in variables}
+        cases[f"{number} {name} {variables}"] = ProbeCase([ARGUMENTS[name]], environment)
     judge(probe(cases))
 
 
@@ -464,10 +472,10 @@ def test_engines_that_lied_before_are_told_apart(probe: Any, tmp_path: Path) -> 
     lora = ["--enable-lora", "--max-lora-rank=8"]
     found = probe(
         {
-            "base": ([], {}, ""),
-            "oneDNN": ([], {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}, ""),
-            "lora": (lora, {}, adapter),
-            "lora dtype": ([*lora, "--lora-dtype=bfloat16"], {}, adapter),
+            "base": PLAIN,
+            "oneDNN": ProbeCase(environment={"ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}),
+            "lora": ProbeCase(lora, adapter=adapter),
+            "lora dtype": ProbeCase([*lora, "--lora-dtype=bfloat16"], adapter=adapter),
         }
     )
     has_tiles = torch.cpu._is_amx_tile_supported() and not os.environ.get("HYBRIDKV_TEST_CPU")

@@ -21,7 +21,7 @@ HIT = 3 * CHUNK
 
 
 class Answer(NamedTuple):
-    """What came of one request."""
+    """The answer to one request."""
 
     chances: list[float]
     """The log-probability of each token."""
@@ -44,7 +44,7 @@ def answers(socket_path: str, way: str, directory: Path, *, own_process: bool) -
 
 
 def check_answers(served: dict[str, Answer], plain: dict[str, Answer], old: str, new: str) -> None:
-    """They are the same but for rounding, and two of them are those of different weights."""
+    """Check that answers are the same but for rounding, and that two are of different weights."""
     assert plain[old].chances != pytest.approx(plain[new].chances, abs=0.01)
     for what, answer in served.items():
         assert answer.chances == pytest.approx(plain[what].chances, abs=0.001), what

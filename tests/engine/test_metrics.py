@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
@@ -11,7 +12,7 @@ from vllm.distributed.kv_events import BlockStored
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_environment
-from tests.engine.server import Server, Subscriber
+from tests.engine.server import Server, Subscriber, total_of
 from tests.engine.support import arguments_of, prompt, stats
 from tests.waiting import until
 
@@ -93,15 +94,16 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
             until(all_removed, "what was cleared is removed")
             below = subscriber.stored("STORAGE")
             assert prefixes(below) == prefixes(stored), "the disk has it"
-            named = [
-                {(event.group_idx, event.kv_cache_spec_kind) for event in events}
-                for events in (stored, below, subscriber.stored("GPU"))
-            ]
-            assert (
-                named[0]
-                == named[1]
-                == {group for group in named[2] if group[1] == "full_attention"}
-            )
+
+            def groups(events: list[BlockStored]) -> set[tuple[Any, str]]:
+                return {(event.group_idx, event.kv_cache_spec_kind) for event in events}
+
+            full = {
+                (group, kind)
+                for group, kind in groups(subscriber.stored("GPU"))
+                if kind == "full_attention"
+            }
+            assert groups(stored) == groups(below) == full
             server.post("/reset_prefix_cache")
             server.complete(text)
             until(
@@ -112,11 +114,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
             log = server.log_path.read_text(errors="replace")
 
     def total(name: str, **labels: str) -> float:
-        return sum(
-            value
-            for sample_name, sample_labels, value in samples
-            if sample_name == name and labels.items() <= sample_labels.items()
-        )
+        return total_of(samples, name, labels)
 
     tokens = CHUNKS * CHUNK
     assert total("vllm:external_prefix_cache_hits_total") == 2 * tokens
@@ -145,9 +143,11 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
     assert total("vllm:hybridkv_kv_event_chunks_total", event="stored") == 5 * CHUNKS
     assert total("vllm:hybridkv_loaded_tokens_total", engine="0", model_name="tiny") == 2 * tokens
     assert not [
-        name for name, _, value in samples if name.startswith("vllm:hybridkv_") and value < 0
+        sample.name
+        for sample in samples
+        if sample.name.startswith("vllm:hybridkv_") and sample.value < 0
     ]
-    ours = {name for name, _, _ in begin if name.startswith("vllm:hybridkv_")}
+    ours = {sample.name for sample in begin if sample.name.startswith("vllm:hybridkv_")}
     assert "vllm:hybridkv_daemon_losses_total" in ours, "rates need the first 0"
     noisy = [
         line

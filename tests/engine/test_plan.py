@@ -72,13 +72,13 @@ QWEN3_NEXT_80B = {
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """With room for what an engine of gemma4 reserves, which is slots of two sizes."""
+    """A daemon with room for what an engine of gemma4 reserves: slots of two sizes."""
     with DaemonProcess(str(tmp_path / "daemon.sock"), "256MiB") as running:
         yield running
 
 
 def promise(model: str, log_path: Path) -> ConfigReport:
-    """What is promised of an engine on a bundled model."""
+    """Returns what `hybridkv plan` promises of an engine on a bundled model."""
     words = [
         *(str(bundled_models()[model]), *bundled_arguments(model), *MODELS[model]),
         *("--kv-transfer-config", json.dumps({**CONNECTOR, EXTRA: NAMED})),
@@ -159,7 +159,7 @@ def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
 @since_vllm(32, "drafters are refused on earlier versions")
 @pytest.mark.soak
 def test_a_plan_knows_the_drafter() -> None:
-    """Its layers are in the target's group; a chunk is stored once the next token is known."""
+    """Its layers are in the target's group. A chunk is stored once the next token is known."""
     status, plan = planned("--model", "llama_eagle")
     assert status == 0
     plain_status, plain = planned("--model", "llama")

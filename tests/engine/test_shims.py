@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -70,25 +71,46 @@ def test_the_mla_kernels_are_right_without_tiles(new: int, cached: int) -> None:
     table[0, :total] = slots
     out = torch.zeros(new, HEADS, LATENT, dtype=torch.bfloat16)
     first, length = torch.zeros(1, dtype=torch.int64), torch.tensor([total])
-    rest = (0.05, 0.0, False, 0, None, None)
+    attention: dict[str, Any] = {
+        "sm_scale": 0.05,
+        "logit_cap": 0.0,
+        "is_cross_attn": False,
+        "sliding_window_size": 0,
+        "encoder_lens": None,
+        "sinks": None,
+    }
     if new > 1:
         fresh = kv[slots[cached:]].contiguous()
-        mine = (
-            fresh,
-            fresh[..., :LATENT],
-            out,
-            kv,
-            kv[..., :LATENT],
-            table,
-            first,
-            length,
-            torch.tensor([new]),
+        ops.cpu_mla_extend(
+            q_extend=query,
+            k_extend=fresh,
+            v_extend=fresh[..., :LATENT],
+            o_extend=out,
+            k_buffer=kv,
+            v_buffer=kv[..., :LATENT],
+            req_to_token=table,
+            req_pool_indices=first,
+            seq_lens=length,
+            extend_seq_lens=torch.tensor([new]),
+            extend_start_loc=torch.tensor([0]),
+            max_len_extend=new,
+            **attention,
         )
-        ops.cpu_mla_extend(query, *mine, torch.tensor([0]), new, *rest, None)
     else:
-        partial = torch.zeros(1, HEADS, 2, LATENT + 1)
-        cache = (kv, kv[..., :LATENT], out, None, None, None, partial, table.int())
-        ops.cpu_mla_decode(query, *cache, first, length, *rest)
+        ops.cpu_mla_decode(
+            query=query,
+            k_buffer=kv,
+            v_buffer=kv[..., :LATENT],
+            output=out,
+            key=None,
+            value=None,
+            loc=None,
+            attn_logits=torch.zeros(1, HEADS, 2, LATENT + 1),
+            req_to_token=table.int(),
+            req_pool_indices=first,
+            seq_lens=length,
+            **attention,
+        )
 
     keys = kv[slots, 0].float()
     scores = torch.einsum("qhd,kd->qhk", query.float(), keys) * 0.05

@@ -41,7 +41,7 @@ TIGHT = (
 def test_no_position_is_ever_computed_from_other_bytes(
     model: str, tmp_path: Path, rng: random.Random
 ) -> None:
-    """Arena and block pool are small; the daemon is killed, stopped, cleared, and bits flip."""
+    """Arena and block pool are small. The daemon is killed, stopped and cleared, and bits flip."""
     seeds = [*FIXED_SEEDS, *(rng.getrandbits(32) for _ in range(FRESH_SEEDS))]
     command = [
         sys.executable,

@@ -88,8 +88,8 @@ def test_another_draft_model_is_another_identity(daemon: DaemonProcess, tmp_path
     hits = []
     for theta in (1e6, 5e5, 1e6):
         (directory / "config.json").write_text(json.dumps({**values, "rope_theta": theta}))
-        arguments = tmp_path / "e.log", daemon.socket_path, draft_model(directory)
-        with engine("qwen3", *arguments) as running:
+        log_path, drafter = tmp_path / "e.log", draft_model(directory)
+        with engine("qwen3", log_path, daemon.socket_path, drafter) as running:
             (result,) = running.run(text, max_tokens=4)
             hits.append(result["cached_tokens"])
     assert hits == [0, 0, 2 * CHUNK]
@@ -120,10 +120,11 @@ def test_recurrent_states_of_drafted_tokens_are_those_of_the_engines_own_hits(
     known = {"HYBRIDKV_TEST_ANSWERS": str(tmp_path / "answers.json")}
 
     def answers(socket_path: str | None, log: str) -> list[dict[str, Any]]:
-        """The answers to the texts, and then to what goes on behind them."""
-        arguments = model, tmp_path / log, socket_path
+        """Returns the answers to the texts, and then to the turns that follow them."""
         results = []
-        with engine(*arguments, *options, guessing, environment=known) as running:
+        with engine(
+            model, tmp_path / log, socket_path, *options, guessing, environment=known
+        ) as running:
             for text in texts:
                 results += running.run(text, max_tokens=24)
             if socket_path is not None:

@@ -34,7 +34,10 @@ class User:
         self.environment = {**bundled_environment(MODEL), "XDG_RUNTIME_DIR": str(runtime)}
 
     def says(self, *words: str, status: int = 0) -> Mapping[str, Any]:
-        """What a command prints with --json, if anything; it ends with that status."""
+        """Run a command with --json; returns what it prints, {} for nothing.
+
+        It must end with `status`.
+        """
         process = subprocess.run(
             [sys.executable, "-m", "hybridkv", *words, "--json"],
             env={**os.environ, **self.environment},
@@ -50,7 +53,7 @@ class User:
 
 @pytest.fixture
 def user(tmp_path: Path) -> Iterator[User]:
-    """A user; a daemon that the test leaves is ended."""
+    """A user whose daemon ends with the test."""
     user = User(tmp_path)
     yield user
     if (pid := peer_pid(str(user.socket_path))) > 0:

@@ -42,7 +42,7 @@ def is_written(daemon: DaemonProcess, tier: str, objects: int = 1) -> None:
 
 
 def arena_gone(daemon: DaemonProcess) -> None:
-    """As after a reboot."""
+    """Take the daemon's memory away, as a reboot does, and start it again."""
     daemon.kill()
     daemon.__exit__()
     daemon.start()
@@ -56,7 +56,7 @@ def hits(running: EngineProcess, text: list[int], oracle: dict[str, Any], chunk:
 
 
 def tokens_from(tier: str, daemon: DaemonProcess) -> float:
-    """The tokens that came up from a tier since the daemon began."""
+    """Returns how many tokens came up from a tier since the daemon began."""
     values = stats(daemon.socket_path)
     return values[f"chunks_hit_{tier}"] * values["tokens_hit"] / values["chunks_hit"]
 
@@ -106,7 +106,7 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
 @pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
 def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
-    """The first node's daemon gives the memory; both engines and its arena may be gone."""
+    """The first node's daemon gives the memory. Its engines and its arena may be gone."""
     chunk = MODELS[model]
     text = prompt(1, CHUNKS * chunk + 20)
     master = Master(tmp_path / "master.log", "300ms")
@@ -133,7 +133,7 @@ def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
 
 
 def is_back(running: EngineProcess, daemon: DaemonProcess) -> bool:
-    """Whether an engine has noticed its new daemon; it looks in its steps."""
+    """Whether an engine has noticed its new daemon, which it looks for in its steps."""
     running.run(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1
 
@@ -142,7 +142,7 @@ def is_back(running: EngineProcess, daemon: DaemonProcess) -> bool:
 def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tier is slowed on purpose; `explain` says what was weighed, the switch forces either."""
+    """The tier is slowed on purpose. `explain` says what was weighed, the switch forces either."""
     text = prompt(1, CHUNKS * 128 + 20)
     url = f"disk://{tmp_path}/disk?bytes=1GiB"
     with (
@@ -184,7 +184,7 @@ def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
 
 
 def clear(socket_path: str) -> None:
-    """Empty RAM, and nothing else."""
+    """Empty RAM, and leave the tiers."""
     with ControlClient(socket_path) as control:
         control.clear()
 

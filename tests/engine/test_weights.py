@@ -26,39 +26,40 @@ OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 class Answer(NamedTuple):
-    """What came of one request."""
+    """The answer to one request."""
 
     tokens: list[int]
     loaded: int | None  # Tokens from outside; None without a connector.
 
 
 class Answers(dict[str, Answer]):
-    """By what was asked."""
+    """Answers by the name of what was asked."""
 
     stale: frozenset[str] = frozenset()
-    """Those at which the daemon showed an engine that serves nothing."""
+    """The names of answers during which the daemon showed an engine that serves nothing."""
 
 
 def answers(way: str, daemon: DaemonProcess, tmp_path: Path) -> Answers:
-    """The answers of engines in a fork."""
+    """Returns the answers of engines in a fork."""
     words = [daemon.socket_path, str(tmp_path), way]
     variables = {**os.environ, **BUNDLED_ENVIRONMENT}
     return by_name(lines_of("tests.engine.weights", words, tmp_path / "log", variables))
 
 
 def by_name(lines: Sequence[str]) -> Answers:
-    """Each answer by its name; the last one where a name is twice."""
+    """Returns the answers by name: the last one where a name is twice."""
     print(*(line for line in lines if "were read in" in line), sep="\n")
-    found = [json.loads(line) for line in lines if line.startswith("{")]
-    found_answers = Answers(
-        {line["name"]: Answer(line["tokens"], line["loaded"]) for line in found}
-    )
-    found_answers.stale = frozenset(line["name"] for line in found if line["stale"])
-    return found_answers
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    found = Answers({line["name"]: Answer(line["tokens"], line["loaded"]) for line in records})
+    found.stale = frozenset(line["name"] for line in records if line["stale"])
+    return found
 
 
 def check_two(found: Answers, first: str, second: str) -> None:
-    """Neither takes the other's KV; the first finds its own again (its last answer is seen)."""
+    """Check that neither model takes the other's KV, and that the first finds its own again.
+
+    The last answer of the first is the one that is seen.
+    """
     assert found[f"plain {first}"].tokens != found[f"plain {second}"].tokens, "the models differ"
     assert found[f"cached {second}"] == (found[f"plain {second}"].tokens, 0)
     assert found[f"cached {first}"] == (found[f"plain {first} again"].tokens, HIT)
@@ -170,7 +171,7 @@ def test_weights_that_change_while_the_engine_serves(
 
 
 class Trained(NamedTuple):
-    """What came of one request to an engine in a process of its own."""
+    """The answer to a request of an engine in a process of its own."""
 
     tokens: list[int]
     fresh: list[int]  # What the engine computes itself at that time.

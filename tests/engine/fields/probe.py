@@ -20,7 +20,7 @@ REQUEST_SECONDS = 120.0
 
 
 def main() -> None:
-    """One engine after the other; those with variables first, before vLLM reads any."""
+    """Run one engine after the other. Those with variables come before vLLM reads any."""
     for name in ("torch", "transformers"):
         importlib.import_module(name)
     cases = [json.loads(line) for line in sys.stdin]

@@ -29,7 +29,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of the requests of one engine."""
+    """The results of one engine's requests."""
 
     chunk_tokens: int
     groups: int
@@ -43,7 +43,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the matrix."""
+    """The report of a case, a line of the matrix."""
 
     case: str
     seconds: float
