@@ -43,23 +43,22 @@ DONE_SECONDS = 60.0
 
 
 class LinkEvent:
-    """An event of a LinkDevice: the time at which it is ready."""
+    """See Waitable."""
 
     def __init__(self, at: float) -> None:
         self.at = at
 
     def ready(self) -> bool:
+        """See Waitable."""
         return time.perf_counter() >= self.at
 
     def wait(self) -> None:
+        """See Waitable."""
         time.sleep(max(0.0, self.at - time.perf_counter()))
 
 
 class LinkDevice:
-    """A device behind a link of a given bandwidth.
-
-    A stream is the time at which its work is done.
-    """
+    """See Device. A stream is the time at which it has done its work."""
 
     digests = True
 
@@ -85,6 +84,7 @@ class LinkDevice:
         self._streams[stream] = max(now, self._streams[stream]) + seconds
 
     def free_bytes(self) -> int:
+        """See Device."""
         return 64 << 30
 
     def allocate(self, size: int, pinned: bool = False) -> torch.Tensor:
@@ -92,26 +92,32 @@ class LinkDevice:
         return torch.zeros(size if pinned else 0, dtype=torch.uint8)
 
     def current_stream(self) -> Stream:
+        """See Device."""
         return Stream(0)
 
     def new_stream(self, *, is_urgent: bool = False) -> Stream:
+        """See Device."""
         self._streams.append(0.0)
         return Stream(len(self._streams) - 1)
 
     def record(self, stream: Stream) -> LinkEvent:
+        """See Device."""
         self._call(CALL_US)
         return LinkEvent(self._streams[stream])
 
     def wait_event(self, stream: Stream, event: Waitable) -> None:
+        """See Device."""
         assert isinstance(event, LinkEvent)
         self._call(CALL_US)
         self._streams[stream] = max(self._streams[stream], event.at)
 
     def copy(self, to: int, source: int, size: int, stream: Stream) -> None:
+        """See Device."""
         self._call(CALL_US)
         self._copy(size, stream)
 
     def copy_all(self, pieces: Pieces, stream: Stream) -> None:
+        """See Device."""
         self._call(CALL_US + PIECE_US * len(pieces.sizes))
         self._copy(sum(pieces.sizes), stream)
 
@@ -120,12 +126,15 @@ class LinkDevice:
         self._link = self._streams[stream] = start + size / LINK_BYTES_SECOND
 
     def kernels(self, *_: Any) -> Any:
+        """See Device."""
         return self
 
     def move(self, move: Move, is_gather: bool) -> None:
+        """See Kernels."""
         self._run(len(move.ops))
 
     def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
+        """See Kernels."""
         self._run(objects)
 
     def _run(self, objects: int) -> None:
@@ -133,11 +142,13 @@ class LinkDevice:
         self._advance(self._launching, seconds)
 
     def launch(self, work: Callable[[], None], stream: Stream) -> None:
+        """See Device."""
         self._call(LAUNCH_US)
         self._launching = stream
         work()
 
     def register(self, address: int, size: int) -> bool:
+        """See Device."""
         return True
 
     def unregister(self, address: int) -> None:
@@ -147,15 +158,18 @@ class LinkDevice:
         """See Device."""
 
     def call(self, work: Callable[[], bytes]) -> Any:
+        """See Device."""
         raise AssertionError("the device hashes")
 
     def start(self, name: str, lane: Lane) -> None:
+        """See Device."""
         threading.Thread(target=drive, args=(lane,), name=name, daemon=True).start()
 
     def enter_thread(self) -> None:
         """See Device."""
 
     def wait(self, waitable: Waitable) -> None:
+        """See Device."""
         while not waitable.ready():
             waitable.wait()
 
@@ -206,7 +220,7 @@ class Loads:
             raise HybridKVError("the object was not stored")
 
     def measure(self) -> float:
-        """Returns the bytes copied in a second."""
+        """Bytes in a second."""
         ended = threading.Event()
         errors: list[HybridKVError | None] = []
 

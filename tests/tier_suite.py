@@ -37,18 +37,18 @@ _namespaces = itertools.count(1)
 
 
 class SampleObject(NamedTuple):
-    """A record, and the slot's bytes that it is made of."""
+    """A record in memory."""
 
     record: Record
     memory: memoryview
 
     @property
     def key(self) -> bytes:
-        """The key under which tiers keep the record."""
+        """The record's key."""
         return self.record.name.key
 
     def putting(self, cut: int = 0) -> WriteRequest:
-        """Returns the request that puts the record, in one piece or cut at page `cut`."""
+        """The record in one piece, or in two that meet at page `cut`."""
         at = cut * SLOT_ALIGN
         return WriteRequest(self.key, [self.memory[:at], self.memory[at:]] if at else [self.memory])
 
@@ -65,7 +65,7 @@ def sample(
     namespace: bytes | None = None,
     payload: bytes = b"",
 ) -> SampleObject:
-    """Returns a record of `payload`, or of random bytes that depend on `number` alone."""
+    """A record of random half bytes, the same ones for each number, or of `payload`."""
     rng = random.Random(number)
     namespace = namespace or rng.randbytes(HASH_BYTES)
     name = RecordName(namespace, number % 5, rng.randbytes(HASH_BYTES))
@@ -82,7 +82,7 @@ def sample(
 
 
 def read(tier: Tier, wanted: SampleObject, cut: int = 0) -> TierError | None:
-    """Get a record and prove it as the daemon does; returns the error of the tier, if any.
+    """Get one record back and prove it, as the daemon does.
 
     Raises AssertionError where wrong bytes are taken for right ones.
     """
@@ -99,7 +99,7 @@ def read(tier: Tier, wanted: SampleObject, cut: int = 0) -> TierError | None:
 
 
 class TierSuite(ABC):
-    """Tests of each promise of tiers.contract, over a tier that is empty at first."""
+    """Every promise of tiers.contract. Each test gets a tier of its own, with nothing in it."""
 
     encoded = False
     """Whether records are encoded, which only memory of just their size can be filled with."""
@@ -112,16 +112,16 @@ class TierSuite(ABC):
 
     @abstractmethod
     def make(self) -> Tier:
-        """Returns a tier over the test's storage, which keeps what earlier ones have put."""
+        """A tier over this test's storage: the first finds nothing, later ones what was put."""
 
     def opened(self) -> Tier:
-        """Returns an open tier."""
+        """A tier that can be used."""
         tier = self.make()
         tier.open()
         return tier
 
     def close(self, tiers: Iterable[Tier]) -> None:
-        """End the test's tiers; a subclass may end more."""
+        """Called after each test."""
         for tier in tiers:
             tier.close()
 
@@ -129,19 +129,19 @@ class TierSuite(ABC):
         tier = self.opened()
         shapes = [(1, 1), (100, 3), (4096, 1), (9000, 2), (1 << 20, 1), (300_000, 4)]
         samples = [sample(n, *shape) for n, shape in enumerate(shapes)]
-        assert tier.put([record.putting() for record in samples]) == [None] * len(samples)
-        assert tier.find([record.key for record in samples]) == [True] * len(samples)
-        assert all(tier.peek(record.key) in (True, None) for record in samples)
-        assert [read(tier, record) for record in samples] == [None] * len(samples)
-        assert sorted(tier.keys()) == sorted(record.key for record in samples)
+        assert tier.put([one.putting() for one in samples]) == [None] * len(samples)
+        assert tier.find([one.key for one in samples]) == [True] * len(samples)
+        assert all(tier.peek(one.key) in (True, None) for one in samples)
+        assert [read(tier, one) for one in samples] == [None] * len(samples)
+        assert sorted(tier.keys()) == sorted(one.key for one in samples)
         self.close([tier])
 
     def test_pieces_are_one_record(self) -> None:
         tier = self.opened()
-        first, second = sample(1, 20_000), sample(2, 20_000)
-        assert tier.put([first.putting(cut=1), second.putting(cut=3)]) == [None, None]
-        assert read(tier, first, cut=2) is None
-        assert read(tier, second) is None
+        one, other = sample(1, 20_000), sample(2, 20_000)
+        assert tier.put([one.putting(cut=1), other.putting(cut=3)]) == [None, None]
+        assert read(tier, one, cut=2) is None
+        assert read(tier, other) is None
         self.close([tier])
 
     def test_what_is_not_there_is_missing(self) -> None:
@@ -151,7 +151,7 @@ class TierSuite(ABC):
         assert tier.find([missing.key, there.key])[0] is False
         assert tier.peek(missing.key) in (False, None)
         assert isinstance(read(tier, missing), MissingError)
-        into = [pages(len(record.memory)) for record in (missing, there)]
+        into = [pages(len(one.memory)) for one in (missing, there)]
         errors = tier.get([ReadRequest(missing.key, [into[0]]), ReadRequest(there.key, [into[1]])])
         assert isinstance(errors[0], MissingError)
         assert errors[1] is None
@@ -160,26 +160,26 @@ class TierSuite(ABC):
 
     def test_a_record_of_another_length_is_an_error(self) -> None:
         tier = self.opened()
-        record = sample(1)
-        assert tier.put([record.putting()]) == [None]
-        for size in (len(record.memory) - SLOT_ALIGN, SLOT_ALIGN):
-            (error,) = tier.get([ReadRequest(record.key, [pages(size)])])
+        one = sample(1)
+        assert tier.put([one.putting()]) == [None]
+        for size in (len(one.memory) - SLOT_ALIGN, SLOT_ALIGN):
+            (error,) = tier.get([ReadRequest(one.key, [pages(size)])])
             assert isinstance(error, TierError)
-        assert read(tier, record) is None
+        assert read(tier, one) is None
         self.close([tier])
 
     def test_behind_a_shorter_record_is_nothing(self) -> None:
         tier = self.opened()
-        record, page = sample(1), SLOT_ALIGN
-        assert tier.put([record.putting()]) == [None]
-        for cut in (0, page, len(record.memory), len(record.memory) + page):
-            into = pages(len(record.memory) + 3 * page)
+        one, page = sample(1), SLOT_ALIGN
+        assert tier.put([one.putting()]) == [None]
+        for cut in (0, page, len(one.memory), len(one.memory) + page):
+            into = pages(len(one.memory) + 3 * page)
             into[:] = b"\xa5" * len(into)
             pieces = [into[:cut], into[cut:]] if cut else [into]
-            (error,) = tier.get([ReadRequest(record.key, pieces)])
+            (error,) = tier.get([ReadRequest(one.key, pieces)])
             if error is None:
-                assert into[: len(record.memory)] == record.memory
-                assert not bytes(into[len(record.memory) :]).strip(b"\0")
+                assert into[: len(one.memory)] == one.memory
+                assert not bytes(into[len(one.memory) :]).strip(b"\0")
             else:
                 assert self.encoded
                 assert isinstance(error, DamagedError)
@@ -187,27 +187,27 @@ class TierSuite(ABC):
 
     def test_putting_twice_changes_nothing(self) -> None:
         tier = self.opened()
-        record = sample(1)
+        one = sample(1)
         for _ in range(3):
-            assert tier.put([record.putting(), record.putting()]) == [None, None]
-        assert read(tier, record) is None
-        assert list(tier.keys()) == [record.key]
+            assert tier.put([one.putting(), one.putting()]) == [None, None]
+        assert read(tier, one) is None
+        assert list(tier.keys()) == [one.key]
         self.close([tier])
 
     def test_discarded_is_missing_and_may_come_again(self) -> None:
         tier = self.opened()
-        discarded, kept, damaged = sample(1), sample(2), sample(3)
-        assert tier.put([discarded.putting(), kept.putting(), damaged.putting()]) == [None] * 3
-        tier.discard([discarded.key, sample(9).key])
-        tier.discard([damaged.key], damaged=True)
-        assert isinstance(read(tier, discarded), MissingError)
-        assert isinstance(read(tier, damaged), MissingError)
-        assert tier.find([damaged.key]) == [False]
-        assert read(tier, kept) is None
-        assert list(tier.keys()) == [kept.key]
-        assert tier.put([discarded.putting(), damaged.putting()]) == [None, None]
-        assert read(tier, discarded) is None
-        assert read(tier, damaged) is None
+        one, other, bad = sample(1), sample(2), sample(3)
+        assert tier.put([one.putting(), other.putting(), bad.putting()]) == [None] * 3
+        tier.discard([one.key, sample(9).key])
+        tier.discard([bad.key], damaged=True)
+        assert isinstance(read(tier, one), MissingError)
+        assert isinstance(read(tier, bad), MissingError)
+        assert tier.find([bad.key]) == [False]
+        assert read(tier, other) is None
+        assert list(tier.keys()) == [other.key]
+        assert tier.put([one.putting(), bad.putting()]) == [None, None]
+        assert read(tier, one) is None
+        assert read(tier, bad) is None
         self.close([tier])
 
     def test_nothing_is_asked_of_an_empty_list(self) -> None:
@@ -224,25 +224,25 @@ class TierSuite(ABC):
             return
         first = self.opened()
         samples = [sample(n) for n in range(20)]
-        first.put([record.putting() for record in samples])
+        first.put([one.putting() for one in samples])
         self.close([first])
         second = self.opened()
-        assert second.find([record.key for record in samples]) == [True] * len(samples)
-        assert [read(second, record) for record in samples] == [None] * len(samples)
+        assert second.find([one.key for one in samples]) == [True] * len(samples)
+        assert [read(second, one) for one in samples] == [None] * len(samples)
         self.close([second])
 
     def test_two_at_once_see_what_the_other_put(self) -> None:
         if not self.shared:
             return
         here, there = self.opened(), self.opened()
-        record = sample(1)
-        assert here.put([record.putting()]) == [None]
+        one = sample(1)
+        assert here.put([one.putting()]) == [None]
         there.tend()
-        assert there.find([record.key]) == [True]
-        assert read(there, record) is None
-        here.discard([record.key])
+        assert there.find([one.key]) == [True]
+        assert read(there, one) is None
+        here.discard([one.key])
         there.tend()
-        assert isinstance(read(there if self.discards_for_all else here, record), MissingError)
+        assert isinstance(read(there if self.discards_for_all else here, one), MissingError)
         self.close([here, there])
 
     def test_many_threads_never_see_half_a_record(self) -> None:
@@ -254,14 +254,14 @@ class TierSuite(ABC):
             rng = random.Random(number)
             try:
                 for _ in range(60):
-                    record = rng.choice(samples)
+                    one = rng.choice(samples)
                     what = rng.random()
                     if what < 0.4:
-                        assert tier.put([record.putting()]) == [None]
+                        assert tier.put([one.putting()]) == [None]
                     elif what < 0.5:
-                        tier.discard([record.key])
+                        tier.discard([one.key])
                     else:
-                        assert isinstance(read(tier, record), MissingError | None)
+                        assert isinstance(read(tier, one), MissingError | None)
             except BaseException as error:  # noqa: BLE001  # told by the test's own thread
                 faults.append(error)
 

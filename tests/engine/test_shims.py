@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -36,14 +35,14 @@ def test_only_for_its_model_and_only_on_the_cpu_build(
     environment: dict[str, str], build: str, untouched: str
 ) -> None:
     needs_avx512()
-    child = subprocess.run(
+    said = subprocess.run(
         [sys.executable, "-c", SAYS, build],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, **environment},
     )
-    assert child.stdout.split() == [untouched], child.stderr
+    assert said.stdout.split() == [untouched], said.stderr
 
 
 def needs_avx512() -> None:
@@ -71,46 +70,25 @@ def test_the_mla_kernels_are_right_without_tiles(new: int, cached: int) -> None:
     table[0, :total] = slots
     out = torch.zeros(new, HEADS, LATENT, dtype=torch.bfloat16)
     first, length = torch.zeros(1, dtype=torch.int64), torch.tensor([total])
-    attention: dict[str, Any] = {
-        "sm_scale": 0.05,
-        "logit_cap": 0.0,
-        "is_cross_attn": False,
-        "sliding_window_size": 0,
-        "encoder_lens": None,
-        "sinks": None,
-    }
+    rest = (0.05, 0.0, False, 0, None, None)
     if new > 1:
         fresh = kv[slots[cached:]].contiguous()
-        ops.cpu_mla_extend(
-            q_extend=query,
-            k_extend=fresh,
-            v_extend=fresh[..., :LATENT],
-            o_extend=out,
-            k_buffer=kv,
-            v_buffer=kv[..., :LATENT],
-            req_to_token=table,
-            req_pool_indices=first,
-            seq_lens=length,
-            extend_seq_lens=torch.tensor([new]),
-            extend_start_loc=torch.tensor([0]),
-            max_len_extend=new,
-            **attention,
+        mine = (
+            fresh,
+            fresh[..., :LATENT],
+            out,
+            kv,
+            kv[..., :LATENT],
+            table,
+            first,
+            length,
+            torch.tensor([new]),
         )
+        ops.cpu_mla_extend(query, *mine, torch.tensor([0]), new, *rest, None)
     else:
-        ops.cpu_mla_decode(
-            query=query,
-            k_buffer=kv,
-            v_buffer=kv[..., :LATENT],
-            output=out,
-            key=None,
-            value=None,
-            loc=None,
-            attn_logits=torch.zeros(1, HEADS, 2, LATENT + 1),
-            req_to_token=table.int(),
-            req_pool_indices=first,
-            seq_lens=length,
-            **attention,
-        )
+        partial = torch.zeros(1, HEADS, 2, LATENT + 1)
+        cache = (kv, kv[..., :LATENT], out, None, None, None, partial, table.int())
+        ops.cpu_mla_decode(query, *cache, first, length, *rest)
 
     keys = kv[slots, 0].float()
     scores = torch.einsum("qhd,kd->qhk", query.float(), keys) * 0.05

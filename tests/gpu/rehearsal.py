@@ -39,7 +39,7 @@ class Rehearsed:
     verdict: str  # "reached CUDA", "passed" or "FAILED BEFORE CUDA".
     seconds: float
     where: str  # The innermost line of ours or of vLLM's that called the driver first.
-    last_line: str
+    said: str
 
 
 def rehearse(stage: str, step: Step, place: Path) -> Rehearsed:
@@ -75,9 +75,9 @@ def rehearse(stage: str, step: Step, place: Path) -> Rehearsed:
         verdict = "FAILED BEFORE CUDA"
     lines = [line.strip() for line in output.splitlines() if line.strip()] or [f"status {status}"]
     tests = TESTS.findall(output)
-    last_line = (others or tests or lines)[-1] if status is not None else "did not end in time"
+    said = (others or tests or lines)[-1] if status is not None else "did not end in time"
     ok = verdict != "FAILED BEFORE CUDA"
-    return Rehearsed(stage, step.name, ok, verdict, seconds, _where(reached), last_line[:300])
+    return Rehearsed(stage, step.name, ok, verdict, seconds, _where(reached), said[:300])
 
 
 def _where(reached: str) -> str:
@@ -104,23 +104,14 @@ def main() -> int:
         for step in REHEARSED[name].steps:
             if arguments.only not in step.name:
                 continue
-            outcome = rehearse(name, step, place)
-            rehearsed.append(outcome)
-            print(
-                f"{outcome.verdict}: {name} {outcome.step} ({outcome.seconds} s)", file=sys.stderr
-            )
-            table.add_row(
-                name,
-                outcome.step,
-                outcome.verdict,
-                str(outcome.seconds),
-                outcome.where,
-                outcome.last_line,
-            )
+            one = rehearse(name, step, place)
+            rehearsed.append(one)
+            print(f"{one.verdict}: {name} {one.step} ({one.seconds} s)", file=sys.stderr)
+            table.add_row(name, one.step, one.verdict, str(one.seconds), one.where, one.said)
             text = json.dumps([asdict(each) for each in rehearsed], indent=1)
             (place / "rehearsal.json").write_text(text)
     Console(width=180).print(table)
-    return int(not all(outcome.ok for outcome in rehearsed))
+    return int(not all(one.ok for one in rehearsed))
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with unnamed_arena(ARENA) as arena:
-        yield arena
+    with unnamed_arena(ARENA) as made:
+        yield made
 
 
 class Rig:
@@ -139,9 +139,9 @@ def test_more_than_the_staging_holds_is_told_and_nothing_is_kept(arena: Arena, d
     rig = Rig(arena, device, step_objects=4)
     rig.work()
     rig.store(rig.ops(BLOCKS - 1))
-    outcomes = rig.take(BLOCKS - 1)
-    assert True in outcomes
-    assert False in outcomes
+    told = rig.take(BLOCKS - 1)
+    assert True in told
+    assert False in told
     for _ in range(8):
         rig.store(rig.ops(4))
         assert rig.take(4) == [True] * 4

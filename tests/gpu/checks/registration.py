@@ -61,10 +61,10 @@ def measure(arena: Arena) -> int:
             if not device.register(arena.address + at, PIN_BYTES):
                 return
             pinned.append(arena.address + at)
-            pin_seconds = time.perf_counter() - started
-            seconds.append(pin_seconds)
+            taken = time.perf_counter() - started
+            seconds.append(taken)
             if pause:
-                time.sleep(pin_seconds)
+                time.sleep(taken)
 
     beside: dict[str, dict[str, float]] = {}
     for name, pause in (("back to back", False), ("with pauses", True)):
