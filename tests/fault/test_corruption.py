@@ -43,10 +43,10 @@ from hybridkv.tiers.record import (
 from tests.tier_suite import pages
 
 SEED = 99
-"""Of the slot that takes what is read."""
+"""The seed of the slot that records are read into."""
 POISON = 0xA5
 SAMPLES = 400
-"""Bits of payload and padding that are tried."""
+"""How many bits of the payload, and of the padding, are tried."""
 
 
 class Shape(NamedTuple):
@@ -74,7 +74,7 @@ CODINGS = {
 
 
 class Stored:
-    """One record in a real directory, and a slot between poisoned neighbours to read it into."""
+    """A record in a real directory, and a slot between poisoned neighbours to read it into."""
 
     def __init__(
         self, root: Path, shape: Shape, seed: int = 1, coding: coding.Coding = coding.PLAIN
@@ -82,8 +82,13 @@ class Stored:
         rng = random.Random(seed)
         self.coding = coding
         self.record = Record(
-            RecordName(rng.randbytes(HASH_BYTES), 7, rng.randbytes(HASH_BYTES)),
-            *(*shape, rng.getrandbits(60), rng.randbytes(8), 5, True),
+            name=RecordName(rng.randbytes(HASH_BYTES), 7, rng.randbytes(HASH_BYTES)),
+            part_bytes=shape.part_bytes,
+            parts=shape.parts,
+            seed=rng.getrandbits(60),
+            parent=rng.randbytes(8),
+            tenant=5,
+            interior=True,
         )
         payload = payload_of(random.Random(seed), self.record)
         self.plain = bytes(make(self.record, payload))
@@ -99,25 +104,28 @@ class Stored:
         self.size = len(self.raw)
         self.slot_bytes = self.record.size_bytes
         self._memory = pages(self.slot_bytes + 2 * SLOT_ALIGN)
-        self._slot = Slot(SLOT_ALIGN, *shape, SEED)
+        self._slot = Slot(SLOT_ALIGN, shape.part_bytes, shape.parts, SEED)
         self.file = os.open(self.path, os.O_RDWR)
 
     @property
-    def content(self) -> tuple[int, int]:
-        """Where the file's payload, or the encoded one, starts and ends."""
+    def content(self) -> range:
+        """The bytes of the file that are its payload, or the encoded payload."""
         if known := read_encoded(self.raw):
-            return HEADER_BYTES, HEADER_BYTES + known[1].body_bytes
+            return range(HEADER_BYTES, HEADER_BYTES + known[1].body_bytes)
         start = payload_offset(self.record.parts)
-        return start, start + self.record.part_bytes * self.record.parts
+        return range(start, start + self.record.part_bytes * self.record.parts)
 
     def image(self, record: Record, payload: bytes) -> bytes:
-        """The file of a record."""
+        """Returns the file of a record, encoded where that makes it smaller."""
         plain = make(record, payload)
         encoded = self.coding.encode([plain])
         return bytes(plain if encoded is None else encoded)
 
     def read(self) -> TierError | None:
-        """The result of the daemon's thread; AssertionError if it lies or writes elsewhere."""
+        """Read the record as the daemon's thread does; returns its error.
+
+        Raises AssertionError where wrong bytes are taken, or other memory is written.
+        """
         self._memory[:] = bytes([POISON]) * len(self._memory)
         wanted = self.record._replace(seed=SEED)
         outcome = execute(
@@ -136,18 +144,19 @@ class Stored:
             start = payload_offset(self.record.parts)
             end = start + self.record.part_bytes * self.record.parts
             assert slot[start:end] == self.plain[start:end]
-            assert is_signed(slot, part_digests(slot, *self.record.shape), SEED)
+            digests = part_digests(slot, self.record.part_bytes, self.record.parts)
+            assert is_signed(slot, digests, SEED)
             assert outcome.tenants == [self.record.tenant]
         return error
 
     def is_caught(self) -> bool:
-        """By the reader and by fsck; afterwards the file is as it was."""
+        """Whether the reader notices damage. fsck must notice the same."""
         caught, damage = isinstance(self.read(), DamagedError), self.says_fsck()
         assert (damage is not None) == caught, f"fsck says {damage}"
         return caught
 
     def says_fsck(self) -> FileDamage | None:
-        """What is wrong with the file."""
+        """Returns the damage that fsck finds in the file."""
         name = FileName(self.record.name.key, self.record.parent, self.record.interior)
         proof = prove_file(str(self.path), name, self.coding)
         assert proof is not None
@@ -155,13 +164,13 @@ class Stored:
 
     @contextmanager
     def changed(self, raw: bytes) -> Iterator[None]:
-        """The file with other bytes for a while."""
+        """Gives the file other bytes for a while."""
         self._write(raw)
         yield
         self._write(self.raw)
 
     def flip(self, bit: int) -> bool:
-        """Whether one wrong bit is noticed."""
+        """Whether a wrong bit is noticed."""
         at = bit // 8
         os.pwrite(self.file, bytes([self.raw[at] ^ 1 << bit % 8]), at)
         caught = isinstance(self.read(), DamagedError)
@@ -174,12 +183,12 @@ class Stored:
 
 
 def payload_of(rng: random.Random, record: Record) -> bytes:
-    """Bytes of few values, which a codec finds something in."""
+    """Returns random bytes of few values, which a codec makes smaller."""
     return rng.randbytes(record.part_bytes * record.parts).translate(bytes(range(16)) * 16)
 
 
 def make(record: Record, payload: bytes) -> memoryview:
-    """The bytes of a record."""
+    """Returns the bytes of a record's slot."""
     memory, head = pages(record.size_bytes), pages(head_bytes(record.parts))
     start = payload_offset(record.parts)
     memory[start : start + len(payload)] = payload
@@ -190,7 +199,7 @@ def make(record: Record, payload: bytes) -> memoryview:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """In memory, where tens of thousands of changes cost no disk anything."""
+    """A directory in memory, where tens of thousands of changes cost no disk anything."""
     path = tempfile.mkdtemp(prefix="hybridkv-test-", dir=SHM_DIR)
     yield Path(path)
     shutil.rmtree(path)
@@ -224,13 +233,12 @@ def test_every_bit_before_the_payload(stored: Stored) -> None:
 
 
 def test_a_sample_of_all_other_bits(stored: Stored, rng: random.Random) -> None:
-    start, end = stored.content
-    regions = [(start, end), (end, stored.size)]
+    start, end = stored.content.start, stored.content.stop
     middle = start + min(stored.record.part_bytes, (end - start) // 2)
     edges = {start, middle, end - 1, end, stored.size - 1} & set(range(start, stored.size))
     bits = {8 * at + rng.randrange(8) for at in edges}
-    for low, high in regions:
-        bits |= {rng.randrange(8 * low, 8 * high) for _ in range(SAMPLES) if high > low}
+    for region in (stored.content, range(end, stored.size)):
+        bits |= {rng.randrange(8 * region.start, 8 * region.stop) for _ in range(SAMPLES) if region}
     assert not [bit for bit in sorted(bits) if not stored.flip(bit)]
     print(f"{len(bits)} bits")
 
@@ -357,7 +365,8 @@ def test_one_wrong_record_costs_no_other(directory: Path, rng: random.Random) ->
     memory = pages(sum(stored.slot_bytes for stored in all_of_them))
     items, at = [], 0
     for stored, shape in zip(all_of_them, shapes, strict=True):
-        items.append(JobItem(stored.record._replace(seed=SEED), Slot(at, *shape, SEED)))
+        target = Slot(at, shape.part_bytes, shape.parts, SEED)
+        items.append(JobItem(stored.record._replace(seed=SEED), target))
         at += stored.slot_bytes
     errors = execute(tier, TierJob(JobKind.READ, 0, items), memory).errors
     assert {

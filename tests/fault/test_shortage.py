@@ -45,7 +45,7 @@ def descriptors(pid: int) -> int:
 
 
 def busy_share(pid: int) -> float:
-    """Of a processor that the process takes, while nobody asks it anything."""
+    """Returns the share of a processor that a process takes while nobody asks it anything."""
 
     def seconds() -> float:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -58,7 +58,7 @@ def busy_share(pid: int) -> float:
 
 @contextlib.contextmanager
 def allowed(pid: int, extra_descriptors: int) -> Iterator[None]:
-    """The process may open so many more descriptors than it has."""
+    """Let the process open so many descriptors besides those that it has."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + extra_descriptors, hard))
     try:

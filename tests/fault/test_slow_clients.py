@@ -56,7 +56,7 @@ class Other:
         self.look_up()
 
     def look_up(self) -> float:
-        """Seconds that a hit took."""
+        """Returns the seconds that a hit took."""
         self._leases += 1
         started = time.monotonic()
         found = self._engine.call(Lookup(3, self._leases, HASHES))
@@ -67,7 +67,7 @@ class Other:
         return seconds
 
     def slowest(self) -> float:
-        """The longest of some."""
+        """Returns the longest of LOOKUPS lookups, in seconds."""
         took = [self.look_up() for _ in range(LOOKUPS)]
         assert statistics.median(took) < USUAL_SECONDS
         return max(took)
@@ -96,7 +96,7 @@ def resident_kb(daemon: DaemonProcess, what: str) -> int:
 
 @contextlib.contextmanager
 def flood(daemon: DaemonProcess, message: bytes, reads: bool) -> Iterator[Callable[[], bool]]:
-    """A thread that sends one message over and over; gives whether the daemon still serves it."""
+    """Sends one message over and over from a thread; gives whether the daemon still serves it."""
     client = socket.socket(socket.AF_UNIX)
     client.connect(daemon.socket_path)
     client.sendall(encode(engine_hello("flood")))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -49,7 +50,7 @@ HOT = 1 << 20
 WAIT_MS = 400
 """The patience of a lookup that will not get what it waits for."""
 LONG_MS = 10_000
-"""That of one that will."""
+"""The patience of a lookup that will get it."""
 SLACK_SECONDS = DEADLINE_SECONDS
 """For an answer on a busy machine; alone it takes a millisecond, and a hang has no end."""
 TIMEOUT = "timeout=0.5"
@@ -65,7 +66,7 @@ def serve(
 
 
 def forget(daemon: DaemonProcess) -> None:
-    """Kill it and take its memory away, as a reboot does."""
+    """Kill the daemon and take its memory away, as a reboot does."""
     daemon.kill()
     for arena in stale_arenas(Path(daemon.socket_path)):
         arena.unlink()
@@ -97,7 +98,7 @@ def value(daemon: DaemonProcess, name: str) -> float:
 
 
 def is_up(daemon: DaemonProcess) -> None:
-    """On a busy machine a daemon serves before its tiers are open."""
+    """Wait until the daemon's tier is open, which may be after it began to serve."""
     until(lambda: value(daemon, "is_open") == 1, "the tier is open")
 
 
@@ -208,7 +209,7 @@ def fill(root: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["tmpfs", pytest.param("ext4", marks=pytest.mark.soak)])
 def test_a_full_file_system(tmp_path: Path, kind: str) -> None:
-    """The bound is above what there is; then others take the rest; then they give it back."""
+    """The bound is above what there is. Then others take the rest, and give it back."""
     with (
         small(kind, tmp_path) as (root, _),
         serve(tmp_path, root) as daemon,
@@ -280,7 +281,7 @@ def test_a_daemon_starts_on_a_full_file_system(tmp_path: Path, written: Path) ->
 def test_a_daemon_starts_without_tiers_that_are_full_or_read_only(
     tmp_path: Path, written: Path
 ) -> None:
-    """RAM serves until there is room; a directory that can never be written to is reported."""
+    """RAM serves until there is room. A directory that can never be written to is reported."""
     (tmp_path / "other").mkdir()
     with (
         small("tmpfs", tmp_path) as (root, _),
@@ -387,10 +388,20 @@ def faulty(tmp_path: Path) -> Iterator[FaultyFs]:
         yield fs
 
 
+NAMING = (Op.LOOKUP, Op.GETATTR, Op.OPENDIR, Op.CREATE, Op.RENAME, Op.UNLINK)
+
+
+class Failure(NamedTuple):
+    """Requests of the kernel, and the error with which they fail."""
+
+    error_number: int
+    ops: tuple[Op, ...]
+
+
 FAILURES = {
-    "reads": (errno.EIO, (Op.READ,)),
-    "writes": (errno.EIO, (Op.WRITE,)),
-    "names": (errno.ESTALE, (Op.LOOKUP, Op.GETATTR, Op.OPENDIR, Op.CREATE, Op.RENAME, Op.UNLINK)),
+    "reads": Failure(errno.EIO, (Op.READ,)),
+    "writes": Failure(errno.EIO, (Op.WRITE,)),
+    "names": Failure(errno.ESTALE, NAMING),
 }
 
 
@@ -398,12 +409,12 @@ FAILURES = {
 def test_a_file_system_that_fails(
     tmp_path: Path, faulty: FaultyFs, written: Path, what: str
 ) -> None:
-    number, ops = FAILURES[what]
+    failure = FAILURES[what]
     daemon = serve(tmp_path, faulty.mountpoint)
     preload(written, faulty.backing)
     with daemon, faulty.healing(), Client(daemon.socket_path) as client:
         is_up(daemon)
-        faulty.fail(number, *ops)
+        faulty.fail(failure.error_number, *failure.ops)
         turns = iter(range(10_000))
 
         def gives_up() -> bool:
@@ -493,7 +504,7 @@ HANGS: dict[str, tuple[Op, ...]] = {
 def test_a_file_system_that_hangs(
     tmp_path: Path, faulty: FaultyFs, written: Path, what: str
 ) -> None:
-    """It is left alone; the tier behind it and other sessions go on; then it is used again."""
+    """It is left alone, and the tier below it and other sessions go on. Then it is used again."""
     daemon = serve(tmp_path, faulty.mountpoint, second_root=str(tmp_path / "well"))
     preload(written, faulty.backing, tmp_path / "well")
     slowest = 0.0
@@ -525,7 +536,7 @@ def test_a_file_system_that_hangs(
             answer = in_time(client.look_up(prompt, CHUNKS, LONG_MS), LONG_MS)
             slowest = max(slowest, answer.seconds)
             assert answer.found.chunks == CHUNKS
-            assert answer.found.tiers == {"disk2": CHUNKS}, "the tier behind it has it"
+            assert answer.found.tiers == {"disk2": CHUNKS}, "the tier below it has it"
         assert value(daemon, "jobs_late") >= 1
         faulty.heal()
         until(lambda: value(daemon, "breaker_open") == 0, "it is used again")
@@ -631,7 +642,7 @@ def is_over(pid: int) -> bool:
 
 @contextlib.contextmanager
 def started(daemon: DaemonProcess) -> Iterator[DaemonProcess]:
-    """Started and left alone: whoever ends it knows how."""
+    """Gives a daemon that is started and left alone, and killed at the end."""
     daemon.start()
     try:
         yield daemon
@@ -690,7 +701,7 @@ def test_a_daemon_ends_while_its_storage_hangs(
 def test_a_daemon_that_was_killed_while_its_storage_hung(
     tmp_path: Path, faulty: FaultyFs, written: Path
 ) -> None:
-    """The old process ends when the storage answers; then the next one serves the right bytes."""
+    """The old process ends when the storage answers. Then the next one serves the right bytes."""
     daemon = serve(tmp_path, faulty.mountpoint)
     preload(written, faulty.backing)
     with started(daemon), Client(daemon.socket_path) as client:

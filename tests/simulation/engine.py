@@ -741,11 +741,11 @@ class Engine:
         """Plan a step and let the workers run it; returns whether there was anything to compute."""
         tracked = self.side._requests.by_id.items()
         # What has no tokens computed was preempted since its load, and is asked for again.
-        restored = {
-            name: range(request.load.restored[0], request.load.restored[1])
-            for name, request in tracked
-            if request.request.num_computed_tokens
-        }
+        restored: dict[str, range] = {}
+        for name, request in tracked:
+            if request.request.num_computed_tokens:
+                first, end = request.load.restored
+                restored[name] = range(first, end)
         output = self.scheduler.schedule()
         fresh_requests = [request.req_id for request in output.scheduled_new_reqs]
         for name in (*fresh_requests, *output.scheduled_cached_reqs.resumed_req_ids):
