@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vllm import SamplingParams
 from vllm.utils.gc_utils import freeze_gc_heap
@@ -99,21 +99,28 @@ def measure_hooks(
     ]
 
 
+class _HookCall(NamedTuple):
+    """A call of a hook, which is the same in every replay."""
+
+    request_id: str
+    ordinal: int
+
+
 class _Times:
-    """Seconds of one hook by call (request, and number of its call), one or more for a replay."""
+    """The seconds of one hook by call, one or more of each call for a replay."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[str, int], list[float]] = defaultdict(list)
-        self.loops: dict[tuple[str, int], list[float]] = defaultdict(list)
-        """Of the loop before the call."""
+        self.calls: dict[_HookCall, list[float]] = defaultdict(list)
+        self.loops: dict[_HookCall, list[float]] = defaultdict(list)
+        """The seconds of the loop before each call."""
 
 
-def _all(times: dict[tuple[str, int], list[float]]) -> list[float]:
+def _all(times: dict[_HookCall, list[float]]) -> list[float]:
     return [seconds for same in times.values() for seconds in same]
 
 
-def _worst(times: dict[tuple[str, int], list[float]]) -> float:
-    """The most that a call takes where nothing interrupts it."""
+def _worst(times: dict[_HookCall, list[float]]) -> float:
+    """Returns the most that a call takes where nothing interrupts it."""
     return max(min(same) for same in times.values() if len(same) >= REPLAYS)
 
 
@@ -310,7 +317,8 @@ class _Bench:
         seconds = time.perf_counter() - started
         if self.counts:
             self._ordinals[hook] += 1
-            call = self._request_id, self._ordinals[hook] if which is None else which(result)
+            ordinal = self._ordinals[hook] if which is None else which(result)
+            call = _HookCall(self._request_id, ordinal)
             self._hooks[hook].calls[call].append(seconds)
             self._hooks[hook].loops[call].append(loop)
         return result

@@ -102,7 +102,7 @@ def test_every_table_is_on_a_page() -> None:
 def test_a_setting_without_a_text_is_noticed() -> None:
     of_the_daemon = {"daemon", "daemon_options"}  # They have a table of their own.
     for settings in (Settings, MultiSettings):
-        assert {field.name for _, field, _ in documented(settings)} == {
+        assert {setting.field.name for setting in documented(settings)} == {
             field.name for field in fields(settings)
         } - of_the_daemon
     text = (DOCS / "configuration.md").read_text()

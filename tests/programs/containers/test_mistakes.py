@@ -35,20 +35,20 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def a_daemon() -> Container:
-    """The sidecar of the manifest, which a test may change."""
+    """Returns the sidecar of the manifest, which a test may change."""
     (found,) = containers(SIDECAR, "hybridkv")
     assert served(found.spec["args"]).socket == SOCKET
     return copy.deepcopy(found)
 
 
 def start(machine: Machine, daemon: Container, ram: str = "16MiB") -> RunningContainer:
-    """Start the daemon with less memory; it may end."""
+    """Start the daemon with less memory. It may end by itself."""
     words = [f"--ram={ram}" if word.startswith("--ram=") else word for word in daemon.spec["args"]]
     return machine.start(daemon, ["hybridkv", *words])
 
 
 def serves(machine: Machine, daemon: Container, ram: str = "16MiB") -> RunningContainer:
-    """Start a daemon, which answers."""
+    """Start a daemon, and wait until it answers."""
     running = start(machine, daemon, ram)
     until(lambda: running.has_ended or not running.execute(daemon.probe).returncode, "it serves")
     assert not running.has_ended, running.log.read_text()
@@ -56,7 +56,7 @@ def serves(machine: Machine, daemon: Container, ram: str = "16MiB") -> RunningCo
 
 
 def idle(machine: Machine, container: Container) -> RunningContainer:
-    """A container in which commands can be executed."""
+    """Start a container in which commands can be executed."""
     running = machine.start(container, ["sleep", "infinity"])
     command = Path(f"/proc/{running.pid}/comm")
     until(lambda: command.read_text() == "sleep\n", "its root and its user are there")
@@ -64,7 +64,7 @@ def idle(machine: Machine, container: Container) -> RunningContainer:
 
 
 def refusal(running: RunningContainer) -> str:
-    """The last line of a daemon that does not start."""
+    """Returns the last line of a daemon that does not start."""
     assert running.process.wait(DEADLINE_SECONDS) == REFUSED
     text = running.log.read_text()
     assert "Traceback" not in text
@@ -72,13 +72,13 @@ def refusal(running: RunningContainer) -> str:
 
 
 def arena_of(running: RunningContainer) -> str:
-    """The name of a daemon's arena."""
+    """Returns the name of a daemon's arena."""
     done = running.execute(["hybridkv", "stats", "--json", "--socket", SOCKET])
     return Path(json.loads(done.stdout)["arena"]).name
 
 
 def test_pods_with_one_directory_keep_their_own_memory(tmp_path: Path) -> None:
-    """Both have the socket's path, each in a volume of its own; either may end at any time."""
+    """Both have the socket's path, each in a volume of its own. Either may end at any time."""
     shared, daemon = tmp_path / "shared", a_daemon()
     with mounted("tmpfs", shared, "1g"):
         shared.chmod(0o1777)
