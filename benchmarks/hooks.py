@@ -309,7 +309,7 @@ class _Bench:
     ) -> Result:
         """Call a hook and time it.
 
-        `which` makes the number of the call from its result; without it the calls are counted.
+        `which` makes the number of the call from its result. Without it the calls are counted.
         """
         loop = _loop_seconds(self._loop)
         started = time.perf_counter()

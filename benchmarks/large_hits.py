@@ -39,7 +39,7 @@ WAIT_SECONDS, POLL_SECONDS = 120.0, 0.1
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of which engine."""
+    """A model, and the prompts that it is asked."""
 
     model: str
     tokens: int

@@ -29,12 +29,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def print_or_write(path: Path, text: str, about: str | None) -> int:
-    """Run the command line of a module that makes one document; returns its exit status."""
+    """Run the command line of a module that makes one document. Returns its exit status."""
     return print_or_write_all({path: text}, about)
 
 
 def print_or_write_all(texts: Mapping[Path, str], about: str | None) -> int:
-    """Run the command line of a module that makes documents; returns its exit status."""
+    """Run the command line of a module that makes documents. Returns its exit status."""
     parser = argparse.ArgumentParser(description=about)
     names = ", ".join(f"docs/{path.name}" for path in texts)
     parser.add_argument("--write", action="store_true", help=f"write {names} instead of printing")

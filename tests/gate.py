@@ -83,7 +83,7 @@ class Lane:
         self.seconds = time.monotonic() - started
 
     def _run_command(self, words: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run a command and print its output with the lane's name; returns its exit status."""
+        """Run a command and print its output with the lane's name. Returns its exit status."""
         print(f"{self.name}| + {' '.join(words)}", flush=True)
         process = subprocess.Popen(
             ending_with_parent(words),
@@ -161,7 +161,7 @@ def _private_bytes(pid: int) -> int:
 
 
 def _file_bytes(path: Path) -> int:
-    """Returns the bytes that a file takes on its file system; 0 where it is gone."""
+    """Returns the bytes that a file takes on its file system, or 0 where it is gone."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -174,7 +174,7 @@ def arenas() -> set[Path]:
 
 
 def left_behind(run: str) -> list[str]:
-    """Kill the processes that a run leaves for LEAVE_SECONDS; returns a line for each."""
+    """Kill the processes that a run leaves for LEAVE_SECONDS. Returns a line for each."""
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(processes_of(run)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -248,7 +248,7 @@ def commit() -> str:
 
 
 def main() -> int:
-    """Run the gate; returns 1 where something failed, 2 where the machine has no room."""
+    """Run the gate. Returns 1 where something failed, 2 where the machine has no room."""
     started = time.monotonic()
     if refusal := look():
         print(f"error: {refusal}", file=sys.stderr)

@@ -6,7 +6,7 @@ Every function raises AssertionError where the two differ.
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Sessions
@@ -51,8 +51,17 @@ def check_demotion(demotion: Demotion, arena_bytes: int) -> list[Slot]:
     return all_held
 
 
-def check_sessions(sessions: Sessions) -> tuple[Counter[Slot], set[Slot]]:
-    """(pins by leases, slots being written), as the books of all sessions say."""
+class SessionSlots(NamedTuple):
+    """The slots that sessions hold."""
+
+    pins: Counter[Slot]
+    """How many leases keep each slot."""
+    writing: set[Slot]
+    """The slots that are being written."""
+
+
+def check_sessions(sessions: Sessions) -> SessionSlots:
+    """Check the books of all sessions; returns the slots that they hold."""
     pins: Counter[Slot] = Counter()
     writing: list[Slot] = []
     for session in sessions.all:
@@ -62,7 +71,7 @@ def check_sessions(sessions: Sessions) -> tuple[Counter[Slot], set[Slot]]:
         writing += own
     writing += chain.from_iterable(sessions.held.values())
     assert len(set(writing)) == len(writing), "a slot has one writer"
-    return pins, set(writing)
+    return SessionSlots(pins, set(writing))
 
 
 def check_store(store: Store) -> None:
@@ -149,9 +158,16 @@ def check_extents(extents: Extents, extents_taken: Iterable[tuple[int, int]]) ->
     assert extents._start_of_end == {offset + size: offset for offset, size in free}
 
 
-def free_runs(extents: Extents) -> list[tuple[int, int]]:
+class FreeRun(NamedTuple):
+    """A run of free bytes of an arena."""
+
+    offset: int
+    size: int
+
+
+def free_runs(extents: Extents) -> list[FreeRun]:
     """Returns every free run, by offset."""
-    return sorted(extents._size_at.items())
+    return [FreeRun(offset, size) for offset, size in sorted(extents._size_at.items())]
 
 
 def check_disk(tier: DiskTier) -> None:

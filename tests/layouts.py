@@ -15,7 +15,10 @@ def make(
     ranks: int = 1,
     replicated: tuple[int, ...] = (),
 ) -> Geometry:
-    """A geometry from (kind, tokens per block, window); its layers have 96 and 32 bytes a token."""
+    """Returns a geometry of groups (kind, tokens per block, window).
+
+    A layer of attention has 96 or 32 bytes a token, and a state 512 or 64 bytes.
+    """
     all_groups = tuple(
         Group(
             gid,

@@ -100,7 +100,7 @@ class Result:
 
 
 def outcomes(cases: Iterable[Case], jobs: int = 1) -> Generator[Outcome, None, None]:
-    """Run cases of one program in `jobs` processes; yields the outcome of each as it ends."""
+    """Run cases of one program in `jobs` processes. Yields the outcome of each as it ends."""
     waiting = iter(cases)
     workers = [_Worker(case) for case in itertools.islice(waiting, jobs)]
     try:
@@ -122,7 +122,7 @@ def outcomes(cases: Iterable[Case], jobs: int = 1) -> Generator[Outcome, None, N
 
 
 def passed(cases: Iterable[Case]) -> Counter[str]:
-    """Run cases one after the other; returns their counts.
+    """Run cases one after the other. Returns their counts.
 
     Raises AssertionError where one does not pass.
     """
@@ -149,7 +149,7 @@ class _Worker:
         self.give(case)
 
     def give(self, case: Case | None) -> None:
-        """Give the process its next case; None ends it."""
+        """Give the process its next case, or None to end it."""
         self.case = case
         self._last = case or self._last
         with suppress(BrokenPipeError):

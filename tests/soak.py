@@ -173,7 +173,7 @@ class Tests:
 
 @dataclass(frozen=True)
 class Mutations:
-    """A section that puts in one known fault after the other; tests must notice each."""
+    """A section that puts in one known fault after the other. Tests must notice each."""
 
     def run(self, soak: "Soak", name: str, minutes: float) -> None:
         """Run as many faults as the time lets begin."""
@@ -258,7 +258,7 @@ class Soak:
 
 
 def main() -> int:
-    """Run the sections; returns 1 where a finding failed again."""
+    """Run the sections. Returns 1 where a finding failed again."""
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--minutes", type=float, default=30.0, help="for all sections together")

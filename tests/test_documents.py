@@ -203,7 +203,7 @@ def pieces(message: str) -> list[str]:
 
 
 def said() -> Iterator[str]:
-    """What the code logs as a warning or an error, and the text of each decline."""
+    """Yields the code's warnings and errors of the log, and the text of each decline."""
     yield from DECLINES.values()
     for tree in trees():
         for node in ast.walk(tree):

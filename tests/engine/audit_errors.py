@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -154,7 +154,7 @@ class Running:
         }
 
     def objects(self, prompts: Sequence[list[int]], together: int) -> Objects:
-        """What the engine stores of the prompts, `together` at a time."""
+        """Returns the objects that the engine stores of the prompts, `together` at a time."""
         from hybridkv.client.control import ControlClient
         from hybridkv.shm.arena import arena_seen, attach_arena
         from hybridkv.shm.slots import committed_slots, payload_offset
@@ -213,25 +213,32 @@ def _connector_of(worker: Any) -> Any:
     return get_kv_transfer_group()
 
 
-def arms(running: Running, way: str) -> Iterator[tuple[str, Objects]]:
-    """What is compared of one engine."""
+class Arm(NamedTuple):
+    """Objects that an engine stored, and the way in which it computed them."""
+
+    name: str
+    objects: Objects
+
+
+def arms(running: Running, way: str) -> Iterator[Arm]:
+    """Yields the arms of a model's engine: the objects that are compared."""
     from tests.engine.support import prompt
 
     prompts = [prompt(seed, CHUNKS * running.chunk + MORE_TOKENS) for seed in range(PROMPTS)]
-    yield f"{way}, alone", running.objects(prompts, 1)
+    yield Arm(f"{way}, alone", running.objects(prompts, 1))
     if way == OTHER_SEED:
         return
     for together in (5, PROMPTS):
-        yield f"{way}, {together} at once", running.objects(prompts, together)
+        yield Arm(f"{way}, {together} at once", running.objects(prompts, together))
     if way == "default":
         for factor in FACTORS:
             running.scale(factor)
-            yield f"norms x {factor}", running.objects(prompts, 1)
+            yield Arm(f"norms x {factor}", running.objects(prompts, 1))
             running.scale(1 / factor)
 
 
 def measure(model: str, way: str, directory: Path, socket_path: str) -> None:
-    """One engine: print a line for each arm and data type."""
+    """Run one engine, and print a line for each arm and data type."""
     from hybridkv.lab.models import WIDEN_SEED, bundled_environment
 
     named, (model, _, dtype_asked) = model, model.partition(":")
@@ -244,19 +251,18 @@ def measure(model: str, way: str, directory: Path, socket_path: str) -> None:
     running = Running(model, socket_path, (*WAYS[way], *asked))
     kept = directory / f"{named}.npz"
     processor = os.environ.get("HYBRIDKV_TEST_CPU", "default")
-    for arm, objects in arms(running, way):
+    for arm in arms(running, way):
         if not kept.exists():
-            arrays: dict[str, Any] = dict(objects)
+            arrays: dict[str, Any] = dict(arm.objects)
             np.savez(kept, **arrays)
             continue
         with np.load(kept) as loaded:
             before = {name: loaded[name] for name in loaded.files}
-        about = {"model": named, "processor": processor, "way": arm}
-        came_to = audited(running.layers, running.bounds, before, objects)
-        print(json.dumps({**about, **came_to}), flush=True)
-        for dtype, tally in sorted(
-            compared(running.layers, running.bounds, before, objects).items()
-        ):
+        about = {"model": named, "processor": processor, "way": arm.name}
+        audits = audited(running.layers, running.bounds, before, arm.objects)
+        print(json.dumps({**about, **audits}), flush=True)
+        tallies = compared(running.layers, running.bounds, before, arm.objects)
+        for dtype, tally in sorted(tallies.items()):
             print(json.dumps({**about, "dtype": dtype, **tally.line()}), flush=True)
 
 

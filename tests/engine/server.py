@@ -100,7 +100,7 @@ class Server:
             self._process.wait()
 
     def post(self, path: str, body: object = None) -> bytes:
-        """POST a body as JSON; returns the answer's bytes."""
+        """POST a body as JSON. Returns the answer's bytes."""
         data = json.dumps(body).encode() if body is not None else b""
         request = urllib.request.Request(
             self._url + path, data, {"Content-Type": "application/json"}

@@ -155,7 +155,7 @@ class Simulation:
         self.counts["requests"] += 1
 
     def _fault(self, rng: random.Random, step: int) -> int:
-        """Do one fault; returns the step at which a stopped daemon goes on, or 0."""
+        """Do one fault. Returns the step at which a stopped daemon goes on, or 0."""
         what = rng.choice(("reset", "clear", "kill", "stop", "flip", "flip"))
         self.counts[what] += 1
         if what == "reset":

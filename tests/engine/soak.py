@@ -146,7 +146,7 @@ def footprint(pid: int) -> Footprint:
 
 
 def learn(starting: EngineProcess, rng: random.Random, chunk_tokens: int) -> Reference:
-    """Ask an engine without a connector; returns its answers, and how far batches differ."""
+    """Ask an engine without a connector. Returns its answers, and how far batches differ."""
     with starting as plain:
 
         def alone(prompt: list[int], chunks: int) -> dict[str, Any]:
@@ -370,7 +370,7 @@ class Soak:
 
 
 def main() -> int:
-    """Run the soak; returns 1 where something grew, was wrong, or did not happen."""
+    """Run the soak. Returns 1 where something grew, was wrong, or did not happen."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--model", default="gemma3", choices=sorted(bundled_models()))

@@ -3,7 +3,7 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -85,6 +85,13 @@ def arguments_of(
     return arguments
 
 
+class CommandReport(NamedTuple):
+    """The exit status of a command, and the JSON that it printed."""
+
+    status: int
+    report: dict[str, Any]
+
+
 def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(2, VOCABULARY), k=length)
 
@@ -100,7 +107,7 @@ def stats(socket_path: str) -> dict[str, float]:
 
 
 def stats_if_served(socket_path: str) -> dict[str, float]:
-    """Returns the daemon's values; {} where no daemon listens, though its socket may exist."""
+    """Returns the daemon's values, or {} where no daemon listens, though its socket may exist."""
     try:
         return stats(socket_path)
     except DaemonUnreachableError:

@@ -13,6 +13,7 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict
 from hybridkv.lab.models import bundled_models
 from hybridkv.vllm.preflight import CONNECTOR
+from tests.engine.support import CommandReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -136,7 +137,7 @@ def test_the_connector_raises_what_doctor_shows() -> None:
     assert [str(caught.value)] == shown
 
 
-def doctor(*arguments: str) -> tuple[int, dict[str, Any]]:
+def doctor(*arguments: str) -> CommandReport:
     process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "doctor", "--json", "--", "vllm", "serve", *arguments],
         capture_output=True,
@@ -144,7 +145,7 @@ def doctor(*arguments: str) -> tuple[int, dict[str, Any]]:
         check=False,
     )
     assert process.stdout, process.stderr
-    return process.returncode, json.loads(process.stdout)
+    return CommandReport(process.returncode, json.loads(process.stdout))
 
 
 def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:

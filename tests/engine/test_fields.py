@@ -179,7 +179,7 @@ def identity(vllm_config: Any) -> bytes:
 
 
 def other(value: Any) -> Any:
-    """Another value; for a configuration none, for what is no plain value a text."""
+    """Returns another value: none for a configuration, a text for what is no plain value."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -383,7 +383,7 @@ COLOURLESS = ProbeCase(environment={"NO_COLOR": "1"})
 
 @pytest.fixture
 def probe(tmp_path: Path, places: dict[str, str]) -> Any:
-    """Runs the engines of cases one after the other; returns the answers by the case's name."""
+    """Runs the engines of cases one after the other. Returns the answers by the case's name."""
 
     def run(cases: Mapping[str, ProbeCase]) -> Found:
         lines, nobody = [], str(tmp_path / "nobody")

@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
 
 def answers(socket_path: str, way: str, directory: Path, *, own_process: bool) -> dict[str, Answer]:
-    """By what was asked; engines are in forks, or each in a process of its own below one."""
+    """Returns the answers by name. Engines are forks, or each in a process of its own below one."""
     directory.mkdir()
     variables = {**os.environ, **BUNDLED_ENVIRONMENT}
     variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))

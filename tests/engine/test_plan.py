@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +17,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.vllm.preflight import CONNECTOR
 from tests.engine.forked import lines_of
-from tests.engine.support import engine, prompt, since_vllm, stats
+from tests.engine.support import CommandReport, engine, prompt, since_vllm, stats
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -144,7 +143,7 @@ def test_a_plan_is_what_the_engine_registers(
             )
 
 
-def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
+def planned(*arguments: str) -> CommandReport:
     process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "plan", "--json", *arguments],
         capture_output=True,
@@ -153,7 +152,7 @@ def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
     )
     assert process.stdout, process.stderr
     (plan,) = json.loads(process.stdout)["plans"]
-    return process.returncode, plan
+    return CommandReport(process.returncode, plan)
 
 
 @since_vllm(32, "drafters are refused on earlier versions")

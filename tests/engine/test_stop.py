@@ -34,7 +34,7 @@ class User:
         self.environment = {**bundled_environment(MODEL), "XDG_RUNTIME_DIR": str(runtime)}
 
     def says(self, *words: str, status: int = 0) -> Mapping[str, Any]:
-        """Run a command with --json; returns what it prints, {} for nothing.
+        """Run a command with --json. Returns what it prints, {} for nothing.
 
         It must end with `status`.
         """

@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from hybridkv.vllm.preflight import serves_tails
-from tests.engine.support import KV_BYTES, MEMORY
+from tests.engine.support import KV_BYTES, MEMORY, CommandReport
 from tests.seeds import ONE_THREAD
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -17,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 MODELS = (pytest.param("gemma3", marks=pytest.mark.soak), "qwen3next")
 
 
-def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
+def verify(*arguments: str) -> CommandReport:
     process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "verify", "--json", *arguments],
         capture_output=True,
@@ -26,7 +25,7 @@ def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
         env={**ONE_THREAD, **os.environ},
     )
     assert process.stdout, process.stderr
-    return process.returncode, json.loads(process.stdout)
+    return CommandReport(process.returncode, json.loads(process.stdout))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -38,7 +38,7 @@ CPUWorker.sleep, CPUWorker.wake_up = sleep, wake_up
 
 
 def _moved(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Move a parameter to pages of its own; returns the bytes of these pages."""
+    """Move a parameter to pages of its own. Returns the bytes of these pages."""
     memory = mmap.mmap(-1, -(-parameter.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     content = whole[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)

@@ -99,7 +99,7 @@ class Served:
         gc.collect()
 
     def loaded(self) -> int | None:
-        """Returns how many tokens were loaded so far; None without a connector."""
+        """Returns how many tokens were loaded so far, or None without a connector."""
         connector = self.core.scheduler.connector
         if connector is None:
             return None

@@ -165,7 +165,7 @@ class FaultyFs:
     # What a test says
 
     def hang(self, *ops: Op) -> None:
-        """Answer these requests no more; without any, answer none at all."""
+        """Answer these requests no more. Without any, answer no request at all."""
         with self._lock:
             self._hangs = frozenset(ops) or EVERYTHING
 

@@ -122,7 +122,7 @@ class Stored:
         return bytes(plain if encoded is None else encoded)
 
     def read(self) -> TierError | None:
-        """Read the record as the daemon's thread does; returns its error.
+        """Read the record as the daemon's thread does. Returns its error.
 
         Raises AssertionError where wrong bytes are taken, or other memory is written.
         """

@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -213,9 +214,16 @@ def test_one_connection_too_many_is_refused_and_the_others_go_on(small: str) -> 
         assert control.stats().values["connections"] == 1
 
 
+class OwnMemory(NamedTuple):
+    """A daemon that has shared memory of its own."""
+
+    socket_path: str
+    directory: Path
+    """The shared memory's directory, as this process sees it."""
+
+
 @pytest.fixture
-def own_memory(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """(the socket of a daemon that has shared memory of its own, that memory's directory)."""
+def own_memory(tmp_path: Path) -> Iterator[OwnMemory]:
     mount = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"]
     if subprocess.run(mount, check=False).returncode:
         pytest.skip("needs the right to mount")
@@ -225,13 +233,13 @@ def own_memory(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     with subprocess.Popen(["unshare", "-m", "sh", "-c", script]) as process:
         try:
             until(lambda: Path(socket_path).is_socket() and greeted(socket_path), "it serves")
-            yield socket_path, Path(f"/proc/{process.pid}/root/dev/shm")
+            yield OwnMemory(socket_path, Path(f"/proc/{process.pid}/root/dev/shm"))
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(DEADLINE_SECONDS)
 
 
-def test_an_arena_grows_again_once_there_is_memory(own_memory: tuple[str, Path]) -> None:
+def test_an_arena_grows_again_once_there_is_memory(own_memory: OwnMemory) -> None:
     """Somebody else fills /dev/shm while the arena grows, and leaves."""
     socket_path, directory = own_memory
     part_bytes = 1 << 20

@@ -96,7 +96,7 @@ def resident_kb(daemon: DaemonProcess, what: str) -> int:
 
 @contextlib.contextmanager
 def flood(daemon: DaemonProcess, message: bytes, reads: bool) -> Iterator[Callable[[], bool]]:
-    """Sends one message over and over from a thread; gives whether the daemon still serves it."""
+    """Sends one message over and over from a thread. Gives whether the daemon still serves it."""
     client = socket.socket(socket.AF_UNIX)
     client.connect(daemon.socket_path)
     client.sendall(encode(engine_hello("flood")))

@@ -186,17 +186,26 @@ def test_damaged_files_are_misses_and_put_aside(tmp_path: Path, written: Path) -
 # Full
 
 
+class SmallFileSystem(NamedTuple):
+    """A small file system with a directory for a tier."""
+
+    root: Path
+    """The tier's directory."""
+    remount: Callable[[str], None]
+    """Mounts the file system again, "ro" or "rw"."""
+
+
 @contextlib.contextmanager
-def small(kind: str, tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
+def small(kind: str, tmp_path: Path) -> Iterator[SmallFileSystem]:
     size = {"tmpfs": "6m", "ext4": str(10 << 20)}[kind]
     with mounted(kind, tmp_path / "small", size, tmp_path / "image") as remount:
         (tmp_path / "small/tier").mkdir()
         (tmp_path / "small/ballast").touch()
-        yield tmp_path / "small/tier", remount
+        yield SmallFileSystem(tmp_path / "small/tier", remount)
 
 
 def fill(root: Path) -> Path:
-    """Somebody else's file that takes all that is free."""
+    """Fill the file system with a file beside the tier; returns the file's path."""
     path = root.parent / "ballast"
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)
     for size in (1 << 20, 1 << 16, 1 << 12):

@@ -26,7 +26,7 @@ COMMAND_SECONDS = 300
 
 
 def main() -> int:
-    """Run the chosen faults; returns 1 where tests did not notice one."""
+    """Run the chosen faults. Returns 1 where tests did not notice one."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument(
         "names", nargs="*", help="names of faults, or ids of requirements; none: all"

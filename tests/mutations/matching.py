@@ -176,7 +176,7 @@ def _matches(old: str, region: str) -> list[Match]:
 
 
 def _names(pattern: Sequence[_Token], source: Sequence[_Token]) -> dict[str, str] | None:
-    """Returns the name in the source of each identifier in the pattern; None where they differ."""
+    """Returns the source's name of each identifier in the pattern, or None where they differ."""
     names: dict[str, str] = {}
     for mine, its in zip(pattern, source, strict=True):
         if mine.is_identifier and its.is_identifier:

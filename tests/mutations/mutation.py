@@ -29,7 +29,7 @@ class Mutation:
     """pytest node ids (without parameters: any of them), or commands, see COMMANDS."""
 
     def problem(self) -> str:
-        """Returns why the fault does not fit the source; "" where it fits."""
+        """Returns why the fault does not fit the source, or "" where it fits."""
         try:
             self.mutated()
         except NoMatch as error:

@@ -40,7 +40,7 @@ def rows(text: str) -> list[Row]:
 
 
 def held(requirement: str) -> str:
-    """Returns which tests hold a requirement, fault by fault; "" where no fault carries it."""
+    """Returns which tests hold a requirement, fault by fault, or "" where no fault carries it."""
     return "<br>".join(
         _shown(mutation) for mutation in MUTATIONS if requirement in mutation.requirements
     )
@@ -65,7 +65,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def main() -> int:
-    """Write the document with --write; otherwise return 1 where it is out of date."""
+    """Write the document with --write. Otherwise return 1 where it is out of date."""
     text = DOCUMENT.read_text()
     new_text = document(text)
     if "--write" in sys.argv[1:]:

@@ -17,7 +17,7 @@ from tests.mutations.table import MUTATIONS
 
 @lru_cache
 def names(path: str) -> set[str]:
-    """Every function and method of a test file, as pytest names them."""
+    """Returns the functions and methods of a test file, as pytest names them."""
     found = set()
     for node in ast.parse((ROOT / path).read_text()).body:
         if isinstance(node, ast.FunctionDef):

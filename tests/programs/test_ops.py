@@ -109,7 +109,7 @@ def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
 
 
 def promtool() -> str:
-    """Returns the path of promtool; skips a test where there is none."""
+    """Returns the path of promtool. Skips a test where there is none."""
     found = os.environ.get("PROMTOOL") or shutil.which("promtool")
     if found is None:
         pytest.skip("needs promtool (Debian: prometheus), or PROMTOOL=/its/path")

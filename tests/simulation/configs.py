@@ -72,7 +72,7 @@ def base_config(name: str = "qwen3") -> Any:
 
 @functools.cache
 def structured_output_manager() -> Any:
-    """The manager that vLLM's scheduler asks for; no simulated request has structured output."""
+    """The manager that vLLM's scheduler asks for. No simulated request has structured output."""
     return StructuredOutputManager(base_config())
 
 

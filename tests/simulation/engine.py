@@ -711,7 +711,7 @@ class Engine:
     # Steps
 
     def step(self) -> list[str]:
-        """Step as vLLM's EngineCore does while it has requests; returns the answered requests."""
+        """Step as vLLM's EngineCore does while it has requests. Returns the answered requests."""
         self._steps += 1
         if self.scheduler.has_requests():
             is_executed = self._schedule()
@@ -728,7 +728,7 @@ class Engine:
         self.drain()
 
     def drain(self) -> list[str]:
-        """Let the scheduler take the results of every step; returns the requests they answer."""
+        """Let the scheduler take the results of every step. Returns the requests they answer."""
         return [
             name for _ in range(len(self._ahead)) for name in self._update(self._ahead.popleft())
         ]
@@ -738,7 +738,7 @@ class Engine:
         return bool(self._ahead) or self.scheduler.has_requests()
 
     def _schedule(self) -> bool:
-        """Plan a step and let the workers run it; returns whether there was anything to compute."""
+        """Plan a step and let the workers run it. Returns whether there was anything to compute."""
         tracked = self.side._requests.by_id.items()
         # What has no tokens computed was preempted since its load, and is asked for again.
         restored: dict[str, range] = {}
@@ -803,7 +803,7 @@ class Engine:
         return bool(request_steps)
 
     def _update(self, step: StepAhead) -> list[str]:
-        """Let the scheduler take the results of a step; returns the requests that it answers."""
+        """Let the scheduler take the results of a step. Returns the requests that it answers."""
         output, names = step.output, list(step.sampled)
         due = len(self._reports) > self._lag + len(self._ahead)
         report = self._report() if due else KVConnectorOutput()
@@ -897,7 +897,7 @@ class Engine:
             sock.shutdown(socket.SHUT_RDWR)
 
     def barrier(self) -> dict[str, float] | None:
-        """Wait until the daemon has seen every message; returns its values, None without a link."""
+        """Wait until the daemon has seen every message. Returns its values, None without a link."""
         link = self.side._session.link
         deadline = time.monotonic() + DEADLINE_SECONDS
         if not link.send(Stats(BARRIER_ID), CLOCK.now):

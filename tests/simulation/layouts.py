@@ -153,7 +153,7 @@ class Layout:
 
     @property
     def state_tokens(self) -> int:
-        """Tokens per block of the recurrent groups, one number in vLLM; 1 = there are none."""
+        """Tokens per block of the recurrent groups (one number in vLLM), or 1 without any."""
         return max((member.block for member in self.members if member.is_recurrent), default=1)
 
     def layer_names(self, gid: int) -> list[str]:

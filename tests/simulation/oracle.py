@@ -39,7 +39,7 @@ class Content:
     def ahead(self, start: int, end: int, next_token: int | None = None) -> Words:
         """Returns what a drafter makes of tokens [start, end), each with the token after it.
 
-        `next_token` is what it takes for the token after the last; None = the request's own.
+        `next_token` is what it takes for the token after the last, or None for the request's own.
         """
         following = np.array(self.tokens[start + 1 : end + 1], np.int64)
         if next_token is not None:

@@ -110,7 +110,7 @@ class Served:
         return all(pool.offsets for pool in self.engine.side._stores.credits._pools.values())
 
     def ask(self, tokens: list[int], stores_all: bool = False) -> int:
-        """Answer a prompt; returns how many of its tokens were loaded.
+        """Answer a prompt. Returns how many of its tokens were loaded.
 
         With `stores_all` every step begins with write slots. Otherwise a state whose step has none
         would not be stored at all.

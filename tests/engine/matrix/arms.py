@@ -78,7 +78,7 @@ class Arms:
         self._connector: Any = engine.engine_core.engine_core.scheduler.connector
 
     def run(self, case: Case) -> Served:
-        """All of them, one after the other."""
+        """Run all arms, one after the other."""
         with self._control() as control:
             (engine,) = control.engines()
         chunk = engine.geometry.chunk_tokens
@@ -205,7 +205,7 @@ def _flip(memory: memoryview, place: Place, is_signed: bool) -> None:
 
 
 def _report(name: str, socket_path: str) -> CaseReport:
-    """Run a case; returns its report, with the error that ended it."""
+    """Run a case. Returns its report, with the error that ended it."""
     case, started = CASES[name], time.monotonic()
     served, skipped, error = None, "", ""
     if case.only_since_032 and int(vllm.__version__.split(".")[1]) < 32:
@@ -257,7 +257,7 @@ def _forked(name: str, daemon: DaemonProcess) -> CaseReport:
 
 
 def main() -> int:
-    """Run the named cases, or all; returns 1 where something is wrong."""
+    """Run the named cases, or all. Returns 1 where something is wrong."""
     is_right = True
     with (
         tempfile.TemporaryDirectory(prefix="matrix-") as directory,

@@ -22,7 +22,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A second turn, whose hit ends inside a block; `hit` is next to the engine's own."""
+    """A second turn, whose hit ends inside a block, and is compared with the own hit."""
 
     own_tokens: int  # Of the engine's own hit.
     hit: Compared

@@ -76,7 +76,7 @@ class WireEngine:
         )
 
     def does(self, word: str) -> dict[str, Any]:
-        """Send a word; returns the answer."""
+        """Send a word. Returns the answer."""
         stdin, stdout = self.running.process.stdin, self.running.process.stdout
         assert stdin is not None
         assert stdout is not None
