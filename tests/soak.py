@@ -228,7 +228,14 @@ class Soak:
         """Run the command of a finding again, and write the finding down."""
         repeats = sum(run(command).failed for _ in range(RETRIES))
         date = datetime.datetime.now().isoformat(timespec="seconds")
-        finding = Finding(section, str(command), commit(), date, message, repeats)
+        finding = Finding(
+            section=section,
+            command=str(command),
+            commit=commit(),
+            date=date,
+            message=message,
+            repeats=repeats,
+        )
         self.findings.append(finding)
         with FINDINGS.open("ab") as file:
             file.write(msgspec.json.encode(finding) + b"\n")

@@ -178,8 +178,14 @@ class Engine:
         self.credits = SlotCredits(
             {shape: SLOTS_AHEAD for group in GROUPS for shape in slot_shapes(GEOMETRY, group)}
         )
-        wire = geometry_to_wire(GEOMETRY)
-        hello = Hello(1, PROTOCOL_VERSION, "engine", name, self.identity, wire)
+        hello = Hello(
+            id=1,
+            version=PROTOCOL_VERSION,
+            role="engine",
+            engine_id=name,
+            namespace=self.identity,
+            geometry=geometry_to_wire(GEOMETRY),
+        )
         self.links = [
             Link(socket_path, hello, self._lost),
             Link(socket_path, Hello(1, PROTOCOL_VERSION, "worker", name), self._lost),

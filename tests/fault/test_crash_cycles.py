@@ -85,20 +85,15 @@ def stocked(daemon: DaemonProcess) -> DaemonProcess:
     """A daemon that has some objects and has reserved all of its arena."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     with ControlClient(daemon.socket_path, hello=engine_hello("stock")) as engine:
-        granted = Reserved(0, 0, 0, b"", b"", 0)
-        while granted.reserved_bytes < engine.welcome.slots_bytes:
+        offsets, generations, reserved_bytes = b"", b"", 0
+        while reserved_bytes < engine.welcome.slots_bytes:
             assert time.monotonic() < deadline
-            reply = engine.call(Reserve(2, PART, 1, OBJECTS - len(unpack_u64(granted.offsets))))
+            reply = engine.call(Reserve(2, PART, 1, OBJECTS - len(unpack_u64(offsets))))
             assert isinstance(reply, Reserved)
-            granted = Reserved(
-                0,
-                0,
-                0,
-                granted.offsets + reply.offsets,
-                granted.generations + reply.generations,
-                reply.reserved_bytes,
-            )
-        engine.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * OBJECTS), HASHES))
+            offsets += reply.offsets
+            generations += reply.generations
+            reserved_bytes = reply.reserved_bytes
+        engine.tell(Commit(offsets, generations, pack_u64([0] * OBJECTS), HASHES))
         assert engine.stats().values["objects"] == OBJECTS
     return daemon
 

@@ -333,7 +333,14 @@ class Liar:
         if peer.role is not ConnectionState.ENGINE:
             engine_id = self._rng.choice((peer.engine_id, *self._engine_ids))
             return Hello(self._id(), PROTOCOL_VERSION, peer.role, engine_id)
-        model = WireModel(peer.layout, 4096, "auto", [1, 2], None, 2048)
+        model = WireModel(
+            name=peer.layout,
+            max_model_len=4096,
+            kv_dtype="auto",
+            layers=[1, 2],
+            retention_tokens=None,
+            step_tokens=2048,
+        )
         return Hello(
             id=self._id(),
             version=PROTOCOL_VERSION,

@@ -35,7 +35,14 @@ from tests.waiting import DEADLINE_SECONDS
 
 GEOMETRY = LAYOUTS["qwen3"]
 PART = GEOMETRY.groups[0].block_bytes
-GOOD = Hello(1, PROTOCOL_VERSION, "engine", "good", b"g" * HASH_BYTES, geometry_to_wire(GEOMETRY))
+GOOD = Hello(
+    id=1,
+    version=PROTOCOL_VERSION,
+    role="engine",
+    engine_id="good",
+    namespace=b"g" * HASH_BYTES,
+    geometry=geometry_to_wire(GEOMETRY),
+)
 HELD = ("sessions", "leases", "bytes_writing", "connections")
 """The daemon's values of what clients hold."""
 

@@ -63,10 +63,25 @@ GEMMA = Geometry(
     128,
     128,
 )
+QWEN = Served(
+    name="qwen-0",
+    model="Qwen/Qwen3-Next-80B-A3B-Instruct",
+    geometry=NEXT,
+    identity=b"q" * HASH_BYTES,
+    conversations=160,
+    per_second=5.0,
+)
 ENGINES = (
-    Served("qwen-0", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 160, 5.0),
-    Served("qwen-1", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 160, 5.0),
-    Served("gemma-0", "google/gemma-3-27b-it", GEMMA, b"g" * HASH_BYTES, 110, 4.0),
+    QWEN,
+    QWEN._replace(name="qwen-1"),
+    Served(
+        name="gemma-0",
+        model="google/gemma-3-27b-it",
+        geometry=GEMMA,
+        identity=b"g" * HASH_BYTES,
+        conversations=110,
+        per_second=4.0,
+    ),
 )
 STRANGERS = 0.12
 """Of the requests, those that nobody repeats."""
@@ -98,13 +113,25 @@ class Player(threading.Thread):
         """Make one request after the other."""
         served = self._served
         model = WireModel(
-            served.model, 131072, "bfloat16", [1] * len(served.geometry.groups), None, 8192
+            name=served.model,
+            max_model_len=131072,
+            kv_dtype="bfloat16",
+            layers=[1] * len(served.geometry.groups),
+            retention_tokens=None,
+            step_tokens=8192,
         )
         try:
             client = Client(self._socket_path, served.geometry, served.name, served.identity)
-            wire = geometry_to_wire(served.geometry)
             client._link.greet_with(
-                Hello(1, VERSION, "engine", served.name, served.identity, wire, model)
+                Hello(
+                    id=1,
+                    version=VERSION,
+                    role="engine",
+                    engine_id=served.name,
+                    namespace=served.identity,
+                    geometry=geometry_to_wire(served.geometry),
+                    model=model,
+                )
             )
             with client:
                 while not self._over.is_set():
@@ -180,9 +207,13 @@ class Player(threading.Thread):
                 parent = names[chunk - 1] if chunk else bytes(HASH_BYTES)
                 client._tell(
                     Commit(
-                        pack_u64([offset]), pack_u64([generation]), pack_u64([index]), names[chunk],
-                        geometry.chunk_tokens if group.kind is GroupKind.FULL else 0, parent,
+                        offsets=pack_u64([offset]),
+                        generations=pack_u64([generation]),
+                        groups=pack_u64([index]),
+                        hashes=names[chunk],
+                        tokens=geometry.chunk_tokens if group.kind is GroupKind.FULL else 0,
+                        parents=parent,
                     )
-                )  # fmt: skip
+                )
                 stored += 1
         return stored

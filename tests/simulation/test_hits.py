@@ -203,9 +203,15 @@ class VllmHits:
                 for number in stored_blocks(geometry, group, stored.chunk):
                     (block,) = self.pool.get_new_blocks(1)
                     table = [self.pool.null_block] * number + [block]
-                    size = group.tokens_per_block
-                    self.pool.cache_full_blocks(request, table, number, number + 1, size, group.gid)
-                    end = (number + 1) * size // self._case.hash_tokens
+                    self.pool.cache_full_blocks(
+                        request,
+                        table,
+                        num_cached_blocks=number,
+                        num_full_blocks=number + 1,
+                        block_size=group.tokens_per_block,
+                        kv_cache_group_id=group.gid,
+                    )
+                    end = (number + 1) * group.tokens_per_block // self._case.hash_tokens
                     block_hash = bytes(request.block_hashes[end - 1])
                     self.present.add(PresentBlock(group.gid, block_hash))
 
