@@ -25,7 +25,7 @@ def ops_of_new_slots(
     """Copies of so many objects, each of one part and with a slot that is being written.
 
     Object number n, from `first` on, has the n-th slot (slot 0 stays free) and the n-th `blocks` of
-    the engine behind the null block::
+    the engine after the null block::
 
         number 2, blocks 4    slot at 2 * slot_bytes    blocks 5 to 8
     """

@@ -87,7 +87,7 @@ def test_every_arm_on_the_v2_model_runner(model: str, monkeypatch: pytest.Monkey
 def test_a_drafter_of_the_v2_model_runner_with_prefill_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It knows the token behind each part, so that one visit stores all of a prompt."""
+    """It knows the token after each part, so that one visit stores all of a prompt."""
     monkeypatch.setenv(V2_RUNNER_ENV, "1")
     status, proof = verify("--model", "llama_eagle", "--", "--max-num-batched-tokens=192")
     right("llama_eagle", status, proof)

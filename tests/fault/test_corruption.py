@@ -253,7 +253,7 @@ def test_torn_files(stored: Stored) -> None:
             assert stored.is_caught() == (torn != stored.raw), f"torn at {cut}"
     for excess in (bytes(1), bytes(512), b"\1" * SLOT_ALIGN, bytes(2 * SLOT_ALIGN)):
         with stored.changed(stored.raw + excess):
-            # Zeros behind a record say nothing: a reader may take what is before them.
+            # Zeros after a record say nothing: a reader may take what is before them.
             assert isinstance(stored.read(), DamagedError) or not excess.strip(b"\0")
             assert stored.says_fsck() is FileDamage.LENGTH, f"{len(excess)} bytes too many"
 
