@@ -50,18 +50,18 @@ PROMPT_TOKENS = (32768, 131072)
 STEP_TOKENS = 8192
 """Tokens of a prefill step, as on a large device."""
 ROUNDS = 24
-"""Of each replay."""
+"""Requests of each kind in a replay."""
 RESERVED_BYTES = 256 << 20
 RESERVE_SECONDS = 30.0
 BUDGET_TOKENS = 1 << 15
 BUDGET_US = 100
-"""What a hook may take up to so many tokens; beyond them, twice that."""
+"""The most that a hook may take up to BUDGET_TOKENS tokens. Beyond them it is twice that."""
 DECODE_STEPS = 50
 LOOP_US = 50
-"""What the loop of fixed work takes where nothing disturbs it."""
+"""The time of the loop of fixed work where nothing disturbs it."""
 REPLAYS = 9
 WARM_ROUNDS = 2
-"""Of each replay; not counted."""
+"""Rounds of each replay before those that count."""
 Result = TypeVar("Result")
 
 
@@ -151,13 +151,13 @@ class _Bench:
         self._hooks = hooks
         most = max(-(-self._prompt_tokens // group.tokens_per_block) for group in geometry.groups)
         self._blocks_of_all = [*map(KVCacheBlock, range(1 + most))]
-        """As the engine has them, made before the first request; the first is the null block."""
+        """The engine's blocks, made before the first request. The first is the null block."""
         self._hasher = get_request_block_hasher(geometry.hash_tokens, sha256)
         self.counts = False
         """Whether what is served is measured."""
         self._request_id = ""
         self._ordinals: Counter[str] = Counter()
-        """Of each hook's calls for the request."""
+        """The number of the last call of each hook for the request."""
         self._loop = range(_loop_length())
         self._guard = HookGuard("bench")
         settings = Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3)

@@ -29,11 +29,11 @@ from hybridkv.wire.messages import geometry_from_wire
 MIB = 1 << 20
 VOCABULARY = range(2, 2048)
 STEP_TOKENS = 1024
-FIRST_RAM = 64 * MIB  # Of the daemon that only hears of the engine's layers.
+FIRST_RAM = 64 * MIB  # For the daemon that only learns the engine's layers.
 ENGINE_BYTES_PER_TOKEN = 12 << 10
 """More than the layers of any bundled model keep of a token."""
-ANSWER_TOKENS = 16  # Of each prompt: a store waits for slots until the request ends.
-TURN_TOKENS = 16  # What the engine is asked while others are awaited.
+ANSWER_TOKENS = 16  # Tokens of each answer: a store waits for slots until the request ends.
+TURN_TOKENS = 16  # Tokens of a prompt that keeps the engine stepping.
 WAIT_SECONDS, POLL_SECONDS = 120.0, 0.1
 
 
@@ -49,7 +49,7 @@ class Workload:
     """The share of RAM that the hits of all prompts need together."""
     load_policy: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Of the model's configuration."""
+    """Overrides of the model's configuration."""
 
 
 def measured(workload: Workload, directory: Path) -> Iterator[dict[str, Any]]:

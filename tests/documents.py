@@ -7,7 +7,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
 COLUMNS = 100
-"""At most as long are lines of prose."""
+"""Lines of prose are at most this long."""
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

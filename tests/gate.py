@@ -38,7 +38,7 @@ LANE_SECONDS_MAX = 3600.0
 LEAVE_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
 FIRST_LANE = ("tests/engine", "tests/simulation", "tests/fault")
-"""About half of the time; the other lane takes all that is not named here."""
+"""These take about half of the time. The other lane runs all other tests."""
 PROGRAMS = {
     "promtool": "alert rules",
     "unshare": "other namespaces",

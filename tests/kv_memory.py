@@ -219,4 +219,4 @@ CACHES = {
         | layers("c", latent(1, 331, torch.uint8, alignment=8), 1),
     ),
 }
-"""By what is special in them."""
+"""Caches by what is special in each."""

@@ -29,7 +29,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 Options = Mapping[str, str]
 """Names and values of a program's own command-line options."""
 RunSeed = Callable[[int, Options], Mapping[str, int]]
-"""Runs a seed and returns its counts; what it raises fails the seed."""
+"""Runs a seed and returns its counts. An exception fails the seed."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Failure:
 class Result:
     """The sum of outcomes. A case that was killed has neither passed nor failed."""
 
-    seeds: int = 0  # Those that passed or failed.
+    seeds: int = 0  # Seeds that passed or failed.
     failed: int = 0
     killed: int = 0
     failures: list[Failure] = field(default_factory=list)

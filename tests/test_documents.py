@@ -31,7 +31,7 @@ SOURCES = ROOT / "src" / "hybridkv"
 DOCUMENTS = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 README_LINES = 150
 _PLACE = re.compile(r"%[\d.]*[sdg]")
-"""Where a log line varies."""
+"""A place of a log line that varies."""
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 

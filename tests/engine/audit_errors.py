@@ -33,7 +33,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 """The engines of a model, by what is special of each, with vLLM's arguments."""
 OTHER_SEED = "other seed"
 FACTORS = (1.001, 1.01, 1.05, 1.2, 2.0)
-"""By which the weights of norms are multiplied in place."""
+"""Factors by which the weights of norms are multiplied in place."""
 PROMPTS, CHUNKS, MORE_TOKENS = 16, 3, 20
 Bytes = npt.NDArray[np.uint8]
 Objects = dict[str, Bytes]

@@ -38,7 +38,7 @@ LONG_TOKENS = 100_000
 SALTED = FAULTS_MAX + 5
 STORM_PROMPTS, STORM_ROUNDS = 8, 6
 STORM_SECONDS_MAX = 300.0
-"""However slow the machine is; a round of ten requests takes two seconds where it is quiet."""
+"""The storm ends then on any machine. A round takes two seconds where the machine is quiet."""
 PAUSE_SECONDS = 1.0
 ANSWER_SECONDS = 120.0
 SAMPLING: dict[str, dict[str, Any]] = {

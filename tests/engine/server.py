@@ -71,7 +71,7 @@ class Server:
             raise
         finally:
             self.log_path.write_bytes(output)
-        # What it says later goes into the log by itself.
+        # `cat` copies all later output into the log.
         copy = f"cat >> {self.log_path}"
         self._copier = subprocess.Popen(["sh", "-c", copy], stdin=self._process.stdout)
         self._process.stdout.close()

@@ -50,7 +50,7 @@ STEMS, STEM_CHUNKS = 12, 6
 PROBES, PROBE_CHUNKS = 3, 3
 PROBE_TOKENS = 8
 BATCH = 6
-"""Requests that run at once; a probe is one of them."""
+"""Requests that run at once, one of them a probe."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """In a tiny model, threads cost more by waiting for each other than they save."""
 ROUNDS_BEFORE = 3
@@ -58,7 +58,7 @@ CONNECTIONS = 3
 WARM_UP_SHARE = 0.5
 SAMPLES_MIN = 9
 OVERWRITTEN_MIN = 2.0
-"""How often, at least, the whole arena must have been written."""
+"""The least number of times that the whole arena must have been written."""
 ENGINE_GROWTH_KB = 48 << 10
 DAEMON_GROWTH_KB = 1 << 10
 """The median of the last third may be above that of the first by so much.

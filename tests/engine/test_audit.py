@@ -16,7 +16,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 STORED_TOKENS = 768
-"""Of the prompt; a multiple of the chunk of each model on every processor."""
+"""Tokens of the prompt that are stored: whole chunks of each model on every processor."""
 HAS_AVX512 = torch.cpu._is_avx512_supported() and CPU_ENV not in os.environ
 STATE_TOKENS = 256 if HAS_AVX512 else 128
 STATES = (
@@ -24,7 +24,7 @@ STATES = (
     f"--max-num-batched-tokens={STATE_TOKENS}",
     "--max-num-seqs=16",
 )
-"""With them a state stands at the end of each chunk."""
+"""vLLM's arguments by which a state stands at the end of each chunk."""
 ARGUMENTS = {"qwen3next": STATES}
 TEXT = prompt(1, STORED_TOKENS + 20)
 EXTRA: dict[str, object] = {"audit": "on", "weights_identity": "mine", "load_policy": "always"}

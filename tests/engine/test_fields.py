@@ -54,12 +54,12 @@ tables_are_exact = since_vllm(
     32, "the tables are those of 0.32; a field that they lack is a part of the identity"
 )
 Found = dict[str, dict[str, Any]]
-"""What `tests.engine.fields.probe` says of each engine, by its name."""
+"""The answers of `tests.engine.fields.probe`, by the engine's name."""
 _READ = re.compile(
     r"""(?:getenv|environ\.get|environ\.setdefault)\(\s*["'](\w+)["']"""
     r"""|os\.environ\[\s*["'](\w+)["']\s*\](?!\s*=[^=])|["'](\w+)["'] (?:not )?in os\.environ"""
 )
-"""Where a Python file reads an environment variable."""
+"""Matches where a Python file reads an environment variable."""
 
 
 @functools.cache

@@ -27,7 +27,7 @@ class Answer(NamedTuple):
     """The log-probability of each token."""
     cached: int
     objects: float
-    """Those of the daemon, after the request."""
+    """The daemon's objects after the request."""
 
 
 def answers(socket_path: str, way: str, directory: Path, *, own_process: bool) -> dict[str, Answer]:

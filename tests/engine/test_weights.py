@@ -174,7 +174,7 @@ class Trained(NamedTuple):
     """The answer to a request of an engine in a process of its own."""
 
     tokens: list[int]
-    fresh: list[int]  # What the engine computes itself at that time.
+    fresh: list[int]  # The tokens that the engine itself computes at that time.
     cached: int  # Tokens that were not computed.
 
 

@@ -162,7 +162,7 @@ class FaultyFs:
     def __exit__(self, *exc: object) -> None:
         self.end()
 
-    # What a test says
+    # Commands of a test
 
     def hang(self, *ops: Op) -> None:
         """Answer these requests no more. Without any, answer no request at all."""

@@ -54,10 +54,10 @@ BOUND_BYTES = 768 << 10
 SIZES = [part_bytes(GEOMETRY, group, 0) for group in GEOMETRY.groups]
 PROMPTS = 20
 CHUNKS = 2
-"""Of each prompt: all together are more than the arena or, encoded too, the bound has room for."""
+"""Chunks of a prompt. All prompts together are more than the arena has room for, or the bound."""
 NAMES = [name for prompt in range(PROMPTS) for name in hashes(prompt, CHUNKS)]
 CODECS = ("none", "none", "zplanes", "zplanes")
-"""Of one daemon after the other: each is followed by one that reads what it wrote."""
+"""The codecs of one daemon after the other. Each reads what the last one wrote."""
 
 CORE = (
     *("store/store.py", "store/extents.py", "store/index.py", "store/eviction.py"),
@@ -71,7 +71,7 @@ NUMBERS_MAX = {"core line": 15000, "tier line": 6000, "write": 60, "moment": 400
 START_LINES_MAX = 2500
 
 STEPS = {"store": 6, "lookup": 4, "reserve": 3, "commit": 6, "free": 1, "clear": 0.05}
-"""What a client does, and how often."""
+"""The steps of a client, with their weights."""
 STEPS_MAX = 1000
 KEPT_MAX = 12
 LEASES_MAX = 2
@@ -118,7 +118,7 @@ class Kill(NamedTuple):
     """The end of a daemon: at a line, in a write, or a moment after it began to serve."""
 
     kind: str
-    number: int  # Of the line or write, counted from 1; of a moment its milliseconds.
+    number: int  # Of the line or write, counted from 1, or a moment's milliseconds.
 
 
 NEVER = Kill("none", 0)

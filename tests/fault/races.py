@@ -68,7 +68,7 @@ from tests.waiting import DEADLINE_SECONDS
 
 SECONDS = 5.0
 PROCESSES = 4
-PR_SET_PDEATHSIG = 1  # Of prctl(2): the signal that comes when the parent ends.
+PR_SET_PDEATHSIG = 1  # prctl(2) sets the signal that comes when the parent ends.
 RAM = "1MiB"
 PROMPTS = 8
 CHUNKS = 4

@@ -30,7 +30,7 @@ from tests.programs.daemon.holder import GEOMETRY, PART, SLOTS, engine_hello
 from tests.waiting import DEADLINE_SECONDS, until
 
 BUSY_SHARE = 0.25
-"""Of a processor; a loop that spins takes all of one."""
+"""The most that an idle daemon takes of a processor. A loop that spins takes all of one."""
 WATCHED_SECONDS = 1.0
 CONNECTIONS = 3
 WAITING = 4

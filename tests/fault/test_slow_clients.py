@@ -37,7 +37,7 @@ from tests.waiting import DEADLINE_SECONDS
 pytestmark = pytest.mark.soak
 
 SLOWEST_SECONDS = 5.0
-"""A lookup's generous bound on a busy machine; alone it takes about a tenth of a millisecond."""
+"""The longest lookup on a busy machine. Alone it takes about a tenth of a millisecond."""
 USUAL_SECONDS = 1.0
 """A bound of the median, which does not hang on what else the machine does."""
 LOOKUPS = 40

@@ -52,7 +52,7 @@ WAIT_MS = 400
 LONG_MS = 10_000
 """The patience of a lookup that will get it."""
 SLACK_SECONDS = DEADLINE_SECONDS
-"""For an answer on a busy machine; alone it takes a millisecond, and a hang has no end."""
+"""More time for an answer on a busy machine. Alone it takes a millisecond."""
 TIMEOUT = "timeout=0.5"
 
 

@@ -238,7 +238,7 @@ class Liar:
             lambda peer: Stats(self._id()),
             lambda peer: ListEngines(self._id()),
         ]
-        """Messages that workers and control connections may send; most others are refused there."""
+        """Messages that workers and control connections may send. Most others are refused there."""
         makers: dict[Callable[[Peer], Request], float] = {
             self._hello: 1,
             self._lookup: 20,

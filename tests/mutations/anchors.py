@@ -23,7 +23,7 @@ class Place:
 
     module: str
     name: str
-    """The qualified name within the module; "" is the module as a whole."""
+    """The qualified name within the module, or "" for the module as a whole."""
     path: Path
     """The file of the module, below the package."""
     node: ast.AST

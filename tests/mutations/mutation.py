@@ -9,7 +9,7 @@ from tests.mutations.matching import MutatedFile, mutated
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "hybridkv"
 COMMANDS = ("tests.simulation", "tests.daemonsim", "tests.devicesim", "ruff", "importlinter.cli")
-"""Modules that a command may begin with; every other test is a pytest node id."""
+"""Modules that a command may begin with. Every other test is a pytest node id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Mutation:
     fault: str
     """The fault in a line."""
     anchor: str
-    """The function, class or constant that is changed; see anchors.py for its form."""
+    """The function, class or constant that is changed. anchors.py has the form."""
     old: str
-    """Matches at one place of the anchor; "" is the beginning of its body."""
+    """The text that matches at one place of the anchor, or "" for the beginning of its body."""
     new: str
     requirements: tuple[str, ...]
     tests: tuple[str, ...]

@@ -84,7 +84,7 @@ ENGINES = (
     ),
 )
 STRANGERS = 0.12
-"""Of the requests, those that nobody repeats."""
+"""The share of requests that nobody repeats."""
 PREFILL = 8_000
 """Tokens per second that the engines claim to compute."""
 WAVE_SECONDS = 150.0

@@ -33,9 +33,9 @@ class Shape:
     is_async: bool = False
     """Asynchronous scheduling: vLLM plans a step before it has the results of the last one."""
     staging: float | None = None
-    """Room in each worker's staging, in objects of the largest size; None = no bound."""
+    """Room in each worker's staging, in objects of the largest size, or None for no bound."""
     device: int | None = None
-    """The seed of a simulated device that copies the blocks; None = the processor copies them."""
+    """The seed of a simulated device that copies the blocks, or None for the processor."""
     drafts: int = 0  # Tokens that the layout's drafter proposes in a step.
     match_unit: int | None = None  # vLLM's prefix_match_unit, which divides a block.
     drafter_tokens_max: int | None = None  # The draft model's max_model_len; None = the target's.

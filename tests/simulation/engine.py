@@ -94,7 +94,7 @@ class Saboteur:
         """Errors that hooks raised and that this saboteur did not make."""
         self.guard = connector._guard
         self._hook_thread = 0
-        """The thread that is in a hook; 0 = none. Copies that a thread ends are no hook's."""
+        """The thread that is in a hook, or 0. Copies that another thread ends belong to no hook."""
         self._undo: Callable[[], None] = lambda: None
         self.guard._clock, self.guard._began = CLOCK.monotonic, CLOCK.now
         run = self.guard.run
@@ -146,7 +146,7 @@ class Chance:
     sheds_store: Callable[[], bool]
     """Draws whether a store finds no room in the worker."""
     repeat_delay: Callable[[], int]
-    """Draws after how many steps a report reaches the connector once more; 0 = never."""
+    """Draws after how many steps a report reaches the connector once more, or 0 for never."""
     on_step_planned: Callable[[], None]
     """Called between the scheduler's plan of a step and the workers' run of it."""
 

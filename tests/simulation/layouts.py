@@ -31,7 +31,7 @@ _FIELDS = {field.name for field in dataclasses.fields(MLAAttentionSpec)}
 # vLLM 0.30 has no such field, and each rank keeps bytes of its own.
 SAME_ON_ALL_RANKS = {"max_tp_shards": 1} if "max_tp_shards" in _FIELDS else {}
 KNOWS_DRAFT_LAYERS = "is_draft" in _FIELDS
-"""Whether vLLM marks the groups that have a drafter's layer; before 0.33 it went by positions."""
+"""Whether vLLM marks the groups that have a drafter's layer. Before 0.33 it counted positions."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Placement:
     """The order of blocks, heads and layers in memory."""
 
     layout: KVCacheLayout
-    heads: int  # Of the attention layers that are not MLA.
+    heads: int  # Heads of the attention layers that are not MLA.
     split: bool  # Whether blocks are registered in halves, as for kernels that take small blocks.
 
 
@@ -117,7 +117,7 @@ class Layout:
     name: str
     members: tuple[Member, ...]
     weight: int = 4
-    """How often it is drawn, among all layouts."""
+    """The layout is drawn in proportion to its weight."""
     drafting: Drafting | None = None
 
     @property
@@ -437,6 +437,7 @@ LAYOUTS = {
         ),
     )
 }
-"""By name. `_small` ones are scaled; the seven before those that draft keep a model's hard parts,
-not its numbers. In "marked" and "apart" vLLM knows the drafter's group, in "mismarked" vLLM 0.32
-takes another one for it, and in "bare" the drafter reads the target's layers alone."""
+"""Layouts by name. Those with `_small` are scaled. The seven before those that draft keep the hard
+parts of a model, not its numbers. In "marked" and "apart" vLLM knows the drafter's group. In
+"mismarked" vLLM 0.32 takes another group for it. In "bare" the drafter reads the target's layers
+alone."""

@@ -32,7 +32,7 @@ class Router:
     def __init__(self) -> None:
         self.media: dict[str, dict[ExternalBlockHash, AnnouncedBlock]] = {"CPU": {}, "STORAGE": {}}
         self.was_cleared = False
-        """vLLM clears all media at once; a later event may then follow an unknown block."""
+        """True once vLLM cleared all media. A later event may then follow an unknown block."""
         self.counts: Counter[str] = Counter()
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:

@@ -34,7 +34,7 @@ NAMES = (
 CHUNKS = 4
 STEPS_MAX = 500
 LIE = 5
-"""The salt of a liar's bytes; the digest of its weights is that of salt 0."""
+"""The salt of a liar's bytes. The digest of its weights is that of salt 0."""
 
 
 @pytest.fixture(scope="module")

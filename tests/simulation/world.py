@@ -40,7 +40,7 @@ from tests.waiting import DEADLINE_SECONDS
 STEPS_MAX = 4000
 FAULTS_UNTIL = STEPS_MAX // 2
 """Most seeds take a hundred steps. Weight updates preempt all requests, and may keep them from
-ending before this step; afterwards the requests must end."""
+ending before this step. Afterwards the requests must end."""
 FAULTS = (
     "reset",
     "flush",
@@ -57,16 +57,16 @@ FAULTS = (
     "shed",
 )
 FAULT_RATE = 0.3
-"""How often a seed has each of the faults at all, so that seeds differ."""
+"""The share of seeds that have a fault at all, for each fault, so that seeds differ."""
 KILL_RATE = 0.05
 """A daemon takes a third of a second to start, so few seeds kill it."""
 HOOKS_RATE = 0.25
-"""How many seeds break hooks; FAULTS_MAX of them switch a role off."""
+"""The share of seeds that break hooks. FAULTS_MAX faults switch a role off."""
 TAILS_RATE = 0.6
-"""How many seeds of layouts that can have hits inside a block have them."""
+"""The share of seeds with hits inside a block, where the layout can have them."""
 STUCK_STEPS = 500
 SALTS = (0, 3, 5)
-"""What the bytes of an engine depend on, as its weights say; 0 at the start."""
+"""The salts of an engine's weights, on which its bytes depend. 0 is the first."""
 VOCABULARY = range(2, 2000)
 
 
@@ -87,13 +87,13 @@ class Draw:
     lag: int
     """Steps by which the workers' reports come late."""
     hooks: random.Random
-    """Draws faults of hooks where `hook_rate` is above 0; no other draw depends on it."""
+    """Draws faults of hooks where `hook_rate` is above 0. No other draw depends on it."""
     hook_rate: float
     """Faults of hooks in each step."""
     hook_faults: int
     """How many faults of hooks switch a role off."""
     turns: random.Random | None
-    """Draws next turns of prompts, and nothing else; None = hits end at whole blocks."""
+    """Draws next turns of prompts alone. None = hits end at whole blocks."""
 
 
 def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:

@@ -23,7 +23,7 @@ class Clause(NamedTuple):
     function: str
     """The qualified name of the function around it, without the module."""
     text: str
-    """As in `suppress(OSError)` or `except Exception`."""
+    """The clause itself, as `suppress(OSError)` or `except Exception`."""
     raises: bool
     """The clause has a `raise`, perhaps under a condition."""
 

@@ -54,7 +54,7 @@ MAX_TOKENS = 6
 TURN_TOKENS = 100  # New in a second turn.
 WRONG_BITS = 0x41
 Answer = Mapping[str, Any]
-"""What hybridkv.lab.runner says of a request."""
+"""The answer of hybridkv.lab.runner to a request."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Arms:
         second = [*first, *prompt(3, TURN_TOKENS)]
         self._answer(first)
         own = self._answer(second)
-        # Of the second turn nothing is left.
+        # Nothing is left of the second turn.
         with self._control() as control:
             control.clear()
         self._forget()
@@ -161,7 +161,7 @@ class Arms:
                 if header.namespace == namespace
             ]
         after = {place.header.parent_short: short_hash(place.header.chunk_hash) for place in stored}
-        name = 0  # Of what is before the first chunk.
+        name = 0  # The name before the first chunk.
         for _ in range(chunks):
             name = after[name]
         last = [place for place in stored if short_hash(place.header.chunk_hash) == name]
