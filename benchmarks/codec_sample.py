@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.f
 
 
 def keys_and_values(model: str, text: str, dtype: torch.dtype) -> list[bytes]:
-    """For each chunk of the text the bytes of all layers' keys and values."""
+    """Returns for each chunk of the text the bytes of all layers' keys and values."""
     tokens = AutoTokenizer.from_pretrained(model)(text, verbose=False)["input_ids"]
     bert, seen = AutoModel.from_pretrained(model).eval(), []
     for layer in bert.encoder.layer:
@@ -37,13 +37,13 @@ def keys_and_values(model: str, text: str, dtype: torch.dtype) -> list[bytes]:
         seen.clear()
         with torch.no_grad():
             bert(torch.tensor([tokens[start : start + CHUNK_TOKENS]]))
-        numbers = torch.cat([one.reshape(-1) for one in seen]).to(dtype)
+        numbers = torch.cat([tensor.reshape(-1) for tensor in seen]).to(dtype)
         chunks.append(numbers.view(torch.uint8).numpy().tobytes())
     return chunks
 
 
 def main() -> None:
-    """Write the objects."""
+    """Write the objects of one text to files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("directory")

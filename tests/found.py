@@ -25,7 +25,7 @@ class Found:
 
     @property
     def case(self) -> Case:
-        """What runs it."""
+        """The case that runs the seed."""
         return Case(self.program, self.seed, self.options)
 
 

@@ -38,7 +38,7 @@ LANE_SECONDS_MAX = 3600.0
 LEAVE_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
 FIRST_LANE = ("tests/engine", "tests/simulation", "tests/fault")
-"""About half of the time; the other lane takes all that is not named here."""
+"""These take about half of the time. The other lane runs all other tests."""
 PROGRAMS = {
     "promtool": "alert rules",
     "unshare": "other namespaces",
@@ -48,7 +48,7 @@ PROGRAMS = {
 
 
 class Skip(NamedTuple):
-    """A test that did not run here."""
+    """A test that was skipped, and why."""
 
     test: str
     reason: str
@@ -56,7 +56,7 @@ class Skip(NamedTuple):
 
 @dataclass
 class Lane:
-    """Commands that run one after the other, and what came of them."""
+    """Commands that run one after the other, and their results."""
 
     name: str
     commands: Sequence[Sequence[str]]
@@ -67,13 +67,13 @@ class Lane:
     seconds: float = 0.0
 
     def run(self, environment: Mapping[str, str], directory: Path) -> None:
-        """Every command, also after one that failed."""
+        """Run every command, also after one that failed."""
         started = time.monotonic()
         for command in self.commands:
             report = directory / f"{self.name}.xml"
             is_pytest = command[0] == "pytest"
             words = [*command, f"--junitxml={report}"] if is_pytest else command
-            status = self._run_one(words, environment)
+            status = self._run_command(words, environment)
             if is_pytest and report.exists():
                 self._read(report)
             elif status:
@@ -82,8 +82,8 @@ class Lane:
                 self.failed.append(f"{' '.join(command)} ended with status {status}")
         self.seconds = time.monotonic() - started
 
-    def _run_one(self, words: Sequence[str], environment: Mapping[str, str]) -> int:
-        """The exit status; what is printed goes on behind the lane's name."""
+    def _run_command(self, words: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Run a command and print its output with the lane's name. Returns its exit status."""
         print(f"{self.name}| + {' '.join(words)}", flush=True)
         process = subprocess.Popen(
             ending_with_parent(words),
@@ -116,9 +116,9 @@ class Lane:
 
 
 class Watch(threading.Thread):
-    """The memory that the processes of a run have taken at most, in bytes.
+    """Samples the most memory that the processes of a run take, in bytes.
 
-    That is what is theirs alone, and arenas: pages of files can be dropped at any time.
+    Pages of files can be dropped at any time, so it counts private memory and arenas.
     """
 
     def __init__(self, run: str, before: Set[Path]) -> None:
@@ -127,20 +127,20 @@ class Watch(threading.Thread):
         self._run, self._before, self._ended = run, before, threading.Event()
 
     def run(self) -> None:
-        """Look again and again."""
+        """Take a sample every SAMPLE_SECONDS."""
         while not self._ended.wait(SAMPLE_SECONDS):
             private = sum(_private_bytes(pid) for pid in processes_of(self._run))
             shared = sum(_file_bytes(path) for path in arenas() - self._before)
             self.peak_bytes = max(self.peak_bytes, private + shared)
 
     def end(self) -> None:
-        """No more looks."""
+        """Take no more samples."""
         self._ended.set()
         self.join()
 
 
 def processes_of(run: str) -> Iterator[int]:
-    """The processes of a run but this one."""
+    """Yields the processes of a run, without this one."""
     mark = f"{RUN_VARIABLE}={run}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -161,7 +161,7 @@ def _private_bytes(pid: int) -> int:
 
 
 def _file_bytes(path: Path) -> int:
-    """What a file takes; 0 where it is gone."""
+    """Returns the bytes that a file takes on its file system, or 0 where it is gone."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -169,12 +169,12 @@ def _file_bytes(path: Path) -> int:
 
 
 def arenas() -> set[Path]:
-    """Every arena of this machine, whoever has it."""
+    """Returns every arena of this machine, of any user."""
     return set(SHM_DIR.glob("hybridkv-*"))
 
 
 def left_behind(run: str) -> list[str]:
-    """The processes that a run has left after a while; they are ended here."""
+    """Kill the processes that a run leaves for LEAVE_SECONDS. Returns a line for each."""
     deadline = time.monotonic() + LEAVE_SECONDS
     while any(processes_of(run)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -192,7 +192,10 @@ def left_behind(run: str) -> list[str]:
 
 
 def look() -> str | None:
-    """Print what this machine has and lacks; a sentence where the gate cannot run on it."""
+    """Print what this machine has and lacks.
+
+    Returns a sentence where the gate cannot run on it, None elsewhere.
+    """
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(memory["MemAvailable"].split()[0]) << 10
     shm = shutil.disk_usage(SHM_DIR).free
@@ -217,7 +220,7 @@ def look() -> str | None:
 
 
 def lanes() -> list[Lane]:
-    """What is run; a directory that is new is in the second lane."""
+    """Returns the two lanes. A new directory of tests runs in the second."""
     pytest = ["pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not soak"]
     linters = (
         ["ruff", "check", "-q"],
@@ -233,7 +236,7 @@ def lanes() -> list[Lane]:
 
 
 def commit() -> str:
-    """What is checked out, and whether it has changes."""
+    """Returns the commit that is checked out, and whether files differ from it."""
 
     def git(*words: str) -> str:
         return subprocess.run(
@@ -245,7 +248,7 @@ def commit() -> str:
 
 
 def main() -> int:
-    """1 where something failed, 2 where the machine has no room."""
+    """Run the gate. Returns 1 where something failed, 2 where the machine has no room."""
     started = time.monotonic()
     if refusal := look():
         print(f"error: {refusal}", file=sys.stderr)

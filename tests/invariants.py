@@ -6,7 +6,7 @@ Every function raises AssertionError where the two differ.
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Sessions
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def check_daemon(daemon: Daemon) -> None:
-    """The store, the sessions, and the pins of everybody who reads or writes."""
+    """Check the store, the sessions, and the pins of every reader and writer."""
     check_store(daemon.store)
     pins, writing = check_sessions(daemon.sessions)
     pins.update(slot for lookup in daemon.promotion._lookups.values() for slot in lookup.held)
@@ -36,7 +36,10 @@ def check_daemon(daemon: Daemon) -> None:
 
 
 def check_demotion(demotion: Demotion, arena_bytes: int) -> list[Slot]:
-    """What is held for tiers: for each of them its share of the arena at most, or one object."""
+    """Check that each tier holds at most its share of the arena, or one object.
+
+    Returns the slots that are held for tiers.
+    """
     all_held: list[Slot] = []
     for tier, leaving in zip(demotion._tiers, demotion._leaving, strict=True):
         writing = (job.items for job in demotion._writing if job.tier == tier.number)
@@ -48,8 +51,17 @@ def check_demotion(demotion: Demotion, arena_bytes: int) -> list[Slot]:
     return all_held
 
 
-def check_sessions(sessions: Sessions) -> tuple[Counter[Slot], set[Slot]]:
-    """(pins by leases, slots being written), as the books of all sessions say."""
+class SessionSlots(NamedTuple):
+    """The slots that sessions hold."""
+
+    pins: Counter[Slot]
+    """How many leases keep each slot."""
+    writing: set[Slot]
+    """The slots that are being written."""
+
+
+def check_sessions(sessions: Sessions) -> SessionSlots:
+    """Check the books of all sessions; returns the slots that they hold."""
     pins: Counter[Slot] = Counter()
     writing: list[Slot] = []
     for session in sessions.all:
@@ -59,11 +71,11 @@ def check_sessions(sessions: Sessions) -> tuple[Counter[Slot], set[Slot]]:
         writing += own
     writing += chain.from_iterable(sessions.held.values())
     assert len(set(writing)) == len(writing), "a slot has one writer"
-    return pins, set(writing)
+    return SessionSlots(pins, set(writing))
 
 
 def check_store(store: Store) -> None:
-    """Every counter, the tiling of the arena, the index, and the order of eviction."""
+    """Check every counter, the tiling of the arena, the index, and the order of eviction."""
     _check_slots(store)
     entries = {slot: slot.entry for slot in store.slots.values() if slot.entry is not None}
     namespaces = {entry.namespace for entry in entries.values()}
@@ -79,9 +91,9 @@ def check_store(store: Store) -> None:
 
 def _check_slots(store: Store) -> None:
     slots = store.slots.values()
-    taken = sorted((slot.offset, slot.size_bytes) for slot in slots)
-    check_extents(store.extents, taken)
-    assert list(store.trailer.slots()) == taken
+    extents_taken = sorted((slot.offset, slot.size_bytes) for slot in slots)
+    check_extents(store.extents, extents_taken)
+    assert list(store.trailer.slots()) == extents_taken
     assert [*store.slots] == [slot.offset for slot in slots]
     assert store._by_end == {slot.offset + slot.size_bytes: slot for slot in slots}
     held, states = Counter[SlotState](), Counter(slot.state for slot in slots)
@@ -118,7 +130,7 @@ def _check_entry(entry: IndexEntry, children: int) -> None:
 def check_queue(
     queue: EvictionQueue[T], may_go: Callable[[T], bool], wanted: Collection[T]
 ) -> None:
-    """The items are `wanted`, what may go is offered, and counts agree."""
+    """Check that the items are `wanted`, that what may go is offered, and all counts."""
     assert queue._items.keys() == set(wanted)
     offered = {entry for heap in queue._heaps for _, entry, _ in heap}
     for item, queued in queue._items.items():
@@ -130,12 +142,12 @@ def check_queue(
     assert sum(queue._ghosts.values()) == queue._ghost_bytes <= queue._bound_bytes
 
 
-def check_extents(extents: Extents, taken: Iterable[tuple[int, int]]) -> None:
-    """Every count, from the (offset, size) that are taken."""
+def check_extents(extents: Extents, extents_taken: Iterable[tuple[int, int]]) -> None:
+    """Check every count against the extents that are taken."""
     free = free_runs(extents)
     assert all(offset not in extents._start_of_end for offset in extents._size_at), "runs touch"
     end = 0
-    for offset, size in sorted([*taken, *free]):
+    for offset, size in sorted([*extents_taken, *free]):
         assert offset == end, "what is taken and free runs must tile the arena"
         assert size > 0
         assert offset % SLOT_ALIGN == 0 == size % SLOT_ALIGN
@@ -146,13 +158,20 @@ def check_extents(extents: Extents, taken: Iterable[tuple[int, int]]) -> None:
     assert extents._start_of_end == {offset + size: offset for offset, size in free}
 
 
-def free_runs(extents: Extents) -> list[tuple[int, int]]:
-    """The (offset, size) of every free run, by offset."""
-    return sorted(extents._size_at.items())
+class FreeRun(NamedTuple):
+    """A run of free bytes of an arena."""
+
+    offset: int
+    size: int
+
+
+def free_runs(extents: Extents) -> list[FreeRun]:
+    """Returns every free run, by offset."""
+    return [FreeRun(offset, size) for offset, size in sorted(extents._size_at.items())]
 
 
 def check_disk(tier: DiskTier) -> None:
-    """The index and the files of a directory tier that nobody uses meanwhile."""
+    """Check the index against the files of a directory tier that nobody uses meanwhile."""
     index = tier._index
     with index.lock:
         _check_files(index)
@@ -165,8 +184,8 @@ def check_disk(tier: DiskTier) -> None:
 def _check_files(index: FileIndex) -> None:
     ours = index.ours.values()
     check_queue(index._order, index._may_go, index.ours)
-    taken = sum(file.taken_bytes for file in ours) + sum(index._strays.values())
-    assert taken == index._taken_bytes <= index.max_bytes
+    taken_bytes = sum(file.taken_bytes for file in ours) + sum(index._strays.values())
+    assert taken_bytes == index._taken_bytes <= index.max_bytes
     assert not index.writing_bytes
     assert not index.ours.keys() & index.others.keys()
     assert index._doubled <= index.ours.keys() | index.others.keys()

@@ -34,7 +34,7 @@ BLOCKS = 9
 
 @dataclass(frozen=True)
 class KVMemory:
-    """What one rank of an engine has for its KV cache."""
+    """One rank's memory for its KV cache."""
 
     config: KVCacheConfig
     buffer: torch.Tensor  # All bytes of all layers: int8.
@@ -58,17 +58,21 @@ class Cache:
     kernel_tokens: int | None = None  # Tokens in a block of the attention kernels.
 
     def memory(self, device: str = "cpu", blocks: int = BLOCKS) -> KVMemory:
-        """Such a cache with random bytes in all of it, padding too."""
+        """Returns the memory of such a cache, with random bytes in all of it, padding too."""
         layout, vllm_config = KVCacheLayout[self.layout], VllmConfig()
         register_all_kvcache_specs(vllm_config)
         vllm_config.cache_config.kv_cache_layout = self.layout
         vllm_config.cache_config.num_gpu_blocks_override = blocks
         groups = planning().get_kv_cache_groups(vllm_config, dict(self.specs))
         config = planning().get_kv_cache_config_from_groups(vllm_config, groups, 0)
-        vllm_config.cache_config.block_size = min(one.kv_cache_spec.block_size for one in groups)
-        made = kv_cache_utils.generate_scheduler_kv_cache_config([config])
-        sizes = kv_cache_utils.resolve_kv_cache_block_sizes(made, vllm_config)
-        alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(made, vllm_config, *sizes)
+        vllm_config.cache_config.block_size = min(
+            group.kv_cache_spec.block_size for group in groups
+        )
+        scheduler_config = kv_cache_utils.generate_scheduler_kv_cache_config([config])
+        sizes = kv_cache_utils.resolve_kv_cache_block_sizes(scheduler_config, vllm_config)
+        alignment = kv_cache_utils.resolve_cache_hit_alignment_tokens(
+            scheduler_config, vllm_config, *sizes
+        )
         config.hash_block_size, config.cache_hit_alignment_tokens = sizes[1], alignment
         kernels = [
             self.kernel_tokens
@@ -82,22 +86,24 @@ class Cache:
         buffer.copy_(torch.frombuffer(bytearray(os.urandom(len(buffer))), dtype=torch.int8))
         views = block_views(config, tensors)
         names = [group.layer_names for group in config.kv_cache_groups]
-        return KVMemory(config, buffer, [[views[name] for name in some] for some in names], views)
+        return KVMemory(
+            config, buffer, [[views[name] for name in layer_names] for layer_names in names], views
+        )
 
 
 def layers(name: str, spec: KVCacheSpec, count: int) -> dict[str, KVCacheSpec]:
     return {f"{name}.{number}": spec for number in range(count)}
 
 
-def full(heads: int, tokens: int, head_size: int, **more: Any) -> FullAttentionSpec:
+def full(heads: int, tokens: int, head_size: int, **fields: Any) -> FullAttentionSpec:
     """Keys and values of 16-bit numbers."""
     return FullAttentionSpec(
-        block_size=tokens, num_kv_heads=heads, head_size=head_size, dtype=torch.int16, **more
+        block_size=tokens, num_kv_heads=heads, head_size=head_size, dtype=torch.int16, **fields
     )
 
 
 def sliding(heads: int, tokens: int, head_size: int) -> SlidingWindowSpec:
-    """The same for a window of 64 tokens."""
+    """A sliding window of 64 tokens, with keys and values of 16-bit numbers."""
     of = full(heads, tokens, head_size)
     return SlidingWindowSpec(
         block_size=tokens,
@@ -108,14 +114,16 @@ def sliding(heads: int, tokens: int, head_size: int) -> SlidingWindowSpec:
     )
 
 
-def latent(tokens: int, size: int, dtype: torch.dtype, **more: Any) -> MLAAttentionSpec:
+def latent(tokens: int, size: int, dtype: torch.dtype, **fields: Any) -> MLAAttentionSpec:
     """MLA: one vector of `size` numbers for each token."""
     return MLAAttentionSpec(
-        block_size=tokens, num_kv_heads=1, head_size=size, dtype=dtype, max_tp_shards=1, **more
+        block_size=tokens, num_kv_heads=1, head_size=size, dtype=dtype, max_tp_shards=1, **fields
     )
 
 
-def latent_window(tokens: int, size: int, dtype: torch.dtype, **more: Any) -> SlidingWindowMLASpec:
+def latent_window(
+    tokens: int, size: int, dtype: torch.dtype, **fields: Any
+) -> SlidingWindowMLASpec:
     """DeepSeek-V4's windows and the states of its compressors."""
     return SlidingWindowMLASpec(
         block_size=tokens,
@@ -125,7 +133,7 @@ def latent_window(tokens: int, size: int, dtype: torch.dtype, **more: Any) -> Sl
         max_tp_shards=1,
         sliding_window=128,
         alignment=576,
-        **more,
+        **fields,
     )
 
 
@@ -211,4 +219,4 @@ CACHES = {
         | layers("c", latent(1, 331, torch.uint8, alignment=8), 1),
     ),
 }
-"""By what is special in them."""
+"""Caches by what is special in each."""

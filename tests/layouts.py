@@ -15,8 +15,11 @@ def make(
     ranks: int = 1,
     replicated: tuple[int, ...] = (),
 ) -> Geometry:
-    """A geometry from (kind, tokens per block, window); its layers have 96 and 32 bytes a token."""
-    made = tuple(
+    """Returns a geometry of groups (kind, tokens per block, window).
+
+    A layer of attention has 96 or 32 bytes a token, and a state 512 or 64 bytes.
+    """
+    all_groups = tuple(
         Group(
             gid,
             kind,
@@ -28,7 +31,11 @@ def make(
         for gid, (kind, block, window) in enumerate(groups)
     )
     return Geometry(
-        made, chunk or derive_chunk_tokens(made, alignment, hashing), alignment, hashing, ranks
+        all_groups,
+        chunk or derive_chunk_tokens(all_groups, alignment, hashing),
+        alignment,
+        hashing,
+        ranks,
     )
 
 

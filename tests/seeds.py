@@ -29,12 +29,12 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 Options = Mapping[str, str]
 """Names and values of a program's own command-line options."""
 RunSeed = Callable[[int, Options], Mapping[str, int]]
-"""Runs a seed and returns its counts; what it raises fails the seed."""
+"""Runs a seed and returns its counts. An exception fails the seed."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the module of a program has as PROGRAM."""
+    """A random program: the module that has it as PROGRAM runs seeds."""
 
     name: str  # `python -m NAME` runs it.
     open: Callable[[], AbstractContextManager[RunSeed]]  # Once in each process.
@@ -43,7 +43,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Case:
-    """One bounded piece of work."""
+    """A seed of a program, with options."""
 
     program: str
     seed: int
@@ -51,14 +51,14 @@ class Case:
 
     @property
     def command(self) -> str:
-        """What repeats it."""
+        """The command line that repeats the case."""
         given = "".join(f" --{name} {value}" for name, value in self.options.items())
         return f"python -m {self.program} --seeds {self.seed}{given}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case."""
+    """The counts of a case, or why it did not pass."""
 
     case: Case
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """A seed that failed, for a program to read."""
+    """A seed that failed, as the last line of a program says it."""
 
     command: str
     seed: int
@@ -79,7 +79,7 @@ class Failure:
 class Result:
     """The sum of outcomes. A case that was killed has neither passed nor failed."""
 
-    seeds: int = 0  # Those that passed or failed.
+    seeds: int = 0  # Seeds that passed or failed.
     failed: int = 0
     killed: int = 0
     failures: list[Failure] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Result:
 
 
 def outcomes(cases: Iterable[Case], jobs: int = 1) -> Generator[Outcome, None, None]:
-    """Run cases of one program in `jobs` processes, each next case where one is free."""
+    """Run cases of one program in `jobs` processes. Yields the outcome of each as it ends."""
     waiting = iter(cases)
     workers = [_Worker(case) for case in itertools.islice(waiting, jobs)]
     try:
@@ -122,7 +122,10 @@ def outcomes(cases: Iterable[Case], jobs: int = 1) -> Generator[Outcome, None, N
 
 
 def passed(cases: Iterable[Case]) -> Counter[str]:
-    """The counts of cases, run one after the other; AssertionError where one does not pass."""
+    """Run cases one after the other. Returns their counts.
+
+    Raises AssertionError where one does not pass.
+    """
     result = Result()
     for outcome in outcomes(cases):
         result.add(outcome)
@@ -146,14 +149,17 @@ class _Worker:
         self.give(case)
 
     def give(self, case: Case | None) -> None:
-        """The next case; None = there is none, and the process ends."""
+        """Give the process its next case, or None to end it."""
         self.case = case
         self._last = case or self._last
         with suppress(BrokenPipeError):
             self.connection.send(case)
 
     def outcome(self) -> Outcome | None:
-        """Of its case, or of its end; None where it ended as it was told to."""
+        """Returns the outcome of the case, or of the process's end.
+
+        Returns None where the process ended because there was no next case.
+        """
         with suppress(EOFError, ConnectionResetError):
             outcome = self.connection.recv()
             assert isinstance(outcome, Outcome)
@@ -166,7 +172,7 @@ class _Worker:
         return Outcome(self._last, {}, f"the process ended with {status}", is_killed)
 
     def end(self) -> None:
-        """Wait for the end of the case that it is at, and of the process."""
+        """Wait for the end of the present case, and of the process."""
         self.is_alive = False
         self.connection.close()
         self._process.join(END_SECONDS)
@@ -175,7 +181,7 @@ class _Worker:
 
 
 def _work(name: str, connection: Connection) -> None:
-    """In the process of a worker."""
+    """Run the cases that come over `connection`, in the process of a worker."""
     # A process uses one core, and may be forked.
     os.environ.update(ONE_THREAD)
     program: Program = runpy.run_module(name)["PROGRAM"]
@@ -196,7 +202,10 @@ def _work(name: str, connection: Connection) -> None:
 
 
 def main(program: Program, description: str | None) -> int:
-    """Run the command line; 1 = a seed failed, 137 = none did and a process was killed."""
+    """Run the command line.
+
+    Returns 1 where a seed failed, and 137 where none did and a process was killed.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {program.name}", description=description)
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--seeds", type=_seeds, help="A:B, one seed, or fresh:COUNT")

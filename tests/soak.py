@@ -39,20 +39,20 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 @dataclass(frozen=True)
 class Command:
-    """Something that is run, and what it is run with beside the environment."""
+    """A command line, and the variables that it gets beside the environment."""
 
     words: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """As a shell takes it."""
+        """The command as one types it in a shell."""
         return " ".join(
             [*(f"{name}={value}" for name, value in self.variables.items()), *self.words]
         )
 
 
 class Finding(msgspec.Struct):
-    """A line of the findings."""
+    """A line of findings.jsonl: something that failed."""
 
     section: str
     command: str
@@ -64,14 +64,14 @@ class Finding(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """One seed of a random program that failed."""
+    """A seed that failed, as its program prints it."""
 
     command: str
     message: str = ""
 
 
 class Outcome(msgspec.Struct):
-    """What a random program prints as its last line, as far as it is used here."""
+    """The last line that a random program prints, as far as the soak reads it."""
 
     seeds: int = 0
     killed: int = 0
@@ -79,30 +79,30 @@ class Outcome(msgspec.Struct):
 
 
 class Ran(NamedTuple):
-    """A command that has ended."""
+    """The result of a command that has ended."""
 
     status: int
     output: str
 
     @property
     def was_killed(self) -> bool:
-        """Whether the system ended it, most likely for want of memory."""
+        """Whether the system ended the command, most likely for want of memory."""
         return self.status in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
     @property
     def failed(self) -> bool:
-        """Whether it found something."""
+        """Whether the command found something."""
         return self.status != 0 and not self.was_killed
 
     @property
     def last_line(self) -> str:
-        """What it printed last."""
+        """The last line that the command printed."""
         lines = self.output.strip().splitlines()
         return lines[-1] if lines else f"ended with status {self.status}"
 
 
 def run(command: Command) -> Ran:
-    """Run it to its end, at a low priority."""
+    """Run a command to its end, at a low priority."""
     words = ending_with_parent(["nice", "-n", str(NICENESS), *command.words])
     ran = subprocess.run(
         words,
@@ -125,7 +125,7 @@ class Seeds:
     module: str
 
     def run(self, soak: "Soak", name: str, minutes: float) -> None:
-        """All the time in one process."""
+        """Run the program for all of the time, in one process."""
         words = (sys.executable, "-m", self.module, f"--minutes={minutes:.2f}", "--keep-going")
         ran = run(Command(words))
         lines = [line for line in ran.output.splitlines() if line.startswith(RESULT)]
@@ -141,7 +141,7 @@ class Seeds:
 
 @dataclass(frozen=True)
 class Tests:
-    """A section of tests, one process each, which goes on where its last run stopped."""
+    """A section that runs one test after the other, and goes on where its last run stopped."""
 
     marked: str
     paths: tuple[str, ...]
@@ -150,22 +150,22 @@ class Tests:
     """Whether the tests draw other things than in the gate, and more of them."""
 
     def run(self, soak: "Soak", name: str, minutes: float) -> None:
-        """As many tests as the time lets begin, and one at least."""
+        """Run as many tests as the time lets begin, and one at least."""
         deadline = time.monotonic() + 60 * minutes
         while time.monotonic() < deadline and (test := soak.next_of(name, self.collected)):
-            variables, more = dict(self.variables), []
+            variables, options = dict(self.variables), []
             if self.is_drawn:
                 seed = random.SystemRandom().getrandbits(SEED_BITS)
                 variables |= {SEED_VARIABLE: str(seed), EXAMPLES_VARIABLE: str(EXAMPLES)}
-                more = [f"--hypothesis-seed={seed}"]
-            command = Command((*PYTEST, "-m", self.marked, *more, test), variables)
+                options = [f"--hypothesis-seed={seed}"]
+            command = Command((*PYTEST, "-m", self.marked, *options, test), variables)
             ran = run(command)
             if ran.failed:
                 soak.found(name, command, ran.last_line)
             soak.count(name, 1, ran.was_killed)
 
     def collected(self) -> list[str]:
-        """The names of its tests."""
+        """Returns the node ids of the section's tests."""
         words = (*PYTEST, "--collect-only", "-m", self.marked, *self.paths)
         lines = run(Command(words, self.variables)).output.splitlines()
         return [line for line in lines if line.startswith("tests/") and "::" in line]
@@ -173,10 +173,10 @@ class Tests:
 
 @dataclass(frozen=True)
 class Mutations:
-    """The section of known faults, which must be noticed, one after the other."""
+    """A section that puts in one known fault after the other. Tests must notice each."""
 
     def run(self, soak: "Soak", name: str, minutes: float) -> None:
-        """As many faults as the time lets begin."""
+        """Run as many faults as the time lets begin."""
         deadline = time.monotonic() + 60 * minutes
         while time.monotonic() < deadline and (fault := soak.next_of(name, self.named)):
             command = Command((sys.executable, "-m", "tests.mutations", fault))
@@ -186,14 +186,14 @@ class Mutations:
             soak.count(name, 1, ran.was_killed)
 
     def named(self) -> list[str]:
-        """Every fault."""
+        """Returns the names of all faults."""
         from tests.mutations.table import MUTATIONS
 
         return [mutation.name for mutation in MUTATIONS]
 
 
 class Section(NamedTuple):
-    """What is run, and its share of the time beside the others."""
+    """A program, and its share of the time."""
 
     program: Seeds | Tests | Mutations
     weight: float
@@ -215,7 +215,7 @@ SECTIONS = {
 
 
 class Soak:
-    """A run: what was found, what was counted, and where each section stopped."""
+    """The state of a run: findings, counts, and where each section stopped."""
 
     def __init__(self) -> None:
         DIRECTORY.mkdir(parents=True, exist_ok=True)
@@ -225,22 +225,32 @@ class Soak:
         self._left: dict[str, list[str]] = {}
 
     def found(self, section: str, command: Command, message: str) -> None:
-        """Try it again, and write it down."""
+        """Run the command of a finding again, and write the finding down."""
         repeats = sum(run(command).failed for _ in range(RETRIES))
         date = datetime.datetime.now().isoformat(timespec="seconds")
-        finding = Finding(section, str(command), commit(), date, message, repeats)
+        finding = Finding(
+            section=section,
+            command=str(command),
+            commit=commit(),
+            date=date,
+            message=message,
+            repeats=repeats,
+        )
         self.findings.append(finding)
         with FINDINGS.open("ab") as file:
             file.write(msgspec.json.encode(finding) + b"\n")
         print(f"FOUND ({repeats} of {RETRIES} again): {command}\n  {message}", flush=True)
 
     def count(self, section: str, amount: int, was_killed: bool = False) -> None:
-        """What has been run; what the system has killed counts neither way."""
+        """Count what has run. A run that the system killed is counted as killed alone."""
         self.killed[section] += was_killed
         self.ran[section] += 0 if was_killed else amount
 
     def next_of(self, section: str, names: Callable[[], list[str]]) -> str | None:
-        """The name after the one that was run last; all of them have their turn."""
+        """Returns the name after the one that ran last, so that every name has its turn.
+
+        Returns None once every name has run.
+        """
         last = DIRECTORY / f"{section}.last"
         if section not in self._left:
             every = names()
@@ -255,7 +265,7 @@ class Soak:
 
 
 def main() -> int:
-    """1 where something was found that failed again."""
+    """Run the sections. Returns 1 where a finding failed again."""
     parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--minutes", type=float, default=30.0, help="for all sections together")

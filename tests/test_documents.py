@@ -32,18 +32,18 @@ OF_THE_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 DOCUMENTS = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in OF_THE_ROOT)])
 README_LINES = 150
 _PLACE = re.compile(r"%[\d.]*[sdg]")
-"""Where a log line varies."""
+"""A place of a log line that varies."""
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 
 def prose(path: Path) -> str:
-    """A document without its code."""
+    """Returns a document without its code."""
     return _FENCE.sub("", path.read_text())
 
 
 def anchors(path: Path) -> set[str]:
-    """What a link may name behind the #: a heading as code hosts write it."""
+    """Returns what a link may name after its #: the headings as code hosts write them."""
     heads = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
@@ -103,7 +103,7 @@ def test_every_table_is_on_a_page() -> None:
 def test_a_setting_without_a_text_is_noticed() -> None:
     of_the_daemon = {"daemon", "daemon_options"}  # They have a table of their own.
     for settings in (Settings, MultiSettings):
-        assert {field.name for _, field, _ in documented(settings)} == {
+        assert {setting.field.name for setting in documented(settings)} == {
             field.name for field in fields(settings)
         } - of_the_daemon
     text = (DOCS / "configuration.md").read_text()
@@ -121,17 +121,17 @@ def test_a_setting_without_a_text_is_noticed() -> None:
 def test_options_of_tiers_are_those_that_they_take(
     kind: str, urls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: set[str] = set()
+    names_taken: set[str] = set()
     real = TierSpec.known_options
 
     def known(spec: TierSpec, *names: str, bounded_by: str = "") -> object:
-        taken.update(names)
+        names_taken.update(names)
         return real(spec, *names, bounded_by=bounded_by)
 
     monkeypatch.setattr(TierSpec, "known_options", known)
     for url in urls:
         make_tier(parse_tier(url, "tier"), "node").close()
-    assert taken == set(TIER_OPTIONS[kind])
+    assert names_taken == set(TIER_OPTIONS[kind])
 
 
 def test_options_of_all_tiers_are_those_that_they_take() -> None:
@@ -144,8 +144,8 @@ def test_options_of_all_tiers_are_those_that_they_take() -> None:
 
 
 def test_versions_of_formats_are_those_of_the_code() -> None:
-    said = re.findall(r"^\| (\w+) \| (\d+) \|", (DOCS / "operations.md").read_text(), re.MULTILINE)
-    assert {name: int(version) for name, version in said} == {
+    rows = re.findall(r"^\| (\w+) \| (\d+) \|", (DOCS / "operations.md").read_text(), re.MULTILINE)
+    assert {name: int(version) for name, version in rows} == {
         "protocol": PROTOCOL_VERSION,
         "arena": ARENA_VERSION,
         "slot": SLOT_VERSION,
@@ -180,7 +180,7 @@ def trees() -> tuple[ast.Module, ...]:
 
 @cache
 def texts() -> str:
-    """Every text in the code, a line each."""
+    """Returns every text in the code, a line each."""
     kinds = (ast.Constant, ast.JoinedStr, ast.BinOp)
     return "\n".join(
         re.sub(r"%[\d.]*[sdg]", "…", text_of(node))
@@ -191,20 +191,20 @@ def texts() -> str:
 
 
 def quoted() -> list[str]:
-    """The messages of the page."""
+    """Returns the messages that the page quotes."""
     page = (DOCS / "troubleshooting.md").read_text()
     cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
 
 
 def pieces(message: str) -> list[str]:
-    """What of a message is always the same. An error's two clauses stand apart in the code."""
+    """Returns the parts of a message that never change, such as both clauses of an error."""
     found = (piece.strip(" :,") for piece in re.split("…|; | works", message))
     return [piece for piece in found if len(piece) > 3]
 
 
 def said() -> Iterator[str]:
-    """What the code logs as a warning or an error, and the text of each decline."""
+    """Yields the code's warnings and errors of the log, and the text of each decline."""
     yield from DECLINES.values()
     for tree in trees():
         for node in ast.walk(tree):

@@ -17,7 +17,7 @@ assert HERE, f"no seed is for vLLM {VLLM}: is PINNED of tests/found.py another v
 
 @cache
 def ran(program: str) -> dict[int, Outcome]:
-    """What came of the seeds of a program, which run one after the other in one process."""
+    """Run the seeds of a program one after the other in one process. Returns the outcomes."""
     cases = [found.case for found in HERE if found.program == program]
     return {outcome.case.seed: outcome for outcome in outcomes(cases)}
 

@@ -16,12 +16,12 @@ NAME = "tests.test_seeds"
 
 @contextlib.contextmanager
 def opened() -> Iterator[RunSeed]:
-    """Counts where nothing else happens."""
+    """A program that only counts its seeds."""
     yield run_seed
 
 
 def run_seed(seed: int, options: Options) -> dict[str, int]:
-    """As the option `fate` says, where the seed is odd."""
+    """Do what the option `fate` says where the seed is odd."""
     fate = options.get("fate") if seed % 2 else None
     if fate == "fails":
         raise ValueError(f"of {seed}")

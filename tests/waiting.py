@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 DEADLINE_SECONDS = float(os.environ.get("HYBRIDKV_TEST_DEADLINE", "60"))
-"""The faults of tests.mutations make many tests wait for what never happens: it sets less."""
+"""tests.mutations sets less: with a fault, many tests wait for an event that never happens."""
 
 
 def until(happened: Callable[[], bool], what: str) -> None:
-    """Return when `happened()`; fails with `what` after DEADLINE_SECONDS."""
+    """Wait until `happened()`. Raises AssertionError with `what` after DEADLINE_SECONDS."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not happened():
         assert time.monotonic() < deadline, f"waited in vain for: {what}"

@@ -181,7 +181,7 @@ class Liars(Client):
         server = self.scene.system.server
         if server is not None and server.daemon.store.slots:
             slot = self.rng.choice(list(server.daemon.store.slots.values()))
-            self._liar.overhear(slot.offset, slot.generation)
+            self._liar.learn_slot(slot.offset, slot.generation)
         kind = self.rng.choice(self._kinds)
         line = self._lines.get(kind) or self._connect(kind)
         if line is not None:
@@ -210,7 +210,7 @@ class Liars(Client):
         line.flush()
         for reply in line.receive():
             line.is_greeting = False
-            self._liar.heard(line.peer, reply)
+            self._liar.on_reply(line.peer, reply)
             kind = reply.code if isinstance(reply, Error) else type(reply).__name__
             self.scene.counts[f"liar_heard_{kind}"] += 1
             self.scene.counts["liar_hits"] += isinstance(reply, Found) and reply.chunks > 0

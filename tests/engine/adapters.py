@@ -74,18 +74,18 @@ class Versions:
             write_adapter(directory / name, seed)
 
     def point_to(self, name: str) -> None:
-        """Exchange what the link names, at once, as a deployment does."""
+        """Exchange the directory that the link names, at once, as a deployment does."""
         fresh = self.directory / "fresh"
         fresh.symlink_to(self.directory / name)
         os.rename(fresh, self.link)
 
     def request(self, *, in_place: bool = False) -> LoRARequest:
-        """The adapter as clients name it."""
+        """Returns the adapter as clients name it."""
         return LoRARequest("a", 1, str(self.link), load_inplace=in_place)
 
 
 class Served:
-    """One engine; a context manager. It may be in a process of its own."""
+    """Runs one engine, as a context manager. It may be in a process of its own."""
 
     def __init__(self, name: str, socket_path: str, model: Path) -> None:
         self._name, self._requests = name, 0
@@ -111,7 +111,7 @@ class Served:
         gc.collect()
 
     def ask(self, what: str, lora: LoRARequest | None, number: int = 1) -> None:
-        """Answer a prompt, and print what came of it once all of it is stored."""
+        """Answer a prompt, and print the answer once all of it is stored."""
         output = self._answer(prompt(number, LENGTH), lora)
         self._settle()
         line: dict[str, object] = {
@@ -140,7 +140,7 @@ class Served:
         return outputs[-1]
 
     def _has_stored(self, objects: float) -> bool:
-        """Whether a prompt that nobody asked before makes the daemon's objects more."""
+        """Whether the daemon has more objects once a new prompt is answered."""
         self._answer(prompt(1000 + self._requests, LENGTH), None)
         self._settle()
         return self._objects() > objects
@@ -165,7 +165,7 @@ class Served:
 
 
 def exchanged(socket_path: str, versions: Versions) -> None:
-    """The directory is another one between `add_lora` and the first request."""
+    """Exchange the directory between `add_lora` and the first request."""
     for name, then in (("old", "new"), ("new", "new"), ("old", "old")):
         versions.point_to(name)
         with Served(f"{name}, then {then}", socket_path, versions.model) as served:
@@ -177,7 +177,7 @@ def exchanged(socket_path: str, versions: Versions) -> None:
 
 
 def replaced(socket_path: str, versions: Versions) -> None:
-    """Other weights are loaded under the name of the old ones, in each way that vLLM has."""
+    """Load other weights under the name of the old ones, in each way that vLLM has."""
     versions.point_to("old")
     with Served("one engine", socket_path, versions.model) as served:
         served.ask("old", versions.request())
@@ -222,7 +222,7 @@ WAYS = {"exchanged": exchanged, "replaced": replaced}
 
 
 def main() -> None:
-    """With the daemon at a socket, or without one."""
+    """Run one of WAYS, with the daemon at a socket or without one."""
     WAYS[sys.argv[3]](sys.argv[1], Versions(Path(sys.argv[2])))
 
 

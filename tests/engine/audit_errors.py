@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 """The engines of a model, by what is special of each, with vLLM's arguments."""
 OTHER_SEED = "other seed"
 FACTORS = (1.001, 1.01, 1.05, 1.2, 2.0)
-"""By which the weights of norms are multiplied in place."""
+"""Factors by which the weights of norms are multiplied in place."""
 PROMPTS, CHUNKS, MORE_TOKENS = 16, 3, 20
 Bytes = npt.NDArray[np.uint8]
 Objects = dict[str, Bytes]
@@ -42,14 +42,14 @@ Objects = dict[str, Bytes]
 
 @dataclass
 class Tally:
-    """The objects of one way and data type."""
+    """The errors and outcomes of the objects of one way and data type."""
 
     typical: list[float]
     high: list[float]
     outcomes: list[str]
 
     def line(self) -> dict[str, object]:
-        """Figures for people."""
+        """Returns the figures of the tally for people."""
 
         def spread(errors: Sequence[float]) -> list[float]:
             quantiles = np.quantile(errors, (0.5, 0.99, 1.0), method="higher")
@@ -69,7 +69,7 @@ class Tally:
 def compared(
     layers: Mapping[int, Any], bounds: Any, before: Objects, after: Objects
 ) -> dict[str, Tally]:
-    """The errors of objects that both have, by data type."""
+    """Returns by data type the errors of the objects that both have."""
     from hybridkv.connector.worker.difference import compare, errors_of, numbers_of
 
     tallies: dict[str, Tally] = {}
@@ -102,9 +102,9 @@ def compared(
 def audited(
     layers: Mapping[int, Any], bounds: Any, before: Objects, after: Objects
 ) -> dict[str, object]:
-    """What audits of these chunks come to, each over all groups, and the worst error by its bound.
+    """Returns how many audits of these chunks pass, and the worst error by its bound.
 
-    A recurrent group has an object of few chunks.
+    An audit is over all groups. A recurrent group has an object of few chunks.
     """
     from hybridkv.connector.worker.difference import compare
 
@@ -115,14 +115,22 @@ def audited(
         count = len(before[name]) // sum(layer.block_bytes for layer in numbers)
         verdict = compare(numbers, bounds, count, before[name], after[name])
         verdicts.setdefault(chunk, []).append(verdict)
-    passed = [all(one.outcome == "passed" for one in some) for some in verdicts.values()]
-    found = [one for some in verdicts.values() for one in some if one.error_max]
-    worst = max((one.error / one.error_max for one in found), default=0.0)
+    passed = [
+        all(verdict.outcome == "passed" for verdict in chunk_verdicts)
+        for chunk_verdicts in verdicts.values()
+    ]
+    found = [
+        verdict
+        for chunk_verdicts in verdicts.values()
+        for verdict in chunk_verdicts
+        if verdict.error_max
+    ]
+    worst = max((verdict.error / verdict.error_max for verdict in found), default=0.0)
     return {"audits": len(passed), "passed": sum(passed), "worst": float(f"{worst:.2g}")}
 
 
 class Running:
-    """One engine in this process, which is a fork."""
+    """An engine in this process, which is a fork."""
 
     def __init__(self, model: str, socket_path: str, arguments: Sequence[str]) -> None:
         from hybridkv.lab.runner import EngineRunner, make_engine
@@ -146,7 +154,7 @@ class Running:
         }
 
     def objects(self, prompts: Sequence[list[int]], together: int) -> Objects:
-        """What the engine stores of the prompts, `together` at a time."""
+        """Returns the objects that the engine stores of the prompts, `together` at a time."""
         from hybridkv.client.control import ControlClient
         from hybridkv.shm.arena import arena_seen, attach_arena
         from hybridkv.shm.slots import committed_slots, payload_offset
@@ -205,25 +213,32 @@ def _connector_of(worker: Any) -> Any:
     return get_kv_transfer_group()
 
 
-def arms(running: Running, way: str) -> Iterator[tuple[str, Objects]]:
-    """What is compared of one engine."""
+class Arm(NamedTuple):
+    """Objects that an engine stored, and the way in which it computed them."""
+
+    name: str
+    objects: Objects
+
+
+def arms(running: Running, way: str) -> Iterator[Arm]:
+    """Yields the arms of a model's engine: the objects that are compared."""
     from tests.engine.support import prompt
 
     prompts = [prompt(seed, CHUNKS * running.chunk + MORE_TOKENS) for seed in range(PROMPTS)]
-    yield f"{way}, alone", running.objects(prompts, 1)
+    yield Arm(f"{way}, alone", running.objects(prompts, 1))
     if way == OTHER_SEED:
         return
     for together in (5, PROMPTS):
-        yield f"{way}, {together} at once", running.objects(prompts, together)
+        yield Arm(f"{way}, {together} at once", running.objects(prompts, together))
     if way == "default":
         for factor in FACTORS:
             running.scale(factor)
-            yield f"norms x {factor}", running.objects(prompts, 1)
+            yield Arm(f"norms x {factor}", running.objects(prompts, 1))
             running.scale(1 / factor)
 
 
 def measure(model: str, way: str, directory: Path, socket_path: str) -> None:
-    """One engine: print a line for each arm and data type."""
+    """Run one engine, and print a line for each arm and data type."""
     from hybridkv.lab.models import WIDEN_SEED, bundled_environment
 
     named, (model, _, dtype_asked) = model, model.partition(":")
@@ -236,19 +251,18 @@ def measure(model: str, way: str, directory: Path, socket_path: str) -> None:
     running = Running(model, socket_path, (*WAYS[way], *asked))
     kept = directory / f"{named}.npz"
     processor = os.environ.get("HYBRIDKV_TEST_CPU", "default")
-    for arm, objects in arms(running, way):
+    for arm in arms(running, way):
         if not kept.exists():
-            arrays: dict[str, Any] = dict(objects)
+            arrays: dict[str, Any] = dict(arm.objects)
             np.savez(kept, **arrays)
             continue
         with np.load(kept) as loaded:
             before = {name: loaded[name] for name in loaded.files}
-        about = {"model": named, "processor": processor, "way": arm}
-        came_to = audited(running.layers, running.bounds, before, objects)
-        print(json.dumps({**about, **came_to}), flush=True)
-        for dtype, tally in sorted(
-            compared(running.layers, running.bounds, before, objects).items()
-        ):
+        about = {"model": named, "processor": processor, "way": arm.name}
+        audits = audited(running.layers, running.bounds, before, arm.objects)
+        print(json.dumps({**about, **audits}), flush=True)
+        tallies = compared(running.layers, running.bounds, before, arm.objects)
+        for dtype, tally in sorted(tallies.items()):
             print(json.dumps({**about, "dtype": dtype, **tally.line()}), flush=True)
 
 
@@ -261,7 +275,7 @@ def _fork(model: str, way: str, directory: Path, socket_path: str) -> None:
 
 
 def main() -> None:
-    """All models, or those that are named."""
+    """Measure all models, or those that are named."""
     from hybridkv.lab.daemon_process import DaemonProcess
     from tests.engine.matrix.cases import CASES
 

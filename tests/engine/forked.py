@@ -23,7 +23,7 @@ _context.set_forkserver_preload(["tests.engine.imported"])
 
 
 class ForkedEngine(EngineProcess):
-    """As its parent, but for where the process comes from."""
+    """An EngineProcess whose process is a fork of one that has imported vLLM."""
 
     process: Any
 
@@ -44,7 +44,10 @@ class ForkedEngine(EngineProcess):
 def lines_of(
     module: str, words: Sequence[str], log_path: Path, environment: Mapping[str, str]
 ) -> list[str]:
-    """What `python -m MODULE WORDS` prints; AssertionError with the end of it where it fails."""
+    """Returns the lines that `python -m MODULE WORDS` prints.
+
+    Raises AssertionError with the end of the output where the module fails.
+    """
     fork = _Fork(_run_module, log_path, {**_DEFAULTS, **environment}, module, [*words])
     status, printed = fork.wait(), log_path.read_text()
     assert status == 0, printed[-3000:]
@@ -69,7 +72,7 @@ class _Fork:
         self.pid = self._process.pid
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, that of a signal below 0; raises TimeoutExpired."""
+        """Returns the exit status, below 0 for a signal. Raises TimeoutExpired."""
         self._process.join(timeout)
         status = self._process.exitcode
         if status is None:
@@ -77,7 +80,7 @@ class _Fork:
         return status
 
     def kill(self) -> None:
-        """End it with -9."""
+        """End the process with -9."""
         self._process.kill()
 
 

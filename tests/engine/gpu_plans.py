@@ -58,7 +58,10 @@ class Nameless(ModuleType):
 
 
 def pretend() -> None:
-    """Make vLLM believe in an H100; before anything of vLLM but its platforms is imported."""
+    """Make vLLM believe in an H100.
+
+    Call it before anything of vLLM but its platforms is imported.
+    """
     import torch
     import torch._ops
     import vllm.platforms
@@ -125,7 +128,7 @@ def pretend() -> None:
 
 
 def complete() -> None:
-    """The rest of it, in modules that import the platform."""
+    """Pretend the rest, in modules that import the platform."""
     # transformers looks for torchvision once, and does without it where it is not there.
     import hybridkv.lab.configuration_child  # noqa: F401
     from hybridkv.lab.shims import _torchvision
@@ -139,7 +142,7 @@ def complete() -> None:
     kimi.maybe_init_gemm_rs_ar = lambda *arguments, **named: None
 
     class BailingHybridConfig(PretrainedConfig):
-        """Comes with its checkpoints."""
+        """A config class that otherwise comes with its checkpoints."""
 
         model_type = "bailing_hybrid"
 
@@ -147,7 +150,7 @@ def complete() -> None:
 
 
 def walk() -> dict[str, list[str]]:
-    """The architectures of vLLM's registry whose layers are not all attention."""
+    """Returns the architectures of vLLM's registry whose layers are not all attention."""
     from vllm.model_executor.models import registry
 
     found: dict[str, list[str]] = {"hybrid": [], "attention_free": [], "unknown": []}
@@ -165,7 +168,7 @@ def walk() -> dict[str, list[str]]:
 
 
 def plan(asked: str, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Why it is refused, its layout, its groups, and of how many runs of memory a block is."""
+    """Returns why a model is refused, its layout, its groups, and a block's runs of memory."""
     from hybridkv.core.findings import Verdict
     from hybridkv.lab import configuration_child as child
     from hybridkv.vllm import layout as built
@@ -184,19 +187,22 @@ def plan(asked: str, configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     known, built.block_views = built.block_views, block_views
     try:
         with tempfile.TemporaryDirectory(prefix="hybridkv-plan-") as directory:
-            made = {"architectures": [architecture], "torch_dtype": "bfloat16"}
-            made.update(configs[architecture])
-            (Path(directory) / "config.json").write_text(json.dumps(made))
+            hf_config = {"architectures": [architecture], "torch_dtype": "bfloat16"}
+            hf_config.update(configs[architecture])
+            (Path(directory) / "config.json").write_text(json.dumps(hf_config))
             report = child.inspect([directory, *ARGUMENTS, *arguments])
     finally:
         built.block_views = known
-    refused = [one.what for one in report.findings if one.verdict is Verdict.FAIL]
+    refused = [finding.what for finding in report.findings if finding.verdict is Verdict.FAIL]
     groups = report.preview.groups if report.preview else ()
     return {
         "name": asked,
         "refused": [*refused, *filter(None, [report.unreadable])],
         "layout": json.loads(report.facts.get("layout", "null")),
-        "groups": [[one.kind, one.tokens_per_block, one.layers, one.block_bytes] for one in groups],
+        "groups": [
+            [group.kind, group.tokens_per_block, group.layers, group.block_bytes]
+            for group in groups
+        ],
         "runs": sorted(runs),
     }
 
@@ -208,5 +214,5 @@ if __name__ == "__main__":
 
     configs = {**HYBRIDS, **OTHERS, **ATTENTION_FREE}
     for name in sys.argv[1:]:
-        said = {"registry": walk()} if name == "registry" else plan(name, configs)
-        print(json.dumps(said), flush=True)
+        record = {"registry": walk()} if name == "registry" else plan(name, configs)
+        print(json.dumps(record), flush=True)

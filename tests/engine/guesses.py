@@ -1,8 +1,9 @@
 """A worker extension: speculation that knows most of what the model says.
 
-`HYBRIDKV_TEST_ANSWERS` is a JSON file of token sequences, prompts with their answers. Behind the
-tokens of one of them n-gram speculation drafts its next tokens: none, some or all, and every fifth
-is wrong. Where a drafter has layers, every fifth draft is its own and the others are these tokens.
+`HYBRIDKV_TEST_ANSWERS` is a JSON file of token sequences, prompts with their answers. After the
+first tokens of a sequence, n-gram speculation drafts none, a few or all of the next ones, of which
+every fifth is wrong. Where a drafter has layers, every fifth draft is its own, and the others are
+these tokens.
 """
 
 import json
@@ -25,25 +26,25 @@ _draft = GPUModelRunner.propose_draft_token_ids
 
 
 def _answer_to(own: list[int]) -> list[int]:
-    """A sequence that begins with these tokens; empty = none is known."""
-    return next((one for one in _answers if one[: len(own)] == own), [])
+    """Returns the known sequence that begins with these tokens, [] where there is none."""
+    return next((tokens for tokens in _answers if tokens[: len(own)] == own), [])
 
 
 def _propose(
     self: Any, count: int, sampled: list[list[int]], lengths: Any, tokens: Any, *_: Any, **__: Any
 ) -> list[list[int]]:
-    """The drafts of each row."""
+    """Returns the drafts of each row."""
     rows = []
     for row, fresh in enumerate(sampled):
         length = int(lengths[row])
         known = _answer_to(tokens[row, :length].tolist()) if fresh else []
         wanted = known[length:][: (length + len(known)) % (count + 2)][:count]
-        rows.append([one + ((length + at) % 5 == 3) for at, one in enumerate(wanted)])
+        rows.append([token + ((length + at) % 5 == 3) for at, token in enumerate(wanted)])
     return rows
 
 
 def _draft_known(self: Any, *given: Any, **named: Any) -> Any:
-    """The drafts of each row, after the drafter has computed its own."""
+    """Returns the drafts of each row, after the drafter has computed its own."""
     drafts = _draft(self, *given, **named)
     if isinstance(drafts, torch.Tensor):
         batch = self.input_batch

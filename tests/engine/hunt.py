@@ -38,7 +38,7 @@ LONG_TOKENS = 100_000
 SALTED = FAULTS_MAX + 5
 STORM_PROMPTS, STORM_ROUNDS = 8, 6
 STORM_SECONDS_MAX = 300.0
-"""However slow the machine is; a round of ten requests takes two seconds where it is quiet."""
+"""The storm ends then on any machine. A round takes two seconds where the machine is quiet."""
 PAUSE_SECONDS = 1.0
 ANSWER_SECONDS = 120.0
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 class Hunted:
-    """An engine in this process that is driven step by step."""
+    """An engine in this process, driven step by step."""
 
     def __init__(self, arguments: list[str]) -> None:
         from hybridkv.lab.runner import make_engine
@@ -72,7 +72,7 @@ class Hunted:
         self.engine.engine_core.shutdown()
 
     def add(self, text: list[int], priority: int = 0, salt: str = "", **params: Any) -> str:
-        """Give the engine a request; returns its name."""
+        """Give the engine a request, and return the request's name."""
         from vllm import SamplingParams
 
         self._numbers += 1
@@ -84,7 +84,7 @@ class Hunted:
         return name
 
     def drive(self, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Step until nothing runs; returns the last output of each request."""
+        """Step until nothing runs, and return the last output of each request."""
         outputs: dict[str, Any] = {}
         for _ in range(STEPS_MAX):
             if not self.engine.has_unfinished_requests():
@@ -94,11 +94,11 @@ class Hunted:
         raise TimeoutError(f"requests are unfinished after {STEPS_MAX} steps")
 
     def loaded(self) -> int:
-        """Tokens that came from outside so far."""
+        """Returns how many tokens came from outside so far."""
         return int(self.connector.counters.get("tokens_loaded", 0))
 
     def faults(self) -> dict[str, int]:
-        """What must not have happened."""
+        """Returns the counters of faults, which must all be missing."""
         bad = "fault_", "refused_", "switched_off", "quarantined", "loads_failed", "plan_failed"
         return {name: n for name, n in self.connector.counters.items() if name.startswith(bad)}
 
@@ -106,7 +106,7 @@ class Hunted:
 def as_from_outside(
     hunted: Hunted, what: str, ask: Callable[[], Any], answer: Callable[[Any], Any]
 ) -> None:
-    """The answer with the engine's own hit is the answer with a hit of that length from outside."""
+    """Check that a hit from outside gives the answer of the engine's own hit of that length."""
     ask()
     own = ask()
     assert hunted.engine.reset_prefix_cache()
@@ -119,9 +119,11 @@ def as_from_outside(
         assert answer(hit) == answer(own), what
 
 
-def hunt_sampling(socket_path: str, model: str, more: list[str]) -> None:
-    """Every kind of sampling, and prompts that end at a boundary or beside it."""
-    with Hunted(arguments_of(model, socket_path, "--max-num-batched-tokens=512", *more)) as hunted:
+def hunt_sampling(socket_path: str, model: str, arguments: list[str]) -> None:
+    """Ask for every kind of sampling, with prompts that end at a boundary or beside it."""
+    with Hunted(
+        arguments_of(model, socket_path, "--max-num-batched-tokens=512", *arguments)
+    ) as hunted:
         chunk = hunted.chunk_tokens
         cases = {what: (prompt(SEED, 3 * chunk + 40), given) for what, given in SAMPLING.items()}
         for tokens in (chunk, 2 * chunk - 1, 2 * chunk, 2 * chunk + 1):
@@ -137,15 +139,15 @@ def hunt_sampling(socket_path: str, model: str, more: list[str]) -> None:
 
 
 def len_of(output: Any) -> int:
-    """All that two answers without a seed have in common."""
+    """Returns what two answers without a seed have in common: how many outputs there are."""
     return len(output.outputs)
 
 
-def hunt_embeddings(socket_path: str, model: str, more: list[str]) -> None:
-    """The same model as one of embeddings."""
+def hunt_embeddings(socket_path: str, model: str, arguments: list[str]) -> None:
+    """Run the model as one of embeddings."""
     from vllm import PoolingParams
 
-    with Hunted(arguments_of(model, socket_path, "--runner=pooling", *more)) as hunted:
+    with Hunted(arguments_of(model, socket_path, "--runner=pooling", *arguments)) as hunted:
         text = prompt(SEED, 5 * hunted.chunk_tokens + 40)
         for task in hunted.engine.get_supported_tasks():
 
@@ -159,15 +161,15 @@ def hunt_embeddings(socket_path: str, model: str, more: list[str]) -> None:
         assert not hunted.faults(), hunted.faults()
 
 
-def hunt_long(socket_path: str, model: str, more: list[str]) -> None:
-    """A prompt of more than 64k tokens."""
+def hunt_long(socket_path: str, model: str, arguments: list[str]) -> None:
+    """Ask for a prompt of more than 64k tokens."""
     settings = (
         "--max-model-len=131072",
         '--hf-overrides={"max_position_embeddings":131072}',
         "--max-num-batched-tokens=8192",
         f"--kv-cache-memory-bytes={1 << 30}",
     )
-    with Hunted(arguments_of(model, socket_path, *settings, *more)) as hunted:
+    with Hunted(arguments_of(model, socket_path, *settings, *arguments)) as hunted:
         text = prompt(SEED, LONG_TOKENS)
 
         def ask() -> Any:
@@ -178,9 +180,9 @@ def hunt_long(socket_path: str, model: str, more: list[str]) -> None:
         assert not hunted.faults(), hunted.faults()
 
 
-def hunt_salts(socket_path: str, model: str, more: list[str]) -> None:
-    """Requests with a salt that has no UTF-8 form, more than the faults that switch a role off."""
-    with Hunted(arguments_of(model, socket_path, *more)) as hunted:
+def hunt_salts(socket_path: str, model: str, arguments: list[str]) -> None:
+    """Send salts that have no UTF-8 form, more than the faults that switch a role off."""
+    with Hunted(arguments_of(model, socket_path, *arguments)) as hunted:
         text = prompt(SEED, 2 * hunted.chunk_tokens + 40)
 
         def ask(salt: str = "") -> Any:
@@ -193,17 +195,20 @@ def hunt_salts(socket_path: str, model: str, more: list[str]) -> None:
         assert not hunted.faults(), hunted.faults()
 
 
-def hunt_memory(socket_path: str, model: str, more: list[str]) -> None:
-    """Somebody else fills shared memory while the arena grows, and leaves; it must be our own."""
+def hunt_memory(socket_path: str, model: str, arguments: list[str]) -> None:
+    """Fill shared memory while the arena grows, and free it again: the arena goes on growing.
+
+    The machine's shared memory must be this test's own.
+    """
     (arena,) = stale_arenas(Path(socket_path))
 
     def held_bytes() -> int:
         return arena_bytes(arena)[1]
 
-    with Hunted(arguments_of(model, socket_path, *more)) as hunted:
+    with Hunted(arguments_of(model, socket_path, *arguments)) as hunted:
         until(lambda: held_bytes() >= RESERVE_AHEAD_BYTES, "what is reserved ahead")
-        other, seeds = SHM_DIR / "other", count(SEED)
-        with other.open("wb") as file, suppress(OSError):
+        filler, seeds = SHM_DIR / "other", count(SEED)
+        with filler.open("wb") as file, suppress(OSError):
             while True:
                 os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), 1 << 20)
         tokens = hunted.engine.model_config.max_model_len - TOKENS
@@ -217,7 +222,7 @@ def hunt_memory(socket_path: str, model: str, more: list[str]) -> None:
 
         until(lambda: ask() and has_failed(), "the arena finds no memory")
         grown_bytes = held_bytes() + 2 * RESERVE_STEP_BYTES
-        other.unlink()
+        filler.unlink()
         until(lambda: ask() and held_bytes() >= grown_bytes, "the arena grows")
         last = prompt(SEED, 4 * hunted.chunk_tokens)
 
@@ -229,8 +234,8 @@ def hunt_memory(socket_path: str, model: str, more: list[str]) -> None:
         assert not hunted.faults(), hunted.faults()
 
 
-def hunt_storm(socket_path: str, model: str, more: list[str]) -> None:
-    """Requests of all priorities, aborted at random, over a block pool that is too small."""
+def hunt_storm(socket_path: str, model: str, arguments: list[str]) -> None:
+    """Abort requests of all priorities at random, over a block pool that is too small."""
     settings = (
         "--scheduling-policy=priority",
         "--max-model-len=2048",
@@ -239,9 +244,8 @@ def hunt_storm(socket_path: str, model: str, more: list[str]) -> None:
         "--max-num-seqs=6",
     )
     patient: dict[str, object] = {"load_policy": "always", "load_timeout_seconds": 5}
-    arguments = arguments_of(model, socket_path, *settings, *more, extra=patient)
     rng = random.Random(SEED)
-    with Hunted(arguments) as hunted:
+    with Hunted(arguments_of(model, socket_path, *settings, *arguments, extra=patient)) as hunted:
         chunk = hunted.chunk_tokens
         texts = [prompt(SEED + at, rng.randrange(chunk, 6 * chunk)) for at in range(STORM_PROMPTS)]
         oracles: list[list[dict[str, Any]]] = []
@@ -279,7 +283,8 @@ def hunt_storm(socket_path: str, model: str, more: list[str]) -> None:
                     found = answer_of(output)
                     judged += 1
                     worst = max(
-                        worst, min(answer_deviation(found, one) for one in oracles[asked[name]])
+                        worst,
+                        min(answer_deviation(found, oracle) for oracle in oracles[asked[name]]),
                     )
         loads = hunted.connector.counters.get("loads", 0)
         print(f"{rounds} rounds, {judged} answers, {loads} loads, {worst=:.2g}", flush=True)
@@ -292,15 +297,15 @@ def hunt_storm(socket_path: str, model: str, more: list[str]) -> None:
 
 
 async def _ask(engine: Any, text: Any, name: str, **params: Any) -> dict[str, Any]:
-    """The whole answer to a prompt, or to a session whose input `text` generates."""
+    """Returns the whole answer to a prompt, or to a session whose input `text` generates."""
     given = {"prompt_token_ids": list(text)} if isinstance(text, list) else text
     found: dict[str, Any] = {"tokens": [], "logprobs": [], "cached_tokens": None, "finish": None}
     async for output in engine.generate(given, _params(**params), name):
-        one = answer_of(output)
-        found["tokens"] += one["tokens"]
-        found["logprobs"] += one["logprobs"]
+        reply = answer_of(output)
+        found["tokens"] += reply["tokens"]
+        found["logprobs"] += reply["logprobs"]
         if found["cached_tokens"] is None:
-            found["cached_tokens"] = one["cached_tokens"]
+            found["cached_tokens"] = reply["cached_tokens"]
         found["finish"] = output.outputs[0].finish_reason
     return found
 
@@ -315,7 +320,7 @@ def _params(**params: Any) -> Any:
 
 
 async def _pieces(texts: list[list[int]], max_tokens: int) -> AsyncGenerator[Any]:
-    """The input of a session, piece by piece."""
+    """Yields the input of a session, piece by piece."""
     from vllm.engine.protocol import StreamingInput
 
     for text in texts:
@@ -324,7 +329,7 @@ async def _pieces(texts: list[list[int]], max_tokens: int) -> AsyncGenerator[Any
 
 
 async def _live(engine: Any, chunk: int) -> None:
-    """Sessions, aborts, resets and pauses of an engine of processes."""
+    """Run sessions, aborts, resets and pauses of an engine of processes."""
     rng = random.Random(SEED)
     texts = [prompt(SEED + at, rng.randrange(chunk, 4 * chunk)) for at in range(STORM_PROMPTS)]
     oracles = [
@@ -340,7 +345,7 @@ async def _live(engine: Any, chunk: int) -> None:
         sessions.append(await _ask(engine, _pieces(parts, 5), name))
         if name == "own":
             assert await engine.reset_prefix_cache()
-    print("session:", [one["cached_tokens"] for one in sessions], flush=True)
+    print("session:", [reply["cached_tokens"] for reply in sessions], flush=True)
     assert sessions[0]["tokens"] == sessions[1]["tokens"] == sessions[2]["tokens"]
     assert sessions[2]["cached_tokens"] == chunk
 
@@ -353,8 +358,8 @@ async def _live(engine: Any, chunk: int) -> None:
         storm = [aborted(rng.randrange(STORM_PROMPTS)) for _ in range(15)]
         good = [_ask(engine, text, f"r{at}") for at, text in enumerate(texts)]
         found = (await asyncio.gather(*storm, *good))[len(storm) :]
-        assert all(is_right(one, at) for at, one in enumerate(found) if one is not None)
-        assert all(one and one["cached_tokens"] for one in found), "nothing was hit"
+        assert all(is_right(reply, at) for at, reply in enumerate(found) if reply is not None)
+        assert all(reply and reply["cached_tokens"] for reply in found), "nothing was hit"
     print("aborts: right", flush=True)
     for mode in ("reset", "keep", "wait", "abort"):
         running = [
@@ -374,10 +379,10 @@ async def _live(engine: Any, chunk: int) -> None:
         await asyncio.sleep(PAUSE_SECONDS)
         await engine.resume_generation()
         answers = await asyncio.wait_for(asyncio.gather(*running, *late), ANSWER_SECONDS)
-        print(f"{mode}:", [one["finish"] for one in answers], flush=True)
-        for at, one in enumerate(answers):
-            assert is_right(one, at % STORM_PROMPTS), (mode, at)
-            assert one["finish"] == "length" or (mode == "abort" and at < STORM_PROMPTS)
+        print(f"{mode}:", [reply["finish"] for reply in answers], flush=True)
+        for at, reply in enumerate(answers):
+            assert is_right(reply, at % STORM_PROMPTS), (mode, at)
+            assert reply["finish"] == "length" or (mode == "abort" and at < STORM_PROMPTS)
     assert await engine.reset_prefix_cache()
     await _ask(engine, texts[0], "last")
     assert await engine.reset_prefix_cache()
@@ -386,8 +391,8 @@ async def _live(engine: Any, chunk: int) -> None:
     assert is_right(last, 0)
 
 
-def hunt_live(socket_path: str, model: str, more: list[str]) -> None:
-    """Sessions, aborts, resets and pauses, in an engine of processes as in production."""
+def hunt_live(socket_path: str, model: str, arguments: list[str]) -> None:
+    """Run sessions, aborts, resets and pauses in an engine of processes, as in production."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -395,7 +400,7 @@ def hunt_live(socket_path: str, model: str, more: list[str]) -> None:
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     settings = ("--max-num-batched-tokens=512", "--num-gpu-blocks-override=200")
-    asked = parser.parse_args(arguments_of(model, socket_path, *settings, *more))
+    asked = parser.parse_args(arguments_of(model, socket_path, *settings, *arguments))
 
     async def run() -> None:
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(asked))
@@ -419,12 +424,12 @@ CASES: dict[str, Callable[[str, str, list[str]], None]] = {
 
 
 def main() -> int:
-    """Run one case."""
+    """Run one of CASES."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.hunt", description=__doc__)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--model", default="gemma3", choices=sorted(bundled_models()))
     parser.add_argument("--ram", default="192MiB", help="the daemon's memory")
-    parser.add_argument("more", nargs="*", help="vLLM's arguments, after --")
+    parser.add_argument("arguments", nargs="*", help="vLLM's arguments, after --")
     options = parser.parse_args()
     defaults = {**ENGINE_ENVIRONMENT, **ONE_THREAD}
     os.environ.update({**defaults, **os.environ, **bundled_environment(options.model)})
@@ -432,7 +437,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="hybridkv-hunt-") as directory,
         DaemonProcess(str(Path(directory) / "daemon.sock"), options.ram) as daemon,
     ):
-        CASES[options.case](daemon.socket_path, options.model, options.more)
+        CASES[options.case](daemon.socket_path, options.model, options.arguments)
     print(f"{options.case}: nothing was found", flush=True)
     return 0
 

@@ -57,9 +57,9 @@ def tokens_loaded(
     salt: str | None = None,
     is_widened: bool = False,
 ) -> int:
-    """Tokens that a new engine takes from outside for the one prompt that all of them get.
+    """Returns how many tokens a new engine loads of the prompt that all engines get.
 
-    With `is_widened` its weights are others.
+    With `is_widened` the engine has other weights.
     """
     transfer = {
         "kv_connector": "HybridKVConnector",
@@ -99,7 +99,7 @@ def tokens_loaded(
 
 
 def main() -> None:
-    """The engine of one name."""
+    """Print the tokens that the engine of one name loads."""
     socket_path, name = sys.argv[1:]
     print(json.dumps({"name": name, "loaded": tokens_loaded(socket_path, **CHANGES[name])}))
 

@@ -13,10 +13,10 @@ LATE_SECONDS = 0.5
 
 
 class LateCopier(HostCopier):
-    """Stores are in their slots at once, and are said to be some time later."""
+    """Stores at once, and says so some time later."""
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        """`done` is called from another thread, when the engine has nothing to do any more."""
+        """Store, and call `done` from another thread, when the engine has nothing left to do."""
 
         def later(op: CopyOp, stored: bool) -> None:
             timer = threading.Timer(LATE_SECONDS, done, (op, stored))

@@ -36,9 +36,9 @@ _DEEPSEEK = {
 }
 
 
-def _every(period: int, layers: int, kind: str, other: str) -> list[str]:
+def _every(period: int, layers: int, kind: str, other_kind: str) -> list[str]:
     """Layers of which every `period`-th is of `kind`, as in all these models."""
-    return [kind if layer % period == period - 1 else other for layer in range(layers)]
+    return [kind if layer % period == period - 1 else other_kind for layer in range(layers)]
 
 
 _ZAMBA2 = [6, 11, 17, 23, 29, 35, 41, 47, 53, 59, 65, 71, 77]

@@ -10,13 +10,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
@@ -27,7 +28,7 @@ STARTED = b"Application startup complete"
 
 
 class Server:
-    """A context manager around one API server on loopback; `arguments` are vLLM's."""
+    """Runs one API server on loopback, as a context manager. `arguments` are vLLM's."""
 
     def __init__(
         self, arguments: Sequence[str], log_path: Path, environment: dict[str, str]
@@ -55,22 +56,22 @@ class Server:
 
     def __enter__(self) -> "Server":
         assert self._process.stdout is not None
-        fd, deadline, said = self._process.stdout.fileno(), time.monotonic() + START_SECONDS, b""
+        fd, deadline, output = self._process.stdout.fileno(), time.monotonic() + START_SECONDS, b""
         try:
-            while STARTED not in said:
+            while STARTED not in output:
                 left = deadline - time.monotonic()
                 ready = select.select([fd], [], [], max(0.0, left))[0]
                 received = os.read(fd, 1 << 16) if ready else b""
                 assert received, (
-                    f"the server did not start:\n{said[-4000:].decode(errors='replace')}"
+                    f"the server did not start:\n{output[-4000:].decode(errors='replace')}"
                 )
-                said += received
+                output += received
         except BaseException:
             self.close()
             raise
         finally:
-            self.log_path.write_bytes(said)
-        # What it says later goes into the log by itself.
+            self.log_path.write_bytes(output)
+        # `cat` copies all later output into the log.
         copy = f"cat >> {self.log_path}"
         self._copier = subprocess.Popen(["sh", "-c", copy], stdin=self._process.stdout)
         self._process.stdout.close()
@@ -78,7 +79,7 @@ class Server:
         return self
 
     def _listens(self) -> bool:
-        """It says that it started a moment before it can be connected to."""
+        """Whether the server can be connected to. It prints that it started a moment earlier."""
         try:
             self.metrics()
         except urllib.error.URLError:
@@ -90,7 +91,7 @@ class Server:
         self._copier.wait(DEADLINE_SECONDS)
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it with a signal."""
+        """End the server with a signal."""
         self._process.send_signal(number)
         try:
             self._process.wait(60)
@@ -99,7 +100,7 @@ class Server:
             self._process.wait()
 
     def post(self, path: str, body: object = None) -> bytes:
-        """The answer to a POST."""
+        """POST a body as JSON. Returns the answer's bytes."""
         data = json.dumps(body).encode() if body is not None else b""
         request = urllib.request.Request(
             self._url + path, data, {"Content-Type": "application/json"}
@@ -109,8 +110,8 @@ class Server:
         return read
 
     def complete(self, prompt: list[int], max_tokens: int = 4) -> list[int]:
-        """The tokens of the answer to a prompt of token ids."""
-        said = self.post(
+        """Returns the tokens of the answer to a prompt of token ids."""
+        reply = self.post(
             "/v1/completions",
             {
                 "model": "tiny",
@@ -121,26 +122,28 @@ class Server:
                 "return_token_ids": True,
             },
         )
-        tokens: list[int] = json.loads(said)["choices"][0]["token_ids"]
+        tokens: list[int] = json.loads(reply)["choices"][0]["token_ids"]
         return tokens
 
-    def metrics(self) -> list[tuple[str, dict[str, str], float]]:
-        """(name, labels, value) of every sample at /metrics."""
+    def metrics(self) -> list[Sample]:
+        """Returns every sample at /metrics."""
         with urllib.request.urlopen(f"{self._url}/metrics", timeout=DEADLINE_SECONDS) as answer:
             text = answer.read().decode()
-        return [
-            (sample.name, sample.labels, sample.value)
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        ]
+        families = text_string_to_metric_families(text)
+        return [sample for family in families for sample in family.samples]
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of the samples with these labels."""
-        return sum(
-            value
-            for one, its, value in self.metrics()
-            if one == name and labels.items() <= its.items()
-        )
+        """Returns the sum of the samples with this name and these labels, as they are now."""
+        return total_of(self.metrics(), name, labels)
+
+
+def total_of(samples: Sequence[Sample], name: str, labels: Mapping[str, str]) -> float:
+    """Returns the sum of the samples with this name and these labels."""
+    return sum(
+        sample.value
+        for sample in samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 class Subscriber:
@@ -160,7 +163,7 @@ class Subscriber:
             self.events += self._decoder.decode(payload).events
 
     def stored(self, medium: str) -> list[BlockStored]:
-        """The BlockStored events of a medium, so far."""
+        """Returns the BlockStored events of a medium that have come."""
         return [
             event
             for event in self.events
@@ -168,7 +171,7 @@ class Subscriber:
         ]
 
     def removed(self, medium: str) -> list[Any]:
-        """The hashes of the BlockRemoved events of a medium, so far."""
+        """Returns the hashes of the BlockRemoved events of a medium that have come."""
         events = [
             event
             for event in self.events

@@ -36,7 +36,15 @@ from hybridkv.lab.runner import make_engine
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import committed_slots, payload_offset
 from hybridkv.vllm.layout import group_geometry
-from tests.simulation.oracle import Content, GroupWords, Oracle, StatePlace, StateStep, Words
+from tests.simulation.oracle import (
+    Content,
+    GroupWords,
+    Oracle,
+    StatePlace,
+    StateSpan,
+    StateStep,
+    Words,
+)
 
 REQUESTS = 30
 STEPS_MAX = 6000
@@ -52,7 +60,7 @@ class Traced:
 
 
 class Simulation:
-    """One engine; `run` is one seed."""
+    """A real engine with an oracle instead of a model. `run` is one seed."""
 
     def __init__(self, model: str, daemon: DaemonProcess, arguments: list[str]) -> None:
         self.daemon = daemon
@@ -70,13 +78,19 @@ class Simulation:
         ):
             spec = kv_config.kv_cache_groups[gid].kv_cache_spec
             own = [*iter_layer_specs(spec)]
-            layers = [_first_words(*one) for one in zip(views, own * len(views), strict=False)]
+            layers = [
+                _first_words(view, layer_spec)
+                for view, layer_spec in zip(views, own * len(views), strict=False)
+            ]
             groups.append(GroupWords(group_geometry(gid, spec, (1,)), layers))
         self.oracle = Oracle(groups)
         self.numbers = 0
 
     def run(self, seed: int) -> dict[str, Any]:
-        """Random requests, aborts and faults until all are answered; AssertionError on a lie."""
+        """Run random requests, aborts and faults until all requests are answered.
+
+        Raises AssertionError where wrong bytes are read, or where requests wait for ever.
+        """
         rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.traced: dict[str, Traced] = {}
@@ -141,7 +155,7 @@ class Simulation:
         self.counts["requests"] += 1
 
     def _fault(self, rng: random.Random, step: int) -> int:
-        """One fault; returns the step at which a stopped daemon goes on, or 0."""
+        """Do one fault. Returns the step at which a stopped daemon goes on, or 0."""
         what = rng.choice(("reset", "clear", "kill", "stop", "flip", "flip"))
         self.counts[what] += 1
         if what == "reset":
@@ -186,9 +200,12 @@ class Simulation:
             for name, count in output.num_scheduled_tokens.items()
         }
         groups = [words.group for words in self.oracle.groups]
-        sizes = [one.tokens_per_block for one in groups if one.kind is GroupKind.RECURRENT]
+        sizes = [group.tokens_per_block for group in groups if group.kind is GroupKind.RECURRENT]
         states = {
-            name: StatePlace().step(max(sizes, default=1), starts[name], starts[name] + count, 0, 0)
+            name: StatePlace().step(
+                StateSpan(starts[name], starts[name] + count, drafts=0, accepted=0),
+                max(sizes, default=1),
+            )
             for name, count in output.num_scheduled_tokens.items()
         }
         sampled: dict[str, list[int]] = {}
@@ -231,7 +248,7 @@ class Simulation:
         self, traced: Traced, start: int, step: StateStep, table: tuple[list[int], ...]
     ) -> list[int]:
         end = step.end
-        self.oracle.write(traced.content, start, end, table, step)
+        self.oracle.write(traced.content, range(start, end), table, step)
         return (
             [int(traced.content.upto(end)[-1]) % 1998 + 2]
             if end >= traced.request.num_tokens

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -50,7 +50,7 @@ STEMS, STEM_CHUNKS = 12, 6
 PROBES, PROBE_CHUNKS = 3, 3
 PROBE_TOKENS = 8
 BATCH = 6
-"""Requests that run at once; a probe is one of them."""
+"""Requests that run at once, one of them a probe."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """In a tiny model, threads cost more by waiting for each other than they save."""
 ROUNDS_BEFORE = 3
@@ -58,10 +58,10 @@ CONNECTIONS = 3
 WARM_UP_SHARE = 0.5
 SAMPLES_MIN = 9
 OVERWRITTEN_MIN = 2.0
-"""How often, at least, the whole arena must have been written."""
+"""The least number of times that the whole arena must have been written."""
 ENGINE_GROWTH_KB = 48 << 10
 DAEMON_GROWTH_KB = 1 << 10
-"""By so much the median of the last third may be above that of the first.
+"""The median of the last third may be above that of the first by so much.
 
 An engine without a connector grows as well: by 130 MB in the first 375 rounds, by less and less.
 """
@@ -72,10 +72,37 @@ class Quantity:
     """Something that must stay as it is, in every sample."""
 
     name: str
-    growth: float
-    """By so much the last third may be above the first."""
-    most: float = math.inf
-    """In any sample."""
+    growth_max: float
+    """The last third may be above the first by so much."""
+    maximum: float = math.inf
+    """No sample may be above it."""
+
+
+class Footprint(NamedTuple):
+    """The resources that a process has."""
+
+    memory_kb: int
+    """Resident kilobytes that are no shared memory."""
+    descriptors: int
+    threads: int
+
+
+class Judgement(NamedTuple):
+    """The samples of a quantity: medians of the first and last third, and the maximum."""
+
+    first: float
+    last: float
+    maximum: float
+    wrong: str
+    """What is wrong; "" = nothing."""
+
+
+class Reference(NamedTuple):
+    """Probes with the answers of an engine without a connector."""
+
+    probes: list["Probe"]
+    tolerance: float
+    """How far the answers of another batch may differ."""
 
 
 QUANTITIES = (
@@ -85,25 +112,25 @@ QUANTITIES = (
     Quantity("engine memory kB", ENGINE_GROWTH_KB),
     Quantity("engine descriptors", 0),
     Quantity("engine threads", 0),
-    Quantity("engine requests", 0, most=0),
-    Quantity("leases", 0, most=0),
-    Quantity("sessions", 0, most=1),
-    Quantity("connections", 0, most=CONNECTIONS),
-    Quantity("kB of write slots", RAM_BYTES >> 14, most=RAM_BYTES >> 12),
+    Quantity("engine requests", 0, maximum=0),
+    Quantity("leases", 0, maximum=0),
+    Quantity("sessions", 0, maximum=1),
+    Quantity("connections", 0, maximum=CONNECTIONS),
+    Quantity("kB of write slots", RAM_BYTES >> 14, maximum=RAM_BYTES >> 12),
 )
 """Connections: scheduler, worker and control. Write slots are asked for when half are used."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A prompt whose answers are known, by the chunks that a hit of it has."""
+    """A prompt with its known answers, by the chunks that a hit of it has."""
 
     prompt: list[int]
     answers: list[dict[str, Any]]
 
 
-def footprint(pid: int) -> tuple[int, int, int]:
-    """(resident kilobytes that are no shared memory, open descriptors, threads) of a process."""
+def footprint(pid: int) -> Footprint:
+    """Returns the resources of a process."""
     proc = Path(f"/proc/{pid}")
     lines = (line.split() for line in (proc / "status").read_text().splitlines())
     values = {
@@ -111,17 +138,15 @@ def footprint(pid: int) -> tuple[int, int, int]:
         for words in lines
         if words[0] in ("VmRSS:", "RssShmem:", "Threads:")
     }
-    return (
-        values["VmRSS:"] - values["RssShmem:"],
-        len(list((proc / "fd").iterdir())),
-        values["Threads:"],
+    return Footprint(
+        memory_kb=values["VmRSS:"] - values["RssShmem:"],
+        descriptors=len(list((proc / "fd").iterdir())),
+        threads=values["Threads:"],
     )
 
 
-def learn(
-    starting: EngineProcess, rng: random.Random, chunk_tokens: int
-) -> tuple[list[Probe], float]:
-    """Probes with the answers of an engine without a connector, and how far batches differ."""
+def learn(starting: EngineProcess, rng: random.Random, chunk_tokens: int) -> Reference:
+    """Ask an engine without a connector. Returns its answers, and how far batches differ."""
     with starting as plain:
 
         def alone(prompt: list[int], chunks: int) -> dict[str, Any]:
@@ -147,11 +172,11 @@ def learn(
         answer_deviation(result, probe.answers[0])
         for result, probe in zip(together, probes, strict=True)
     )
-    return probes, max(NOISE_MIN, NOISE_FACTOR * noise)
+    return Reference(probes, max(NOISE_MIN, NOISE_FACTOR * noise))
 
 
 class Soak:
-    """One engine in this process, and the daemon that it loads from."""
+    """An engine in this process, and the daemon that it loads from."""
 
     def __init__(self, model: str, daemon: DaemonProcess, rng: random.Random) -> None:
         from hybridkv.lab.runner import LOGPROBS, make_engine
@@ -174,7 +199,7 @@ class Soak:
         self.worst = 0.0
 
     def stats(self) -> dict[str, float]:
-        """The daemon's values."""
+        """Returns the daemon's values."""
         with ControlClient(self._daemon.socket_path) as control:
             return control.stats().values
 
@@ -183,7 +208,10 @@ class Soak:
             return control.engines()[0].geometry.chunk_tokens
 
     def run(self, seconds: float, probes: list[Probe]) -> None:
-        """Rounds of requests, a sample after each; then the warm-up's samples are forgotten."""
+        """Run rounds of requests for so many seconds, and keep a sample after each.
+
+        Samples of the warm-up are not kept.
+        """
         self._probes = probes
         for _ in range(ROUNDS_BEFORE):
             self._round()
@@ -197,9 +225,11 @@ class Soak:
                 self.samples.append(sample)
 
     def wrong(self) -> list[str]:
-        """What was not as it must be."""
+        """Returns a line for each quantity and counter that is not as it must be."""
         return [
-            f"{quantity.name}: {why}" for quantity, (*_, why) in self.judged().items() if why
+            f"{quantity.name}: {judgement.wrong}"
+            for quantity, judgement in self.judgements().items()
+            if judgement.wrong
         ] + [
             f"{name}: {value}"
             for name, value in {**self._connector.counters, **self.stats()}.items()
@@ -207,18 +237,18 @@ class Soak:
             and name.startswith(("refused_", "fault_", "switched_off", "loads_failed", "losses"))
         ]
 
-    def judged(self) -> dict[Quantity, tuple[float, float, float, str]]:
-        """By quantity: (median of the first third, of the last third, maximum, what is wrong)."""
+    def judgements(self) -> dict[Quantity, Judgement]:
+        """Returns the judgement of every quantity."""
         third = len(self.samples) // 3
-        result = {}
+        judgements = {}
         for quantity in QUANTITIES:
             series = [sample[quantity.name] for sample in self.samples]
             first, last = statistics.median(series[:third]), statistics.median(series[-third:])
-            why = f"grew by {last - first:g}" if last - first > quantity.growth else ""
-            if max(series) > quantity.most:
-                why = f"was {max(series):g}"
-            result[quantity] = first, last, max(series), why
-        return result
+            wrong = f"grew by {last - first:g}" if last - first > quantity.growth_max else ""
+            if max(series) > quantity.maximum:
+                wrong = f"was {max(series):g}"
+            judgements[quantity] = Judgement(first, last, max(series), wrong)
+        return judgements
 
     def _stem(self) -> list[int]:
         return self._rng.choices(range(2, self._vocabulary), k=STEM_CHUNKS * self.chunk_tokens)
@@ -229,13 +259,17 @@ class Soak:
             self._daemon.socket_path, DEADLINE_SECONDS, engine_hello("history")
         ) as control:
             answers = [control.explain(name) for name in control.explain("").latest]
-            told = [one.explanation for one in answers if one.explanation is not None]
+            explanations = [
+                answer.explanation for answer in answers if answer.explanation is not None
+            ]
             for number in range(REQUESTS_MAX):
-                control.tell(ReportRequest(f"before-{number}", told[number % len(told)]))
+                control.tell(
+                    ReportRequest(f"before-{number}", explanations[number % len(explanations)])
+                )
             control.stats()
 
     def _round(self) -> None:
-        """Some requests at once, to their end or until they are aborted."""
+        """Run some requests at once, to their end or until they are aborted."""
         rng = self._rng
         self._engine.reset_prefix_cache()
         if rng.random() < 0.3:
@@ -288,7 +322,7 @@ class Soak:
         self.counts["probes_same_tokens"] += answer["tokens"] == probe.answers[chunks]["tokens"]
 
     def _sample(self) -> dict[str, float]:
-        """Once the one-way messages of the last requests are read."""
+        """Returns a sample, taken once the daemon has read the last requests' one-way messages."""
         # Answers to lookups of aborted requests are picked up by the engine's next step.
         self._add([2, 3, 4], 1)
         while self._engine.has_unfinished_requests():
@@ -307,10 +341,10 @@ class Soak:
             sample["kB of write slots"] = values["bytes_writing"] / 1024
             sample["engine requests"] = len(self._connector._scheduler._requests.by_id)
             for whose, pid in (("daemon", control.welcome.pid), ("engine", os.getpid())):
-                for name, value in zip(
-                    ("memory kB", "descriptors", "threads"), footprint(pid), strict=True
-                ):
-                    sample[f"{whose} {name}"] = value
+                process = footprint(pid)
+                sample[f"{whose} memory kB"] = process.memory_kb
+                sample[f"{whose} descriptors"] = process.descriptors
+                sample[f"{whose} threads"] = process.threads
         self.most_objects = max(self.most_objects, values["objects"])
         return sample
 
@@ -319,7 +353,7 @@ class Soak:
         self._engine.engine_core.shutdown()
 
     def figures(self) -> dict[str, float]:
-        """What came of it."""
+        """Returns the counts of the engine and of its daemon."""
         values = self.stats()
         counters: Mapping[str, int] = self._connector.counters
         return {
@@ -336,7 +370,7 @@ class Soak:
 
 
 def main() -> int:
-    """1 where something grew, was wrong, or did not happen."""
+    """Run the soak. Returns 1 where something grew, was wrong, or did not happen."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--model", default="gemma3", choices=sorted(bundled_models()))
@@ -357,12 +391,12 @@ def main() -> int:
         except BaseException:
             plain.close()
             raise
-        probes, tolerance = learn(plain, rng, soak.chunk_tokens)
-        soak.run(options.minutes * 60, probes)
+        reference = learn(plain, rng, soak.chunk_tokens)
+        soak.run(options.minutes * 60, reference.probes)
         figures, wrong = soak.figures(), soak.wrong()
-        judged = soak.judged()
+        judgements = soak.judgements()
         soak.close()
-    if soak.worst > tolerance:
+    if soak.worst > reference.tolerance:
         wrong.append(
             f"a probe's answer is off by {soak.worst:.2g}; "
             "in another batch the engine itself differs by less"
@@ -375,14 +409,16 @@ def main() -> int:
     table = Table(title=f"{len(soak.samples)} samples")
     for column in ("", "first third", "last third", "at most", "verdict"):
         table.add_column(column, justify="left" if column in ("", "verdict") else "right")
-    for quantity, (first, last, most, why) in judged.items():
-        table.add_row(quantity.name, f"{first:,.0f}", f"{last:,.0f}", f"{most:,.0f}", why or "flat")
+    for quantity, judgement in judgements.items():
+        numbers = (judgement.first, judgement.last, judgement.maximum)
+        cells = [f"{number:,.0f}" for number in numbers]
+        table.add_row(quantity.name, *cells, judgement.wrong or "flat")
     Console(file=sys.stdout, width=100).print(table)
     print(", ".join(f"{name} {value:,.6g}" for name, value in figures.items()))
     for name in ("daemon memory kB", "engine memory kB"):
         tenth = max(1, len(soak.samples) // 10)
         print(f"{name}:", *(f"{sample[name]:.0f}" for sample in soak.samples[::tenth]))
-    print(f"worst deviation of a probe {soak.worst:.2g}, allowed {tolerance:.2g}")
+    print(f"worst deviation of a probe {soak.worst:.2g}, allowed {reference.tolerance:.2g}")
     for line in wrong:
         print(f"WRONG: {line}")
     if wrong:

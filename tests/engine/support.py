@@ -3,7 +3,7 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,13 +24,16 @@ would be a miss that says nothing."""
 
 
 def since_vllm(minor: int, why: str) -> pytest.MarkDecorator:
-    """The mark of what holds from vLLM 0.`minor` on; `why` not before."""
+    """Skips a test before vLLM 0.`minor`, where it does not hold: `why`."""
     is_older = int(vllm.__version__.split(".")[1]) < minor
     return pytest.mark.skipif(is_older, reason=f"vLLM {vllm.__version__}: {why}")
 
 
 def is_served(model: str) -> bool:
-    """Whether vLLM leaves prefix caching on for this model here; see hybridkv.lab.shims for MLA."""
+    """Whether vLLM leaves prefix caching on for this model here.
+
+    hybridkv.lab.shims says why it may not for MLA.
+    """
     return model not in ("deepseekv2", "deepseekv4") or torch.cpu._is_avx512_bf16_supported()
 
 
@@ -38,14 +41,17 @@ def engine(
     model: str,
     log_path: Path,
     server: str | None,
-    *more: str,
+    *options: str,
     extra: dict[str, object] | None = None,
     environment: dict[str, str] | None = None,
     kind: type[EngineProcess] = ForkedEngine,
 ) -> EngineProcess:
-    """A real engine on a bundled model; `server` is a socket path, "auto", or None for none."""
+    """Returns an engine on a bundled model, not started yet.
+
+    `server` is a socket path, "auto", or None for an engine without a connector.
+    """
     return kind(
-        arguments_of(model, server, *more, extra=extra),
+        arguments_of(model, server, *options, extra=extra),
         log_path,
         lambda text: None,
         {**bundled_environment(model), **(environment or {})},
@@ -55,13 +61,13 @@ def engine(
 def arguments_of(
     model: str,
     server: str | None,
-    *more: str,
+    *options: str,
     extra: dict[str, object] | None = None,
     module: str = "hybridkv.connector",
 ) -> list[str]:
-    """vLLM's arguments of such an engine; `module` has the connector."""
+    """Returns vLLM's arguments of such an engine. `module` has the connector."""
     bundled = [word for word in bundled_arguments(model) if not word.startswith(MEMORY)]
-    arguments = [f"--model={bundled_models()[model]}", *bundled, f"{MEMORY}={KV_BYTES}", *more]
+    arguments = [f"--model={bundled_models()[model]}", *bundled, f"{MEMORY}={KV_BYTES}", *options]
     if server is not None:
         settings = {
             "server": "auto" if server == "auto" else f"unix://{server}",
@@ -79,12 +85,19 @@ def arguments_of(
     return arguments
 
 
+class CommandReport(NamedTuple):
+    """The exit status of a command, and the JSON that it printed."""
+
+    status: int
+    report: dict[str, Any]
+
+
 def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(2, VOCABULARY), k=length)
 
 
 def answer(result: dict[str, Any]) -> tuple[list[int], list[Any]]:
-    """What must be equal: tokens and exact log-probabilities."""
+    """Returns the part of an answer that must be equal: tokens and exact log-probabilities."""
     return result["tokens"], result["logprobs"]
 
 
@@ -94,7 +107,7 @@ def stats(socket_path: str) -> dict[str, float]:
 
 
 def stats_if_served(socket_path: str) -> dict[str, float]:
-    """As `stats`; nothing where no daemon listens, though its socket may be there already."""
+    """Returns the daemon's values, or {} where no daemon listens, though its socket may exist."""
     try:
         return stats(socket_path)
     except DaemonUnreachableError:

@@ -27,10 +27,13 @@ TENSOR_PARALLEL = ("--", "--tensor-parallel-size=2", "--distributed-executor-bac
 
 
 def right(model: str, status: int, proof: dict[str, Any]) -> None:
-    """Every arm, every expected hit, and tokens that vary; or NOT PROVEN, where vLLM chose so."""
+    """Check every arm, every expected hit, and that tokens vary.
+
+    Where vLLM switches caching off, the proof must say NOT PROVEN.
+    """
     if not is_served(model):
-        said = [(arm["name"], arm["ok"], arm["not_served"]) for arm in proof["arms"]]
-        assert (status, proof["ok"], said) == (
+        outcomes = [(arm["name"], arm["ok"], arm["not_served"]) for arm in proof["arms"]]
+        assert (status, proof["ok"], outcomes) == (
             1,
             False,
             [("cold", False, "prefix_caching_off_in_vllm")],
@@ -84,7 +87,7 @@ def test_every_arm_on_the_v2_model_runner(model: str, monkeypatch: pytest.Monkey
 def test_a_drafter_of_the_v2_model_runner_with_prefill_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It knows the token behind each part, so that one visit stores all of a prompt."""
+    """It knows the token after each part, so that one visit stores all of a prompt."""
     monkeypatch.setenv(V2_RUNNER_ENV, "1")
     status, proof = verify("--model", "llama_eagle", "--", "--max-num-batched-tokens=192")
     right("llama_eagle", status, proof)

@@ -16,7 +16,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 STORED_TOKENS = 768
-"""Of the prompt; a multiple of the chunk of each model on every processor."""
+"""Tokens of the prompt that are stored: whole chunks of each model on every processor."""
 HAS_AVX512 = torch.cpu._is_avx512_supported() and CPU_ENV not in os.environ
 STATE_TOKENS = 256 if HAS_AVX512 else 128
 STATES = (
@@ -24,7 +24,7 @@ STATES = (
     f"--max-num-batched-tokens={STATE_TOKENS}",
     "--max-num-seqs=16",
 )
-"""With them a state stands at the end of each chunk."""
+"""vLLM's arguments by which a state stands at the end of each chunk."""
 ARGUMENTS = {"qwen3next": STATES}
 TEXT = prompt(1, STORED_TOKENS + 20)
 EXTRA: dict[str, object] = {"audit": "on", "weights_identity": "mine", "load_policy": "always"}
@@ -32,14 +32,17 @@ OTHER_WEIGHTS = {"HYBRIDKV_WIDEN": f"{WIDEN_SEED + 1}:0.08"}
 
 
 def models(*of_the_soak: str) -> list[object]:
-    """The models as parameters; some only of the soak, since each takes two or three engines."""
+    """Returns the models as parameters.
+
+    Those of `of_the_soak` are only of the soak, since each takes two or three engines.
+    """
     every = "qwen3", "gemma3", "qwen3next"
     marks = {True: [pytest.mark.soak], False: []}
     return [pytest.param(model, marks=marks[model in of_the_soak]) for model in every]
 
 
 def store(model: str, daemon: DaemonProcess, log: Path) -> None:
-    """An engine computes the prompt; what it stores outlives it."""
+    """Let an engine compute the prompt, and end: its objects outlive it."""
     arguments = ARGUMENTS.get(model, ())
     with engine(model, log, daemon.socket_path, *arguments, extra=EXTRA) as running:
         running.run(TEXT, max_tokens=4)

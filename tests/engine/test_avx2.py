@@ -7,7 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -40,7 +40,7 @@ sys.exit(subprocess.run([sys.executable, "-c", *sys.argv[1:]]).returncode)
 
 
 def questions() -> list[str]:
-    """Every question about the processor in vLLM's sources, `torch.cpu._is_..._supported`."""
+    """Returns the names of vLLM's questions about the processor, as `_is_avx512_supported`."""
     (vllm,) = find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
     sources = (path.read_text() for path in Path(vllm).rglob("*.py"))
     return sorted(
@@ -48,14 +48,23 @@ def questions() -> list[str]:
     )
 
 
-def asked(
-    environment: dict[str, str], *names: str
-) -> tuple[dict[str, bool], list[str], str, dict[str, Any]]:
-    """What a child of a process with this environment answers."""
+class Processor(NamedTuple):
+    """What a process finds of its processor."""
+
+    answers: dict[str, bool]
+    """To the questions, by name."""
+    kernels: list[str]
+    """The builds of vLLM's kernels that are loaded."""
+    capability: str
+    capabilities: dict[str, Any]
+
+
+def asked(environment: dict[str, str], *names: str) -> Processor:
+    """Returns what a child of a process with this environment finds."""
     hidden = (CPU_ENV, "PYTHONPATH", "ATEN_CPU_CAPABILITY")
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     paths = os.pathsep.join((str(ROOT), str(ROOT / "src")))
-    said = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", START, ASK, *names],
         capture_output=True,
         text=True,
@@ -63,9 +72,9 @@ def asked(
         cwd=ROOT,
         env={**inherited, "PYTHONPATH": paths, **environment},
     )
-    assert said.returncode == 0, said.stderr[-3000:]
-    answers, loaded, capability, capabilities = json.loads(said.stdout.splitlines()[-1])
-    return answers, loaded, capability, capabilities
+    assert child.returncode == 0, child.stderr[-3000:]
+    answers, kernels, capability, capabilities = json.loads(child.stdout.splitlines()[-1])
+    return Processor(answers, kernels, capability, capabilities)
 
 
 def test_every_question_that_vllm_asks_is_answered_as_on_avx2() -> None:
@@ -73,18 +82,17 @@ def test_every_question_that_vllm_asks_is_answered_as_on_avx2() -> None:
     assert {"_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"} <= set(
         names
     )
-    answers, loaded, capability, capabilities = asked({CPU_ENV: "avx2"}, *names)
-    assert not any(answers.values()), answers
-    assert loaded == ["_C_AVX2.abi3.so"], "of vLLM's three builds of its kernels"
-    assert capability == "AVX2"
-    assert capabilities["avx2"] is True, "what the processor has without AVX-512 is still said"
-    assert not [name for name in capabilities if name.startswith(("avx512", "amx"))]
+    processor = asked({CPU_ENV: "avx2"}, *names)
+    assert not any(processor.answers.values()), processor.answers
+    assert processor.kernels == ["_C_AVX2.abi3.so"], "of vLLM's three builds of its kernels"
+    assert processor.capability == "AVX2"
+    assert processor.capabilities["avx2"] is True, "what it has without AVX-512 is still said"
+    assert not [name for name in processor.capabilities if name.startswith(("avx512", "amx"))]
 
 
 @pytest.mark.soak
 def test_without_the_switch_the_processor_answers() -> None:
-    *_, capabilities = asked({})
-    assert {"avx512_f", "avx512_bf16", "amx_tile"} <= set(capabilities)
+    assert {"avx512_f", "avx512_bf16", "amx_tile"} <= set(asked({}).capabilities)
 
 
 def test_another_processor_than_avx2_is_refused() -> None:

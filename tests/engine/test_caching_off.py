@@ -30,7 +30,7 @@ def test_deepseekv4_as_the_requirements_ask(tmp_path: Path) -> None:
         ) as started,
     ):
         first, second = (started.run(prompt(1, TOKENS), max_tokens=8)[0] for _ in range(2))
-        told = stats(socket_path)
+        values = stats(socket_path)
     assert (first["cached_tokens"], second["cached_tokens"]) == (0, 4096)
     assert answer(second) == answer(first)
-    assert (told["tokens_hit"], told["objects_stored"]) == (4096, 5 * 4), "of five groups"
+    assert (values["tokens_hit"], values["objects_stored"]) == (4096, 5 * 4), "of five groups"

@@ -24,7 +24,7 @@ def test_a_state_at_the_depth_of_the_engines_attention_blocks_is_a_hit(
     """A load restores the last state alone, and attention blocks from the first on.
 
     A prompt that leaves the first one earlier finds the engine with its attention blocks and
-    without a state; the cache has the state at exactly that depth. The answer is that of the
+    without a state. The cache has the state at exactly that depth. The answer is that of the
     engine's own hit of the same length.
     """
     first = prompt(1, 3 * BLOCK + 100)

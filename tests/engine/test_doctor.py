@@ -13,6 +13,7 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict
 from hybridkv.lab.models import bundled_models
 from hybridkv.vllm.preflight import CONNECTOR
+from tests.engine.support import CommandReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
@@ -53,8 +54,8 @@ def config(**changes: Any) -> Any:
 def findings(**changes: Any) -> list[Finding]:
     from hybridkv.vllm.preflight import config_findings, transfer_findings
 
-    made = config(**changes)
-    return [*transfer_findings(made.kv_transfer_config), *config_findings(made)]
+    vllm_config = config(**changes)
+    return [*transfer_findings(vllm_config.kv_transfer_config), *config_findings(vllm_config)]
 
 
 def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,15 +137,15 @@ def test_the_connector_raises_what_doctor_shows() -> None:
     assert [str(caught.value)] == shown
 
 
-def doctor(*arguments: str) -> tuple[int, dict[str, Any]]:
-    said = subprocess.run(
+def doctor(*arguments: str) -> CommandReport:
+    process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "doctor", "--json", "--", "vllm", "serve", *arguments],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.stdout, said.stderr
-    return said.returncode, json.loads(said.stdout)
+    assert process.stdout, process.stderr
+    return CommandReport(process.returncode, json.loads(process.stdout))
 
 
 def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
             "ram": "100TiB",
         },
     }
-    status, said = doctor(
+    status, report = doctor(
         str(bundled_models()["qwen3next"]),
         "--skip-tokenizer-init",
         "--max-model-len=4096",
@@ -168,7 +169,7 @@ def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
         json.dumps(transfer),
     )
     assert status == 1
-    checks = {check["check"]: check for check in said["checks"]}
+    checks = {check["check"]: check for check in report["checks"]}
     assert {name for name, check in checks.items() if check["verdict"] == "FAIL"} == {
         "chunk",
         "memory",
@@ -184,7 +185,7 @@ def test_several_connectors_are_looked_into() -> None:
     ours = {**CONNECTOR, "kv_connector_extra_config": {"load_weight": 2, "checksum": "of"}}
     example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     several = {**CONNECTOR, "kv_connector": "MultiConnector"}
-    status, said = doctor(
+    status, report = doctor(
         str(bundled_models()["qwen3"]),
         "--skip-tokenizer-init",
         "--kv-transfer-config",
@@ -193,18 +194,18 @@ def test_several_connectors_are_looked_into() -> None:
         ),
     )
     assert status == 1
-    shown = [(check["check"], check["verdict"]) for check in said["checks"]]
+    shown = [(check["check"], check["verdict"]) for check in report["checks"]]
     assert ("connector", "ok") in shown
     assert ("connectors", "ok") in shown
     assert ("identity", "ok") in shown
     assert [verdict for check, verdict in shown if check == "settings"] == ["ok", "FAIL"]
-    (wrong,) = [check for check in said["checks"] if check["verdict"] == "FAIL"]
+    (wrong,) = [check for check in report["checks"] if check["verdict"] == "FAIL"]
     assert "checksum='of' must be one of" in wrong["what"]
 
 
 @pytest.mark.soak
 def test_an_option_that_vllm_does_not_have_is_one_clear_line() -> None:
-    said = subprocess.run(
+    process = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -221,7 +222,7 @@ def test_an_option_that_vllm_does_not_have_is_one_clear_line() -> None:
         text=True,
         check=False,
     )
-    assert said.returncode == 2
-    assert said.stderr.splitlines()[-1].startswith(
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].startswith(
         "hybridkv: unrecognized arguments: --tensor-paralel 2; "
     )

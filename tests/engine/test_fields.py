@@ -17,9 +17,9 @@ import subprocess
 import sys
 import typing
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,17 +54,17 @@ tables_are_exact = since_vllm(
     32, "the tables are those of 0.32; a field that they lack is a part of the identity"
 )
 Found = dict[str, dict[str, Any]]
-"""What `tests.engine.fields.probe` says of each engine, by its name."""
+"""The answers of `tests.engine.fields.probe`, by the engine's name."""
 _READ = re.compile(
     r"""(?:getenv|environ\.get|environ\.setdefault)\(\s*["'](\w+)["']"""
     r"""|os\.environ\[\s*["'](\w+)["']\s*\](?!\s*=[^=])|["'](\w+)["'] (?:not )?in os\.environ"""
 )
-"""Where a Python file reads an environment variable."""
+"""Matches where a Python file reads an environment variable."""
 
 
 @functools.cache
 def classes() -> dict[str, type]:
-    """Every data class that a VllmConfig may hold, at any depth, by name."""
+    """Returns every data class that a VllmConfig may hold at any depth, by name."""
     found: dict[str, type] = {}
 
     def inside(hint: Any) -> Iterator[type]:
@@ -73,10 +73,10 @@ def classes() -> dict[str, type]:
         for argument in typing.get_args(hint):
             yield from inside(argument)
 
-    def walk(one: type) -> None:
-        assert found.setdefault(one.__name__, one) is one, f"two classes {one.__name__}"
-        hints = typing.get_type_hints(one)
-        for each in dataclasses.fields(one):
+    def walk(owner: type) -> None:
+        assert found.setdefault(owner.__name__, owner) is owner, f"two classes {owner.__name__}"
+        hints = typing.get_type_hints(owner)
+        for each in dataclasses.fields(owner):
             for held in inside(hints[each.name]):
                 if held.__name__ not in found:
                     walk(held)
@@ -86,13 +86,13 @@ def classes() -> dict[str, type]:
 
 
 def listed(*tables: Mapping[str, Mapping[str, str]]) -> Counter[str]:
-    """How often each "Class.field" stands in the tables."""
+    """Returns how often each "Class.field" stands in the tables."""
     return Counter(
         f"{owner}.{name}"
         for table in tables
         for owner, reasons in table.items()
-        for some in reasons.values()
-        for name in some.split()
+        for words in reasons.values()
+        for name in words.split()
     )
 
 
@@ -125,11 +125,11 @@ CHOICES = [
 @tables_are_exact
 def test_every_field_of_this_vllm_stands_in_one_table() -> None:
     """A new one is a part of the identity until somebody has said why it need not be."""
-    facts = {owner: {"": some} for owner, some in FACTS.items()}
+    facts = {owner: {"": words} for owner, words in FACTS.items()}
     there = {
-        f"{owner}.{one.name}"
+        f"{owner}.{field.name}"
         for owner, held in classes().items()
-        for one in dataclasses.fields(held)
+        for field in dataclasses.fields(held)
     }
     assert dict(listed(FIELDS, INSIDE, facts)) == dict.fromkeys(there, 1)
 
@@ -137,8 +137,8 @@ def test_every_field_of_this_vllm_stands_in_one_table() -> None:
 @tables_are_exact
 def test_every_variable_of_this_vllm_stands_in_one_table() -> None:
     tables = [VARIABLES, {"": FACT_VARIABLES}]
-    told = Counter(name for table in tables for some in table.values() for name in some.split())
-    assert dict(told) == dict.fromkeys(envs.environment_variables, 1)
+    named = Counter(name for table in tables for words in table.values() for name in words.split())
+    assert dict(named) == dict.fromkeys(envs.environment_variables, 1)
     read = set()
     for path in Path(vllm.__file__).parent.rglob("*.py"):
         if path.name != "envs.py":
@@ -150,14 +150,14 @@ def test_every_variable_of_this_vllm_stands_in_one_table() -> None:
 
 @tables_are_exact
 def test_every_unrelated_field_and_variable_is_tried_or_said_why_not() -> None:
-    untried = Counter(name for some in UNTRIED.values() for name in some.split())
+    untried = Counter(name for words in UNTRIED.values() for name in words.split())
     assert dict(Counter([*ARGUMENTS]) + untried) == dict(UNRELATED)
     assert {*values("")}.isdisjoint(names(UNTRIED_VARIABLES))
     assert {*values("")} | names(UNTRIED_VARIABLES) == names(VARIABLES)
 
 
 def engine_config(*arguments: str) -> Any:
-    """What vLLM makes of an engine's arguments."""
+    """Returns the configuration that vLLM makes of an engine's arguments."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = parser.parse_args(arguments_of("qwen3", None, *arguments))
     return EngineArgs.from_cli_args(parsed).create_engine_config()
@@ -165,7 +165,7 @@ def engine_config(*arguments: str) -> Any:
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    """A real configuration of the bundled qwen3; tests change copies."""
+    """A real configuration of the bundled qwen3. Tests change copies of it."""
     return engine_config()
 
 
@@ -179,7 +179,7 @@ def identity(vllm_config: Any) -> bytes:
 
 
 def other(value: Any) -> Any:
-    """Another value; for a configuration none, for what is no plain value a text."""
+    """Returns another value: none for a configuration, a text for what is no plain value."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -192,10 +192,10 @@ def other(value: Any) -> Any:
 
 
 def instances(held: Any) -> Iterator[Any]:
-    """All configurations in one, at any depth."""
+    """Yields a configuration and all that it holds at any depth."""
     yield held
-    for one in dataclasses.fields(held):
-        inside = getattr(held, one.name, None)
+    for field in dataclasses.fields(held):
+        inside = getattr(held, field.name, None)
         if type(inside) in classes().values():
             yield from instances(inside)
 
@@ -224,8 +224,8 @@ def with_optional_parts(config: Any) -> Any:
 
 @tables_are_exact
 def test_every_fact_changes_the_identity_and_nothing_else_does(config: Any) -> None:
-    """One change at a time on real configurations; the values need not be possible ones."""
-    facts = {f"{owner}.{name}" for owner, some in FACTS.items() for name in some.split()}
+    """One change at a time on real configurations. The values need not be possible ones."""
+    facts = {f"{owner}.{name}" for owner, words in FACTS.items() for name in words.split()}
     seen = {"ModelConfig.hf_config", "ModelConfig.hf_text_config"}  # See the next tests.
     for whole in (config, with_optional_parts(config)):
         before = identity(whole)
@@ -316,16 +316,16 @@ def test_code_and_processors_beside_the_weights_are_facts(config: Any, tmp_path:
     (tmp_path / "modeling.py").write_text("x = 1")
     (tmp_path / "preprocessor_config.json").write_text("{}")
     plain, trusted, seeing = (copy.deepcopy(config) for _ in range(3))
-    for one in (plain, trusted, seeing):
-        one.model_config.model = str(tmp_path)
+    for variant in (plain, trusted, seeing):
+        variant.model_config.model = str(tmp_path)
     trusted.model_config.trust_remote_code = True
     seeing.model_config.multimodal_config = MultiModalConfig()
-    before = [identity(one) for one in (plain, trusted, seeing)]
+    before = [identity(variant) for variant in (plain, trusted, seeing)]
     (tmp_path / "modeling.py").write_text("x = 2")
-    after = [identity(one) for one in (plain, trusted, seeing)]
+    after = [identity(variant) for variant in (plain, trusted, seeing)]
     assert [*map(bytes.__eq__, before, after)] == [True, False, True]
     (tmp_path / "preprocessor_config.json").write_text('{"image_mean": 0.5}')
-    last = [identity(one) for one in (plain, trusted, seeing)]
+    last = [identity(variant) for variant in (plain, trusted, seeing)]
     assert [*map(bytes.__eq__, after, last)] == [True, True, False]
     moved = shutil.copytree(tmp_path, tmp_path / "elsewhere")
     trusted.model_config.model = str(moved)
@@ -335,7 +335,7 @@ def test_code_and_processors_beside_the_weights_are_facts(config: Any, tmp_path:
 
 
 def values(directory: str) -> dict[str, str]:
-    """Another value for each unrelated variable, but for those that are not tried."""
+    """Returns another value for each unrelated variable that is tried."""
     found = {name: value.format(directory=directory) for name, value in VALUES.items()}
     for name in names(VARIABLES) - names(UNTRIED_VARIABLES) - found.keys():
         value = envs.environment_variables[name]()
@@ -346,7 +346,7 @@ def values(directory: str) -> dict[str, str]:
 
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
-    """What stands for `{directory}` and `{model}` in a change."""
+    """The paths that stand for `{directory}` and `{model}` in a change."""
     directory = shutil.copytree(bundled_models()["qwen3"], tmp_path / "model")
     (tmp_path / "empty").mkdir()
     return {"{directory}": str(tmp_path / "empty"), "{model}": str(directory)}
@@ -367,18 +367,33 @@ def test_each_unrelated_argument_leaves_the_configurations_identity(
         assert identity(changed) == identity(config), argument
 
 
+class ProbeCase(NamedTuple):
+    """An engine of tests.engine.fields.probe."""
+
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = {}
+    adapter: str = ""
+    """The directory of a LoRA adapter."""
+
+
+PLAIN = ProbeCase()
+COLOURLESS = ProbeCase(environment={"NO_COLOR": "1"})
+"""A case with a variable, so that its engine starts as the others of its test do."""
+
+
 @pytest.fixture
 def probe(tmp_path: Path, places: dict[str, str]) -> Any:
-    """Runs engines one after the other: (arguments, variables, adapter) by name."""
+    """Runs the engines of cases one after the other. Returns the answers by the case's name."""
 
-    def run(cases: Mapping[str, tuple[list[str], dict[str, str], str]]) -> Found:
+    def run(cases: Mapping[str, ProbeCase]) -> Found:
         lines, nobody = [], str(tmp_path / "nobody")
-        for name, (arguments, environment, adapter) in cases.items():
-            every = arguments_of("qwen3", nobody, *(placed(one, places) for one in arguments))
-            case = {"name": name, "environment": environment, "adapter": adapter}
-            lines.append(json.dumps({**case, "arguments": every}))
+        for name, case in cases.items():
+            arguments = [placed(argument, places) for argument in case.arguments]
+            every = arguments_of("qwen3", nobody, *arguments)
+            line = {"name": name, "environment": case.environment, "adapter": case.adapter}
+            lines.append(json.dumps({**line, "arguments": every}))
         environment = {**ENGINE_ENVIRONMENT, **os.environ, **bundled_environment("qwen3")}
-        said = subprocess.run(
+        child = subprocess.run(
             [sys.executable, "-m", "tests.engine.fields.probe"],
             input="\n".join(lines),
             capture_output=True,
@@ -387,10 +402,10 @@ def probe(tmp_path: Path, places: dict[str, str]) -> Any:
             cwd=Path(__file__).parents[2],
             env=environment | {"VLLM_LOGGING_LEVEL": "ERROR"},
         )
-        answers = [json.loads(one) for one in said.stdout.splitlines() if one.startswith("{")]
-        found = {one["name"]: one for one in answers}
-        assert found.keys() == cases.keys(), said.stderr[-3000:]
-        refused = {name: one["refused"] for name, one in found.items() if "refused" in one}
+        answers = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+        found = {answer["name"]: answer for answer in answers}
+        assert found.keys() == cases.keys(), child.stderr[-3000:]
+        refused = {name: answer["refused"] for name, answer in found.items() if "refused" in answer}
         assert not refused
         return found
 
@@ -402,8 +417,8 @@ def judge(found: Found) -> None:
     base = found["base"]
     lies = [
         name
-        for name, one in found.items()
-        if one["identity"] == base["identity"] and one["kv"] != base["kv"]
+        for name, answer in found.items()
+        if answer["identity"] == base["identity"] and answer["kv"] != base["kv"]
     ]
     assert not lies, "other bytes under one identity"
 
@@ -413,8 +428,8 @@ def judge(found: Found) -> None:
 def test_all_that_is_unrelated_at_once_changes_neither_bytes_nor_identity(
     probe: Any, tmp_path: Path
 ) -> None:
-    together = [*UNSEEN.values()], values(str(tmp_path / "empty")), ""
-    found = probe({"base": ([], {"NO_COLOR": "1"}, ""), "all": together})
+    together = ProbeCase([*UNSEEN.values()], values(str(tmp_path / "empty")))
+    found = probe({"base": COLOURLESS, "all": together})
     judge(found)
     assert found["all"]["identity"] == found["base"]["identity"]
 
@@ -423,7 +438,7 @@ def test_all_that_is_unrelated_at_once_changes_neither_bytes_nor_identity(
 @pytest.mark.timeout(3600)
 def test_each_unrelated_argument_changes_neither_bytes_nor_identity(probe: Any) -> None:
     found = probe(
-        {"base": ([], {}, "")} | {name: ([one], {}, "") for name, one in ARGUMENTS.items()}
+        {"base": PLAIN} | {name: ProbeCase([argument]) for name, argument in ARGUMENTS.items()}
     )
     judge(found)
     for name in UNSEEN:
@@ -437,12 +452,12 @@ def test_drawn_changes_of_variables_and_arguments(
 ) -> None:
     """Each engine has some of the unrelated variables set, and one argument."""
     found = values(str(tmp_path / "empty"))
-    cases: dict[str, tuple[list[str], dict[str, str], str]]
-    cases = {"base": ([], {"NO_COLOR": "1"}, "")}
+    cases = {"base": COLOURLESS}
     for number in range(6):
-        some = rng.sample(sorted(found), rng.randint(1, 20))
+        variables = rng.sample(sorted(found), rng.randint(1, 20))
         name = rng.choice(sorted(ARGUMENTS))
-        cases[f"{number} {name} {some}"] = [ARGUMENTS[name]], {one: found[one] for one in some}, ""
+        environment = {variable: found[variable] for variable in variables}
+        cases[f"{number} {name} {variables}"] = ProbeCase([ARGUMENTS[name]], environment)
     judge(probe(cases))
 
 
@@ -457,13 +472,13 @@ def test_engines_that_lied_before_are_told_apart(probe: Any, tmp_path: Path) -> 
     lora = ["--enable-lora", "--max-lora-rank=8"]
     found = probe(
         {
-            "base": ([], {}, ""),
-            "oneDNN": ([], {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}, ""),
-            "lora": (lora, {}, adapter),
-            "lora dtype": ([*lora, "--lora-dtype=bfloat16"], {}, adapter),
+            "base": PLAIN,
+            "oneDNN": ProbeCase(environment={"ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}),
+            "lora": ProbeCase(lora, adapter=adapter),
+            "lora dtype": ProbeCase([*lora, "--lora-dtype=bfloat16"], adapter=adapter),
         }
     )
     has_tiles = torch.cpu._is_amx_tile_supported() and not os.environ.get("HYBRIDKV_TEST_CPU")
-    for one, another, differs in (("base", "oneDNN", has_tiles), ("lora", "lora dtype", True)):
-        assert not differs or found[one]["kv"] != found[another]["kv"], "the change is one"
-        assert found[one]["identity"] != found[another]["identity"]
+    for plain, changed, differs in (("base", "oneDNN", has_tiles), ("lora", "lora dtype", True)):
+        assert not differs or found[plain]["kv"] != found[changed]["kv"], "the change is one"
+        assert found[plain]["identity"] != found[changed]["identity"]

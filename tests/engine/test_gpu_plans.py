@@ -35,7 +35,7 @@ PACKED = ("DeepseekV4ForCausalLM", "Glm5NextForCausalLM")  # All layers of a blo
 
 def said_of(*asked: str) -> list[dict[str, Any]]:
     """A line of each, out of one child."""
-    said = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-m", "tests.engine.gpu_plans", *asked],
         capture_output=True,
         text=True,
@@ -43,8 +43,8 @@ def said_of(*asked: str) -> list[dict[str, Any]]:
         cwd=Path(__file__).parents[2],
         env={**PREVIEW_ENVIRONMENT, **os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
     )
-    assert said.returncode == 0, said.stderr[-3000:]
-    return [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+    assert child.returncode == 0, child.stderr[-3000:]
+    return [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.soak
@@ -67,7 +67,7 @@ def test_no_model_is_refused_for_its_layout(models: tuple[str, ...]) -> None:
 @pytest.mark.soak
 def test_every_model_with_recurrent_state_is_planned() -> None:
     """One that is new in vLLM's registry is added to the tables, and planned with them."""
-    (registry,) = (said["registry"] for said in said_of("registry"))
+    (registry,) = (line["registry"] for line in said_of("registry"))
     assert set(registry["hybrid"]) == {*HYBRIDS, *SPEAKERS}
     assert set(SPEAKERS.values()) <= set(HYBRIDS)
     assert set(registry["attention_free"]) == set(ATTENTION_FREE)

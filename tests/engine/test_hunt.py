@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 30.0
 def test_a_new_engine_finds_an_arena_whose_name_is_gone_and_waits_for_none_that_is_not_there(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    """systemd removes a user's shared memory at the last logout; a container may have its own."""
+    """systemd removes a user's shared memory at the last logout. A container may have its own."""
     text = prompt(1, 3 * CHUNK + 20)
     (arena,) = stale_arenas(Path(daemon.socket_path))
     with engine("qwen3", tmp_path / "1.log", daemon.socket_path) as first:

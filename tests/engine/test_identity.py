@@ -77,7 +77,7 @@ def test_engines_that_hash_differently_do_not_share(monkeypatch: pytest.MonkeyPa
     unset = hash_facts("sha256")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     facts = [unset, hash_facts("sha256"), hash_facts("sha256_cbor"), hash_facts("xxhash")]
-    assert len({tuple(one) for one in facts}) == 4
+    assert len({tuple(hash_fact) for hash_fact in facts}) == 4
     assert hash_facts("xxhash") == hash_facts("xxhash_cbor"), (
         "our hashes, whatever the engine's are"
     )
@@ -110,7 +110,7 @@ def test_our_own_names_cover_tokens_order_salt_and_images() -> None:
         request(tokens, image="j"),
         request(tokens, image="i", at=11),
     ]
-    names = [base, *(ChunkHashChain(other, 64).names(0, 4) for other in others)]
+    names = [base, *(ChunkHashChain(changed, 64).names(0, 4) for changed in others)]
     assert len({name[:HASH_BYTES] for name in names}) == len(names)
     assert len({name[-HASH_BYTES:] for name in names}) == len(names), (
         "a change in the first chunk changes all"
@@ -132,13 +132,13 @@ class Watched(list[int]):
 
 def test_our_own_names_are_made_as_far_as_they_are_needed_and_once() -> None:
     """B14, B15: for one request there is one chain, which grows."""
-    made = request(list(range(1, 33)) * 8)
-    made.all_token_ids = Watched(made.all_token_ids)
-    chain = ChunkHashChain(made, 64)
+    watched = request(list(range(1, 33)) * 8)
+    watched.all_token_ids = Watched(watched.all_token_ids)
+    chain = ChunkHashChain(watched, 64)
     chain.names(0, 2)
-    assert made.all_token_ids.seen == 2 * 64
+    assert watched.all_token_ids.seen == 2 * 64
     chain.names(0, 2)
     chain.names(1, 1)
-    assert made.all_token_ids.seen == 2 * 64
+    assert watched.all_token_ids.seen == 2 * 64
     chain.names(3, 1)
-    assert made.all_token_ids.seen == 4 * 64
+    assert watched.all_token_ids.seen == 4 * 64

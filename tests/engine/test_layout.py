@@ -51,15 +51,15 @@ def test_specs_become_groups(
 ) -> None:
     from hybridkv.vllm.layout import group_geometry
 
-    made = spec(name, **changes)
-    group = group_geometry(3, made, (128,))
+    layer_spec = spec(name, **changes)
+    group = group_geometry(3, layer_spec, (128,))
     assert (group.gid, group.kind, group.window_tokens, group.extra_retained_tokens) == (
         3,
         kind,
         window,
         extra,
     )
-    assert group.tokens_per_block == made.block_size
+    assert group.tokens_per_block == layer_spec.block_size
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_subclass_is_not_taken_for_its_base() -> None:
         pass
 
     base = spec("FullAttentionSpec")
-    made = NewSpec(
+    layer_spec = NewSpec(
         **{
             field.name: getattr(base, field.name)
             for field in dataclasses.fields(base)
@@ -94,7 +94,7 @@ def test_a_subclass_is_not_taken_for_its_base() -> None:
         }
     )
     with pytest.raises(GeometryError, match="NewSpec"):
-        group_geometry(0, made, (128,))
+        group_geometry(0, layer_spec, (128,))
 
 
 @pytest.mark.parametrize("mode", ["none", "all"])
@@ -112,9 +112,9 @@ def test_cache_dtypes_with_scales_of_their_own() -> None:
 
     from hybridkv.vllm.layout import group_geometry
 
-    made = spec("FullAttentionSpec", kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
+    layer_spec = spec("FullAttentionSpec", kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD)
     with pytest.raises(GeometryError, match=r"INT8_PER_TOKEN_HEAD.*--kv-cache-dtype auto works"):
-        group_geometry(0, made, (128,))
+        group_geometry(0, layer_spec, (128,))
 
 
 def test_layers_of_one_group_may_differ_in_size_but_not_in_kind() -> None:

@@ -39,11 +39,11 @@ def at_once(running: EngineProcess, prompts: list[list[int]]) -> Answers:
 
 
 def test_hit_rates_in_a_session_after_a_restart_and_under_load(tmp_path: Path) -> None:
-    """Of 50 prompts, in one engine that forgot them, in the next one, and there all at once.
+    """The rates of 50 prompts: in one engine that forgot them, in the next, and there all at once.
 
     One by one the answers are those of the engine's own hits to the last bit. At once they run in
-    other batches, which change last bits, and are compared within what the engine itself differs
-    by; restored bytes are compared either way ("paranoid").
+    other batches, which change last bits. Then they may differ by as much as the engine's own do.
+    Restored bytes are compared either way ("paranoid").
     """
     prompts = [prompt(seed, TOKENS) for seed in range(REQUESTS)]
     with engine("gemma3", tmp_path / "r.log", None) as running:

@@ -21,17 +21,17 @@ HIT = 3 * CHUNK
 
 
 class Answer(NamedTuple):
-    """What came of one request."""
+    """The answer to one request."""
 
     chances: list[float]
     """The log-probability of each token."""
     cached: int
     objects: float
-    """Those of the daemon, after the request."""
+    """The daemon's objects after the request."""
 
 
 def answers(socket_path: str, way: str, directory: Path, *, own_process: bool) -> dict[str, Answer]:
-    """By what was asked; engines are in forks, or each in a process of its own below one."""
+    """Returns the answers by name. Engines are forks, or each in a process of its own below one."""
     directory.mkdir()
     variables = {**os.environ, **BUNDLED_ENVIRONMENT}
     variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))
@@ -44,7 +44,7 @@ def answers(socket_path: str, way: str, directory: Path, *, own_process: bool) -
 
 
 def check_answers(served: dict[str, Answer], plain: dict[str, Answer], old: str, new: str) -> None:
-    """They are the same but for rounding, and two of them are those of different weights."""
+    """Check that answers are the same but for rounding, and that two are of different weights."""
     assert plain[old].chances != pytest.approx(plain[new].chances, abs=0.01)
     for what, answer in served.items():
         assert answer.chances == pytest.approx(plain[what].chances, abs=0.001), what

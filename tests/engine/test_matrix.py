@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 def reports(cases: Mapping[str, object], variables: Mapping[str, str]) -> dict[str, CaseReport]:
-    """What one process says of the cases, by name."""
+    """Returns the reports of one process, by the case's name."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.engine.matrix", *cases],
         stdout=subprocess.PIPE,
@@ -29,13 +29,13 @@ def reports(cases: Mapping[str, object], variables: Mapping[str, str]) -> dict[s
 
 @pytest.fixture(scope="module")
 def here() -> dict[str, CaseReport]:
-    """With the processor as it is, or as HYBRIDKV_TEST_CPU says."""
+    """The reports with this processor, or with the one that HYBRIDKV_TEST_CPU names."""
     return reports(CASES, {})
 
 
 @pytest.fixture(scope="module")
 def avx2() -> dict[str, CaseReport]:
-    """Without AVX-512 and AMX."""
+    """The reports without AVX-512 and AMX."""
     return reports(CASES, {"HYBRIDKV_TEST_CPU": "avx2"})
 
 

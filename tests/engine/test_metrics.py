@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
@@ -11,7 +12,7 @@ from vllm.distributed.kv_events import BlockStored
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_environment
-from tests.engine.server import Server, Subscriber
+from tests.engine.server import Server, Subscriber, total_of
 from tests.engine.support import arguments_of, prompt, stats
 from tests.waiting import until
 
@@ -39,7 +40,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
     """A prompt is computed, loaded from RAM, and, after RAM lost it, loaded from the disk."""
     endpoint = f"ipc://{tmp_path}/events"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
-    text, other = prompt(1, CHUNKS * CHUNK + 20), prompt(2, CHUNKS * CHUNK + 20)
+    text, second = prompt(1, CHUNKS * CHUNK + 20), prompt(2, CHUNKS * CHUNK + 20)
     disk = ("--disk", str(tmp_path / "disk"), "--disk-bytes", "1GiB")
     with (
         DaemonProcess(str(tmp_path / "daemon.sock"), "64MiB", options=disk) as daemon,
@@ -62,7 +63,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
                 )
 
             server.complete(text)
-            server.complete(other)
+            server.complete(second)
             until(all_stored, "every chunk is announced")
             stored = subscriber.stored("CPU")
             names = [name for event in stored for name in event.block_hashes]
@@ -71,7 +72,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
                 name for event in subscriber.stored("GPU") for name in event.block_hashes
             }
             assert set(names) <= engines_own, "the hashes are those of the engine's own events"
-            assert prefixes(stored) == {tuple(given[: CHUNKS * CHUNK]) for given in (text, other)}
+            assert prefixes(stored) == {tuple(given[: CHUNKS * CHUNK]) for given in (text, second)}
 
             def written() -> bool:
                 values = stats(daemon.socket_path)
@@ -93,11 +94,16 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
             until(all_removed, "what was cleared is removed")
             below = subscriber.stored("STORAGE")
             assert prefixes(below) == prefixes(stored), "the disk has it"
-            named = [
-                {(one.group_idx, one.kv_cache_spec_kind) for one in events}
-                for events in (stored, below, subscriber.stored("GPU"))
-            ]
-            assert named[0] == named[1] == {one for one in named[2] if one[1] == "full_attention"}
+
+            def groups(events: list[BlockStored]) -> set[tuple[Any, str]]:
+                return {(event.group_idx, event.kv_cache_spec_kind) for event in events}
+
+            full = {
+                (group, kind)
+                for group, kind in groups(subscriber.stored("GPU"))
+                if kind == "full_attention"
+            }
+            assert groups(stored) == groups(below) == full
             server.post("/reset_prefix_cache")
             server.complete(text)
             until(
@@ -108,9 +114,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
             log = server.log_path.read_text(errors="replace")
 
     def total(name: str, **labels: str) -> float:
-        return sum(
-            value for one, its, value in samples if one == name and labels.items() <= its.items()
-        )
+        return total_of(samples, name, labels)
 
     tokens = CHUNKS * CHUNK
     assert total("vllm:external_prefix_cache_hits_total") == 2 * tokens
@@ -139,9 +143,11 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
     assert total("vllm:hybridkv_kv_event_chunks_total", event="stored") == 5 * CHUNKS
     assert total("vllm:hybridkv_loaded_tokens_total", engine="0", model_name="tiny") == 2 * tokens
     assert not [
-        name for name, _, value in samples if name.startswith("vllm:hybridkv_") and value < 0
+        sample.name
+        for sample in samples
+        if sample.name.startswith("vllm:hybridkv_") and sample.value < 0
     ]
-    ours = {name for name, _, _ in begin if name.startswith("vllm:hybridkv_")}
+    ours = {sample.name for sample in begin if sample.name.startswith("vllm:hybridkv_")}
     assert "vllm:hybridkv_daemon_losses_total" in ours, "rates need the first 0"
     noisy = [
         line

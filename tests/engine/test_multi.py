@@ -23,7 +23,7 @@ HIT = CHUNK * CHUNKS
 
 
 def ours(socket_path: str, **extra: object) -> dict[str, Any]:
-    """A HybridKVConnector as a child."""
+    """Returns the configuration of a HybridKVConnector as a child."""
     return {
         "kv_connector": "HybridKVConnector",
         "kv_connector_module_path": "hybridkv.connector",
@@ -38,8 +38,8 @@ def ours(socket_path: str, **extra: object) -> dict[str, Any]:
     }
 
 
-def multi(model: str, children: list[dict[str, Any]], *more: str, **extra: object) -> list[str]:
-    """vLLM's arguments of an engine with MultiConnector."""
+def multi(model: str, children: list[dict[str, Any]], *options: str, **extra: object) -> list[str]:
+    """Returns vLLM's arguments of an engine with MultiConnector."""
     transfer = {
         "kv_connector": "MultiConnector",
         "kv_connector_module_path": "hybridkv.connector",
@@ -47,7 +47,7 @@ def multi(model: str, children: list[dict[str, Any]], *more: str, **extra: objec
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": children, **extra},
     }
-    arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *more]
+    arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *options]
     return [*arguments, "--kv-transfer-config", json.dumps(transfer)]
 
 
@@ -56,14 +56,14 @@ def engine(model: str, log: Path, arguments: list[str]) -> EngineProcess:
 
 
 def again(running: EngineProcess, text: list[int]) -> dict[str, Any]:
-    """The same prompt, of which the engine itself has nothing."""
+    """Ask the prompt again, with nothing of it in the engine's own cache."""
     forget(running)
     (result,) = running.run(text, max_tokens=6)
     return result
 
 
 def loaded(*daemons: DaemonProcess) -> list[float]:
-    """Tokens that were loaded out of each."""
+    """Returns how many tokens were loaded out of each daemon."""
     return [stats(daemon.socket_path).get("tokens_loaded", 0) for daemon in daemons]
 
 
@@ -73,7 +73,7 @@ def clear(daemon: DaemonProcess, tiers: bool = False) -> None:
 
 
 def is_connected(running: EngineProcess, daemon: DaemonProcess) -> bool:
-    """Whether the engine has noticed its new daemon; it looks in its steps."""
+    """Whether the engine has noticed its new daemon, which it looks for in its steps."""
     running.run(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1
 
@@ -147,7 +147,7 @@ def test_two_daemons(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_next_to_vllms_own_example_connector(tmp_path: Path) -> None:
-    """It loads within the step, into the only group; without our daemon it serves alone."""
+    """It loads within the step, into the only group. Without our daemon it serves alone."""
     text = prompt(1, HIT + 20)
     example = {
         "kv_connector": "ExampleConnector",
@@ -181,21 +181,24 @@ def test_next_to_vllms_own_example_connector(tmp_path: Path) -> None:
 
 
 def by_connector(server: Server) -> dict[str, dict[str, float]]:
-    """Value by connector ("" where there is no such label), by name."""
+    """Returns the values of samples by name and by connector, "" where there is no such label."""
     values: dict[str, dict[str, float]] = {}
-    for name, labels, value in server.metrics():
-        assert labels.get("engine", "0") == "0"
-        of_name = values.setdefault(name, {})
-        key = labels.get("connector", "")
-        of_name[key] = of_name.get(key, 0.0) + value
+    for sample in server.metrics():
+        assert sample.labels.get("engine", "0") == "0"
+        of_name = values.setdefault(sample.name, {})
+        key = sample.labels.get("connector", "")
+        of_name[key] = of_name.get(key, 0.0) + sample.value
     return values
 
 
 @pytest.mark.soak
 def test_the_servers_metrics(tmp_path: Path) -> None:
     """The choices stand on vLLM's own /metrics, and add up to what vLLM counted."""
-    with serve(tmp_path, "one") as one, serve(tmp_path, "two") as two:
-        children = [ours(one.socket_path), ours(two.socket_path, load_weight=1.5)]
+    with serve(tmp_path, "one") as first_daemon, serve(tmp_path, "two") as second_daemon:
+        children = [
+            ours(first_daemon.socket_path),
+            ours(second_daemon.socket_path, load_weight=1.5),
+        ]
         arguments, environment = multi("gemma3", children), bundled_environment("gemma3")
         with Server(arguments, tmp_path / "server.log", environment) as server:
 
@@ -204,12 +207,12 @@ def test_the_servers_metrics(tmp_path: Path) -> None:
 
             first = [complete(seed) for seed in (1, 2)]
             until(
-                lambda: stats(two.socket_path)["objects_stored"] >= 2 * CHUNKS,
+                lambda: stats(second_daemon.socket_path)["objects_stored"] >= 2 * CHUNKS,
                 "both prompts are stored",
             )
             server.post("/reset_prefix_cache")
             assert complete(1) == first[0]
-            two.kill()
+            second_daemon.kill()
             server.post("/reset_prefix_cache")
             assert [complete(seed) for seed in (1, 2)] == first
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +17,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.vllm.preflight import CONNECTOR
 from tests.engine.forked import lines_of
-from tests.engine.support import engine, prompt, since_vllm, stats
+from tests.engine.support import CommandReport, engine, prompt, since_vllm, stats
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -72,13 +71,13 @@ QWEN3_NEXT_80B = {
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """With room for what an engine of gemma4 reserves, which is slots of two sizes."""
+    """A daemon with room for what an engine of gemma4 reserves: slots of two sizes."""
     with DaemonProcess(str(tmp_path / "daemon.sock"), "256MiB") as running:
         yield running
 
 
 def promise(model: str, log_path: Path) -> ConfigReport:
-    """What is promised of an engine on a bundled model."""
+    """Returns what `hybridkv plan` promises of an engine on a bundled model."""
     words = [
         *(str(bundled_models()[model]), *bundled_arguments(model), *MODELS[model]),
         *("--kv-transfer-config", json.dumps({**CONNECTOR, EXTRA: NAMED})),
@@ -144,22 +143,22 @@ def test_a_plan_is_what_the_engine_registers(
             )
 
 
-def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
-    said = subprocess.run(
+def planned(*arguments: str) -> CommandReport:
+    process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "plan", "--json", *arguments],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.stdout, said.stderr
-    (plan,) = json.loads(said.stdout)["plans"]
-    return said.returncode, plan
+    assert process.stdout, process.stderr
+    (plan,) = json.loads(process.stdout)["plans"]
+    return CommandReport(process.returncode, plan)
 
 
 @since_vllm(32, "drafters are refused on earlier versions")
 @pytest.mark.soak
 def test_a_plan_knows_the_drafter() -> None:
-    """Its layers are in the target's group; a chunk is stored once the next token is known."""
+    """Its layers are in the target's group. A chunk is stored once the next token is known."""
     status, plan = planned("--model", "llama_eagle")
     assert status == 0
     plain_status, plain = planned("--model", "llama")
@@ -167,11 +166,13 @@ def test_a_plan_knows_the_drafter() -> None:
     totals, without = plan["totals"], plain["totals"]
     assert totals["first_storable_tokens"] == without["first_storable_tokens"] + 1
     assert totals["first_hit_tokens"] == without["first_hit_tokens"]
-    layers = [sum(group["layers"] for group in one["groups"]) for one in (plan, plain)]
+    layers = [sum(group["layers"] for group in arm["groups"]) for arm in (plan, plain)]
     assert layers[0] == layers[1] + 1
-    (told,) = [one for one in plan["findings"] if one["check"] == "speculative decoding"]
-    assert told["verdict"] == "ok"
-    assert "eagle" in told["what"]
+    (finding,) = [
+        finding for finding in plan["findings"] if finding["check"] == "speculative decoding"
+    ]
+    assert finding["verdict"] == "ok"
+    assert "eagle" in finding["what"]
 
 
 @pytest.mark.soak

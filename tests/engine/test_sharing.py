@@ -25,7 +25,7 @@ CHUNK = 128
 def test_two_engines_at_the_same_time_share_one_daemon(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    """Both serve at once, from their first step on; each then hits what the other stored.
+    """Both serve at once from their first step on, and each then hits what the other stored.
 
     A hit is compared with the other engine's own hit of the same length, windows included.
     """
@@ -46,8 +46,8 @@ def test_two_engines_at_the_same_time_share_one_daemon(
         assert [result["cached_tokens"] for result in own] == [3 * CHUNK, 3 * CHUNK]
         assert stats(daemon.socket_path)["tokens_loaded"] == 0, "each engine's own prefix cache"
         until(lambda: stats(daemon.socket_path)["objects"] >= 2 * 9, "both prompts are stored")
-        for running, other in ((first, prompts[1]), (second, prompts[0])):
-            running.begin("run", prompts=[other], max_tokens=8)
+        for running, text in ((first, prompts[1]), (second, prompts[0])):
+            running.begin("run", prompts=[text], max_tokens=8)
         crossed = [first.end()[0], second.end()[0]]
         assert [result["cached_tokens"] for result in crossed] == [3 * CHUNK, 3 * CHUNK]
         assert answer(crossed[0]) == answer(own[1])
@@ -61,7 +61,7 @@ def test_two_engines_at_the_same_time_share_one_daemon(
 def test_many_requests_while_the_daemon_is_stopped_killed_and_back(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
-    """Every answer is right; once the daemon is back, so are hits, without an engine restart."""
+    """Every answer is right. Once the daemon is back, so are hits, without an engine restart."""
     prompts = [prompt(seed, 2 * 256 + 100 + seed) for seed in range(4)]
     with engine(
         "qwen3next", tmp_path / "e.log", daemon.socket_path, extra={"lookup_timeout_ms": 1000}
@@ -174,7 +174,7 @@ def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -
             return control.welcome.pid
 
     def is_stored() -> bool:
-        """Whether the daemon has the prompt; it starts beside the engine's first requests."""
+        """Whether the daemon has the prompt. It starts beside the engine's first requests."""
         running.reset()
         computed.extend(running.run(text, max_tokens=6))
         return stats_if_served(socket_path).get("objects") == 3
@@ -221,14 +221,14 @@ sys.exit(main(["serve", "--socket", sys.argv[1], "--ram", "128MiB", "--metrics-p
 
 
 def started(directory: Path, log: str) -> EngineProcess:
-    """An engine with the user's own daemon, below a directory; it asks again soon."""
+    """An engine with the user's own daemon, below a directory. It asks again soon."""
     extra: dict[str, object] = {"ram": "128MiB", "lookup_timeout_ms": 2000}
     environment = {"XDG_RUNTIME_DIR": str(directory)}
     return engine("qwen3", directory / log, "auto", extra=extra, environment=environment)
 
 
 def is_hit(running: EngineProcess) -> bool:
-    """Whether a prompt is loaded; it is stored where it is not."""
+    """Whether a prompt is loaded. It is stored where it is not."""
     running.reset()
     (result,) = running.run(prompt(1, 3 * CHUNK + 20), max_tokens=2)
     return bool(result["cached_tokens"] == 3 * CHUNK)
@@ -294,8 +294,8 @@ def test_explain_says_what_was_loaded_and_why_not(
     assert short["nothing_loaded_because"] == "the prompt has no whole chunk before its last token"
     with engine("qwen3", tmp_path / "f.log", daemon.socket_path, "--dtype=bfloat16") as running:
         running.run(text, max_tokens=2)
-        other = explained("verify-1")
-    (elsewhere,) = (fact for name, fact in other.items() if name.startswith("also_under"))
+        other_facts = explained("verify-1")
+    (elsewhere,) = (fact for name, fact in other_facts.items() if name.startswith("also_under"))
     here, _, there = elsewhere.partition("model_config: ")[2].partition(" here, ")
     assert '"dtype": "torch.bfloat16"' in here
     assert '"dtype": "torch.float32"' in there

@@ -41,7 +41,7 @@ TIGHT = (
 def test_no_position_is_ever_computed_from_other_bytes(
     model: str, tmp_path: Path, rng: random.Random
 ) -> None:
-    """Arena and block pool are small; the daemon is killed, stopped, cleared, and bits flip."""
+    """Arena and block pool are small. The daemon is killed, stopped and cleared, and bits flip."""
     seeds = [*FIXED_SEEDS, *(rng.getrandbits(32) for _ in range(FRESH_SEEDS))]
     command = [
         sys.executable,
@@ -52,7 +52,7 @@ def test_no_position_is_ever_computed_from_other_bytes(
         "32MiB",
         *TIGHT,
     ]
-    said = subprocess.run(
+    child = subprocess.run(
         [*command, *map(str, seeds)],
         capture_output=True,
         text=True,
@@ -60,10 +60,10 @@ def test_no_position_is_ever_computed_from_other_bytes(
         cwd=Path(__file__).parents[2],
         env={**ENGINE_ENVIRONMENT, **os.environ, **bundled_environment(model)},
     )
-    results = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
+    results = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
     failed = seeds[len(results) :]
-    assert said.returncode == 0, (
-        f"seed {failed[0] if failed else '?'} of {model}:\n{said.stderr[-3000:]}"
+    assert child.returncode == 0, (
+        f"seed {failed[0] if failed else '?'} of {model}:\n{child.stderr[-3000:]}"
     )
     assert [result["seed"] for result in results] == seeds
     total = {

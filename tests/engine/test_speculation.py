@@ -38,7 +38,7 @@ def test_a_hit_drafts_what_was_drafted_before_and_ends_where_the_next_token_diff
 ) -> None:
     """The oracle of a hit is the engine's own, at full length and of the same prompt."""
     text = prompt(1, 4 * CHUNK + 40)
-    other = [*text[: 3 * CHUNK], text[3 * CHUNK] + 1, *prompt(2, CHUNK)]
+    divergent = [*text[: 3 * CHUNK], text[3 * CHUNK] + 1, *prompt(2, CHUNK)]
     with engine(model, tmp_path / "e.log", daemon.socket_path) as running:
         (first,) = running.run(text, max_tokens=TOKENS)
         assert first["drafts"], "nothing was drafted, so nothing is compared"
@@ -51,12 +51,12 @@ def test_a_hit_drafts_what_was_drafted_before_and_ends_where_the_next_token_diff
         assert hit["drafts"] == first["drafts"]
         assert hit["step_tokens"] == first["step_tokens"]
         forget(running)
-        (parted,) = running.run(other, max_tokens=TOKENS)
+        (parted,) = running.run(divergent, max_tokens=TOKENS)
         shared = 3 if model == "qwen3_draft" else 2
         assert parted["cached_tokens"] == shared * CHUNK
         forget(running)
-        (again,) = running.run(other, max_tokens=TOKENS)
-        assert again["cached_tokens"] == len(other) // CHUNK * CHUNK
+        (again,) = running.run(divergent, max_tokens=TOKENS)
+        assert again["cached_tokens"] == len(divergent) // CHUNK * CHUNK
         for key in ("tokens", "drafts", "step_tokens"):
             assert again[key] == parted[key], key
     assert stats(daemon.socket_path).get("loads_failed", 0) == 0
@@ -88,8 +88,8 @@ def test_another_draft_model_is_another_identity(daemon: DaemonProcess, tmp_path
     hits = []
     for theta in (1e6, 5e5, 1e6):
         (directory / "config.json").write_text(json.dumps({**values, "rope_theta": theta}))
-        arguments = tmp_path / "e.log", daemon.socket_path, draft_model(directory)
-        with engine("qwen3", *arguments) as running:
+        log_path, drafter = tmp_path / "e.log", draft_model(directory)
+        with engine("qwen3", log_path, daemon.socket_path, drafter) as running:
             (result,) = running.run(text, max_tokens=4)
             hits.append(result["cached_tokens"])
     assert hits == [0, 0, 2 * CHUNK]
@@ -114,16 +114,17 @@ def test_recurrent_states_of_drafted_tokens_are_those_of_the_engines_own_hits(
     texts = [prompt(seed, block - 2 - seed) for seed in range(5)]
     with engine(model, tmp_path / "cold.log", None, *options) as plain:
         first = [plain.run(text, max_tokens=24)[0] for text in texts]
-    turns = [[*text, *one["tokens"]] for text, one in zip(texts, first, strict=True)]
+    turns = [[*text, *answer["tokens"]] for text, answer in zip(texts, first, strict=True)]
     (tmp_path / "answers.json").write_text(json.dumps(turns))
     guessing = "--worker-extension-cls=tests.engine.guesses.BundledWorker"
     known = {"HYBRIDKV_TEST_ANSWERS": str(tmp_path / "answers.json")}
 
     def answers(socket_path: str | None, log: str) -> list[dict[str, Any]]:
-        """The answers to the texts, and then to what goes on behind them."""
-        arguments = model, tmp_path / log, socket_path
+        """Returns the answers to the texts, and then to the turns that follow them."""
         results = []
-        with engine(*arguments, *options, guessing, environment=known) as running:
+        with engine(
+            model, tmp_path / log, socket_path, *options, guessing, environment=known
+        ) as running:
             for text in texts:
                 results += running.run(text, max_tokens=24)
             if socket_path is not None:
@@ -134,10 +135,10 @@ def test_recurrent_states_of_drafted_tokens_are_those_of_the_engines_own_hits(
 
     own, ours = answers(None, "own.log"), answers(daemon.socket_path, "ours.log")
     for key in ("tokens", "logprobs", "drafts", "step_tokens", "cached_tokens"):
-        assert [one[key] for one in ours] == [one[key] for one in own], key
-    accepted = [max(one["step_tokens"]) for one in ours[: len(texts)]]
+        assert [answer[key] for answer in ours] == [answer[key] for answer in own], key
+    accepted = [max(answer["step_tokens"]) for answer in ours[: len(texts)]]
     assert 3 in accepted, "all drafts of a step are right"
-    hits = [one["cached_tokens"] for one in ours[len(texts) :]]
+    hits = [answer["cached_tokens"] for answer in ours[len(texts) :]]
     assert block in hits, "a state that drafts led to is restored"
     assert stats(daemon.socket_path)["tokens_loaded"] == sum(hits)
     assert stats(daemon.socket_path).get("loads_failed", 0) == 0

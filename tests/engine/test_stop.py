@@ -34,8 +34,11 @@ class User:
         self.environment = {**bundled_environment(MODEL), "XDG_RUNTIME_DIR": str(runtime)}
 
     def says(self, *words: str, status: int = 0) -> Mapping[str, Any]:
-        """What a command prints with --json, if anything; it ends with that status."""
-        said = subprocess.run(
+        """Run a command with --json. Returns what it prints, {} for nothing.
+
+        It must end with `status`.
+        """
+        process = subprocess.run(
             [sys.executable, "-m", "hybridkv", *words, "--json"],
             env={**os.environ, **self.environment},
             capture_output=True,
@@ -43,17 +46,17 @@ class User:
             timeout=DEADLINE_SECONDS,
             check=False,
         )
-        assert said.returncode == status, said.stderr
-        told: dict[str, Any] = json.loads(said.stdout or "{}")
-        return told
+        assert process.returncode == status, process.stderr
+        report: dict[str, Any] = json.loads(process.stdout or "{}")
+        return report
 
 
 @pytest.fixture
 def user(tmp_path: Path) -> Iterator[User]:
-    """A user; a daemon that the test leaves is ended."""
-    made = User(tmp_path)
-    yield made
-    if (pid := peer_pid(str(made.socket_path))) > 0:
+    """A user whose daemon ends with the test."""
+    user = User(tmp_path)
+    yield user
+    if (pid := peer_pid(str(user.socket_path))) > 0:
         os.kill(pid, signal.SIGINT)
         until(lambda: has_ended(pid), "the daemon ends")
 

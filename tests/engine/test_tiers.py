@@ -42,7 +42,7 @@ def is_written(daemon: DaemonProcess, tier: str, objects: int = 1) -> None:
 
 
 def arena_gone(daemon: DaemonProcess) -> None:
-    """As after a reboot."""
+    """Take the daemon's memory away, as a reboot does, and start it again."""
     daemon.kill()
     daemon.__exit__()
     daemon.start()
@@ -56,7 +56,7 @@ def hits(running: EngineProcess, text: list[int], oracle: dict[str, Any], chunk:
 
 
 def tokens_from(tier: str, daemon: DaemonProcess) -> float:
-    """The tokens that came up from a tier since the daemon began."""
+    """Returns how many tokens came up from a tier since the daemon began."""
     values = stats(daemon.socket_path)
     return values[f"chunks_hit_{tier}"] * values["tokens_hit"] / values["chunks_hit"]
 
@@ -66,7 +66,10 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
     chunk = MODELS[model]
     text = prompt(1, CHUNKS * chunk + 20)
     disk = ("--disk", str(tmp_path / "disk"), "--disk-bytes", "1GiB")
-    with serve(tmp_path, "first", *disk) as daemon, serve(tmp_path, "second", *disk) as other:
+    with (
+        serve(tmp_path, "first", *disk) as daemon,
+        serve(tmp_path, "second", *disk) as second_daemon,
+    ):
         with engine(model, tmp_path / "a.log", daemon.socket_path, extra=LOAD) as running:
             running.run(text, max_tokens=6)
             (oracle,) = running.run(text, max_tokens=6)
@@ -87,9 +90,9 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
         daemon.start()
         with engine(model, tmp_path / "c.log", daemon.socket_path, extra=LOAD) as running:
             hits(running, text, oracle, chunk)
-            with engine(model, tmp_path / "d.log", other.socket_path, extra=LOAD) as second:
+            with engine(model, tmp_path / "d.log", second_daemon.socket_path, extra=LOAD) as second:
                 hits(second, text, oracle, chunk)
-                assert tokens_from("disk", other) == CHUNKS * chunk
+                assert tokens_from("disk", second_daemon) == CHUNKS * chunk
         arena_gone(daemon)
         with engine(model, tmp_path / "e.log", daemon.socket_path, extra=LOAD) as running:
             hits(running, text, oracle, chunk)
@@ -103,7 +106,7 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
 @pytest.mark.soak
 @pytest.mark.parametrize("model", MODELS)
 def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
-    """The first node's daemon gives the memory; both engines and its arena may be gone."""
+    """The first node's daemon gives the memory. Its engines and its arena may be gone."""
     chunk = MODELS[model]
     text = prompt(1, CHUNKS * chunk + 20)
     master = Master(tmp_path / "master.log", "300ms")
@@ -111,7 +114,7 @@ def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
         giving = ("--tier", master.url(size=256 << 20, timeout=5))
         with (
             serve(tmp_path, "first", *giving) as daemon,
-            serve(tmp_path, "second", "--tier", master.url(timeout=5)) as other,
+            serve(tmp_path, "second", "--tier", master.url(timeout=5)) as second_daemon,
         ):
             with engine(model, tmp_path / "a.log", daemon.socket_path, extra=LOAD) as running:
                 running.run(text, max_tokens=6)
@@ -120,15 +123,17 @@ def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
                 clear(daemon.socket_path)
                 hits(running, text, oracle, chunk)
                 assert tokens_from("mooncake", daemon) == CHUNKS * chunk
-            with engine(model, tmp_path / "b.log", other.socket_path, extra=LOAD) as running:
+            with engine(
+                model, tmp_path / "b.log", second_daemon.socket_path, extra=LOAD
+            ) as running:
                 hits(running, text, oracle, chunk)
-                assert tokens_from("mooncake", other) == CHUNKS * chunk
+                assert tokens_from("mooncake", second_daemon) == CHUNKS * chunk
     finally:
         master.kill()
 
 
 def is_back(running: EngineProcess, daemon: DaemonProcess) -> bool:
-    """Whether an engine has noticed its new daemon; it looks in its steps."""
+    """Whether an engine has noticed its new daemon, which it looks for in its steps."""
     running.run(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1
 
@@ -137,7 +142,7 @@ def is_back(running: EngineProcess, daemon: DaemonProcess) -> bool:
 def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tier is slowed on purpose; `explain` says what was weighed, the switch forces either."""
+    """The tier is slowed on purpose. `explain` says what was weighed, the switch forces either."""
     text = prompt(1, CHUNKS * 128 + 20)
     url = f"disk://{tmp_path}/disk?bytes=1GiB"
     with (
@@ -172,21 +177,21 @@ def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
         assert [result["cached_tokens"] for result in computed] == [0, 0]
         assert all(result["tokens"] == oracle["tokens"] for result in computed)
         assert main(["explain", "verify-5", "--socket", daemon.socket_path]) == 0
-        told = capsys.readouterr().out
-        assert "computing" in told, told
+        output = capsys.readouterr().out
+        assert "computing" in output, output
         assert [result["cached_tokens"] for result in ask("c.log", "never", 1)] == [0]
         assert [result["cached_tokens"] for result in ask("d.log", "always", 1)] == [CHUNKS * 128]
 
 
 def clear(socket_path: str) -> None:
-    """Empty RAM, and nothing else."""
+    """Empty RAM, and leave the tiers."""
     with ControlClient(socket_path) as control:
         control.clear()
 
 
 def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> None:
     """The tier's calls never return: requests are computed, and the daemon ends when told to."""
-    text, other = prompt(1, CHUNKS * 128 + 20), prompt(2, CHUNKS * 128 + 20)
+    text, second_text = prompt(1, CHUNKS * 128 + 20), prompt(2, CHUNKS * 128 + 20)
     url = f"disk://{tmp_path}/disk?bytes=1GiB"
     extra = {**LOAD, "load_timeout_seconds": 2}
     with serve(tmp_path, "node", "--tier", url) as daemon:
@@ -208,11 +213,11 @@ def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> Non
                 lambda: stats(hanging.socket_path)["tier_disk_breaker_open"] == 1,
                 "it is left alone",
             )
-            (first,) = running.run(other, max_tokens=6)
+            (first,) = running.run(second_text, max_tokens=6)
 
             def is_hit() -> bool:
                 running.reset()
-                (result,) = running.run(other, max_tokens=6)
+                (result,) = running.run(second_text, max_tokens=6)
                 assert result["tokens"] == first["tokens"]
                 return bool(result["cached_tokens"] == CHUNKS * 128)
 

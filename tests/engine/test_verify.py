@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from hybridkv.vllm.preflight import serves_tails
-from tests.engine.support import KV_BYTES, MEMORY
+from tests.engine.support import KV_BYTES, MEMORY, CommandReport
 from tests.seeds import ONE_THREAD
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -17,16 +16,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 MODELS = (pytest.param("gemma3", marks=pytest.mark.soak), "qwen3next")
 
 
-def verify(*arguments: str) -> tuple[int, dict[str, Any]]:
-    said = subprocess.run(
+def verify(*arguments: str) -> CommandReport:
+    process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "verify", "--json", *arguments],
         capture_output=True,
         text=True,
         check=False,
         env={**ONE_THREAD, **os.environ},
     )
-    assert said.stdout, said.stderr
-    return said.returncode, json.loads(said.stdout)
+    assert process.stdout, process.stderr
+    return CommandReport(process.returncode, json.loads(process.stdout))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -101,7 +100,7 @@ def test_a_flipped_byte_is_detected_and_costs_only_the_hit() -> None:
 
 @pytest.mark.soak
 def test_a_prompt_longer_than_the_model_takes_is_one_clear_line() -> None:
-    said = subprocess.run(
+    process = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -117,17 +116,17 @@ def test_a_prompt_longer_than_the_model_takes_is_one_clear_line() -> None:
         text=True,
         check=False,
     )
-    assert said.returncode == 2
-    assert "max_model_len=512 is too short" in said.stderr.splitlines()[-1]
-    assert said.stderr.splitlines()[-1].endswith("works")
+    assert process.returncode == 2
+    assert "max_model_len=512 is too short" in process.stderr.splitlines()[-1]
+    assert process.stderr.splitlines()[-1].endswith("works")
 
 
 def test_an_unknown_model_is_one_clear_line() -> None:
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "verify", "--model", "qwen33"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.returncode == 2
-    assert said.stderr.startswith("hybridkv: --model: 'qwen33' is not bundled; ")
+    assert process.returncode == 2
+    assert process.stderr.startswith("hybridkv: --model: 'qwen33' is not bundled; ")

@@ -26,40 +26,43 @@ OWN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 class Answer(NamedTuple):
-    """What came of one request."""
+    """The answer to one request."""
 
     tokens: list[int]
     loaded: int | None  # Tokens from outside; None without a connector.
 
 
 class Answers(dict[str, Answer]):
-    """By what was asked."""
+    """Answers by the name of what was asked."""
 
     stale: frozenset[str] = frozenset()
-    """Those at which the daemon showed an engine that serves nothing."""
+    """The names of answers during which the daemon showed an engine that serves nothing."""
 
 
 def answers(way: str, daemon: DaemonProcess, tmp_path: Path) -> Answers:
-    """The answers of engines in a fork."""
+    """Returns the answers of engines in a fork."""
     words = [daemon.socket_path, str(tmp_path), way]
     variables = {**os.environ, **BUNDLED_ENVIRONMENT}
     return by_name(lines_of("tests.engine.weights", words, tmp_path / "log", variables))
 
 
 def by_name(lines: Sequence[str]) -> Answers:
-    """Each answer by its name; the last one where a name is twice."""
+    """Returns the answers by name: the last one where a name is twice."""
     print(*(line for line in lines if "were read in" in line), sep="\n")
-    found = [json.loads(line) for line in lines if line.startswith("{")]
-    said = Answers({line["name"]: Answer(line["tokens"], line["loaded"]) for line in found})
-    said.stale = frozenset(line["name"] for line in found if line["stale"])
-    return said
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    found = Answers({line["name"]: Answer(line["tokens"], line["loaded"]) for line in records})
+    found.stale = frozenset(line["name"] for line in records if line["stale"])
+    return found
 
 
-def check_two(said: Answers, one: str, other: str) -> None:
-    """Neither takes the other's KV; the first finds its own again (its last answer is seen)."""
-    assert said[f"plain {one}"].tokens != said[f"plain {other}"].tokens, "the models differ"
-    assert said[f"cached {other}"] == (said[f"plain {other}"].tokens, 0)
-    assert said[f"cached {one}"] == (said[f"plain {one} again"].tokens, HIT)
+def check_two(found: Answers, first: str, second: str) -> None:
+    """Check that neither model takes the other's KV, and that the first finds its own again.
+
+    The last answer of the first is the one that is seen.
+    """
+    assert found[f"plain {first}"].tokens != found[f"plain {second}"].tokens, "the models differ"
+    assert found[f"cached {second}"] == (found[f"plain {second}"].tokens, 0)
+    assert found[f"cached {first}"] == (found[f"plain {first} again"].tokens, HIT)
 
 
 @pytest.mark.soak
@@ -145,31 +148,33 @@ def test_weights_that_change_while_the_engine_serves(
     way: str, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     """Row 5, and all that resets a cache or may change weights: the same weights hit at once."""
-    said = answers(way, daemon, tmp_path)
-    old, new = said["plain old, reset"].tokens, said["plain new, reset"].tokens
+    found = answers(way, daemon, tmp_path)
+    old, new = found["plain old, reset"].tokens, found["plain new, reset"].tokens
     assert old != new
-    assert said["cached old"] == (old, 0)
-    assert said["cached old, reset"] == (old, HIT), "the first request after a reset"
-    assert said["cached new"] == (new, 0), "nothing of the old weights"
-    assert said["cached new, reset"] == (new, HIT)
-    assert said["cached old again"] == (old, HIT), "what was stored stays for whoever goes back"
+    assert found["cached old"] == (old, 0)
+    assert found["cached old, reset"] == (old, HIT), "the first request after a reset"
+    assert found["cached new"] == (new, 0), "nothing of the old weights"
+    assert found["cached new, reset"] == (new, HIT)
+    assert found["cached old again"] == (old, HIT), "what was stored stays for whoever goes back"
     if way == "ranks":
         return
-    assert said["cached awake from 1"] == said["cached awake from 2"] == (old, HIT)
-    assert said["cached new, paused meanwhile"] == (new, HIT)
+    assert found["cached awake from 1"] == found["cached awake from 2"] == (old, HIT)
+    assert found["cached new, paused meanwhile"] == (new, HIT)
     mixed = "cached old, and blocks of the new"
-    assert said[mixed].loaded == 0, "the engine's own cache is of other weights: nothing is offered"
-    assert said.stale == {mixed}, "the daemon hears when that begins, and when it ends"
-    assert said["cached old once more"] == (old, HIT), "and nothing of it was stored"
+    assert found[mixed].loaded == 0, (
+        "the engine's own cache is of other weights: nothing is offered"
+    )
+    assert found.stale == {mixed}, "the daemon hears when that begins, and when it ends"
+    assert found["cached old once more"] == (old, HIT), "and nothing of it was stored"
     first = "cached new, updated before anything else"
-    assert said[first] == (new, 0), "what was found is of the weights of the files"
+    assert found[first] == (new, 0), "what was found is of the weights of the files"
 
 
 class Trained(NamedTuple):
-    """What came of one request to an engine in a process of its own."""
+    """The answer to a request of an engine in a process of its own."""
 
     tokens: list[int]
-    fresh: list[int]  # What the engine computes itself at that time.
+    fresh: list[int]  # The tokens that the engine itself computes at that time.
     cached: int  # Tokens that were not computed.
 
 

@@ -9,10 +9,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class Trainer:
-    """A worker extension."""
+    """A worker extension that changes the weights by code of its own."""
 
     def multiply(self: Any, factor: float) -> None:
-        """Other weights, as an update writes them."""
+        """Multiply the weights of norms, as an update would write others."""
         with torch.no_grad():
             for name, parameter in self.model_runner.model.named_parameters():
                 if "norm" in name:
@@ -22,13 +22,15 @@ class Trainer:
 def sleep(self: Any, level: int = 1) -> None:
     """Unmap the weights: a reader of them ends the process. vLLM's CPU workers do nothing."""
     parameters = self.model_runner.model.parameters()
-    dense = [one for one in parameters if one.numel() and one.is_contiguous()]
+    dense = [
+        parameter for parameter in parameters if parameter.numel() and parameter.is_contiguous()
+    ]
     self.mapped = [_moved(parameter) for parameter in dense]
     _protect(self.mapped, 0)
 
 
 def wake_up(self: Any, tags: list[str] | None = None) -> None:
-    """Map them again."""
+    """Map the weights again."""
     _protect(self.mapped, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
@@ -36,7 +38,7 @@ CPUWorker.sleep, CPUWorker.wake_up = sleep, wake_up
 
 
 def _moved(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The bytes of pages that a parameter lies in from now on."""
+    """Move a parameter to pages of its own. Returns the bytes of these pages."""
     memory = mmap.mmap(-1, -(-parameter.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     content = whole[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)

@@ -25,7 +25,7 @@ SLEEP_SECONDS = 0.5
 
 
 class Served:
-    """The engine."""
+    """An engine in a process of its own, as users run it."""
 
     def __init__(self, socket_path: str, model: Path) -> None:
         extra: dict[str, object] = {"server": f"unix://{socket_path}", "audit": "off"}
@@ -40,7 +40,10 @@ class Served:
         self._requests = 0
 
     async def _answer(self, number: int, salt: str | None = None) -> Any:
-        """The answer to a prompt, which finds nothing of others under a salt of its own."""
+        """Returns the answer to a prompt.
+
+        Under a `salt` of its own it finds nothing of other requests.
+        """
         self._requests += 1
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=8)
         asked: Any = {"prompt_token_ids": prompt(number, LENGTH)}
@@ -50,7 +53,7 @@ class Served:
         return [output async for output in outputs][-1]
 
     async def ask(self, what: str, number: int = 1) -> None:
-        """Answer a prompt, and print what came of it."""
+        """Answer a prompt, and print the answer."""
         answer = await self._answer(number)
         fresh = await self._answer(number, salt=what)
         line = {
@@ -62,12 +65,12 @@ class Served:
         print(json.dumps(line), flush=True)
 
     async def update(self, factor: float) -> None:
-        """By the trainer's own code."""
+        """Change the weights by the trainer's own code."""
         await self.engine.collective_rpc("multiply", args=(factor,))
 
 
 async def serve(socket_path: str, directory: Path) -> None:
-    """All orders in which trainers update and reset."""
+    """Go through all orders in which trainers update and reset."""
     served = Served(socket_path, write_model(directory / "model", 1))
     engine = served.engine
     await served.ask("old")
@@ -101,7 +104,7 @@ async def serve(socket_path: str, directory: Path) -> None:
 
 
 def main() -> None:
-    """With the daemon at a socket."""
+    """Serve with the daemon at a socket."""
     asyncio.run(serve(sys.argv[1], Path(sys.argv[2])))
 
 

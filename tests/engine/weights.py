@@ -50,7 +50,7 @@ ARGUMENTS = [word for word in bundled_arguments("qwen3") if word != "--load-form
 
 
 def write_model(directory: Path, seed: int) -> Path:
-    """A qwen3 with weights of a seed; no other file of the directory depends on it."""
+    """Write a qwen3 with weights of a seed. No other file of the directory depends on it."""
     torch.manual_seed(seed)
     config = AutoConfig.from_pretrained(bundled_models()["qwen3"])
     model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32)
@@ -63,7 +63,10 @@ def write_model(directory: Path, seed: int) -> Path:
 
 
 class Served:
-    """One engine; a context manager. With `is_multi` its connector is inside a MultiConnector."""
+    """Runs one engine, as a context manager.
+
+    With `is_multi` its connector is inside a MultiConnector.
+    """
 
     def __init__(
         self,
@@ -81,8 +84,8 @@ class Served:
         if is_multi:
             inside = {"connectors": [transfer], "patience_seconds": 10}
             transfer = {**transfer, "kv_connector": SEVERAL, "kv_connector_extra_config": inside}
-        more = ["--kv-transfer-config", json.dumps(transfer)] if socket_path else []
-        self.engine = make_engine([*ARGUMENTS, *arguments, *more])
+        transfer_options = ["--kv-transfer-config", json.dumps(transfer)] if socket_path else []
+        self.engine = make_engine([*ARGUMENTS, *arguments, *transfer_options])
         await_write_slots(self.engine)
         self.core: Any = self.engine.engine_core.engine_core
 
@@ -96,7 +99,7 @@ class Served:
         gc.collect()
 
     def loaded(self) -> int | None:
-        """Tokens loaded so far; None without a connector."""
+        """Returns how many tokens were loaded so far, or None without a connector."""
         connector = self.core.scheduler.connector
         if connector is None:
             return None
@@ -105,14 +108,17 @@ class Served:
         return int(connector.counters.get("tokens_loaded", 0))
 
     def stale(self) -> float | None:
-        """Engines of which the daemon was told that nothing is served; None without a connector."""
+        """Returns how many engines told the daemon that they serve nothing.
+
+        Returns None without a connector.
+        """
         if self._socket_path is None:
             return None
         with ControlClient(self._socket_path) as control:
             return control.stats().values["engines_stale"]
 
     def ask(self, what: str = "") -> None:
-        """Answer the one prompt that all engines get, and print what came of it."""
+        """Answer the one prompt that all engines get, and print the answer."""
         self._requests += 1
         before, text = self.loaded(), {"prompt_token_ids": prompt(1, LENGTH)}
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=8)
@@ -126,11 +132,11 @@ class Served:
         seconds = time.perf_counter() - started
         after = self.loaded()
         loaded = None if after is None or before is None else after - before
-        said = {"name": f"{self._name} {what}".strip(), "tokens": tokens, "loaded": loaded}
-        print(json.dumps({**said, "stale": self.stale(), "seconds": seconds}), flush=True)
+        line = {"name": f"{self._name} {what}".strip(), "tokens": tokens, "loaded": loaded}
+        print(json.dumps({**line, "stale": self.stale(), "seconds": seconds}), flush=True)
 
     def change(self, factor: float) -> None:
-        """Other weights in place, as a trainer's own code does it: nobody is told."""
+        """Change the weights in place, as a trainer's own code does: nobody is told."""
 
         def multiply(worker: Any) -> None:
             with torch.no_grad():
@@ -144,7 +150,7 @@ class Served:
 def in_place(
     socket_path: str, directory: Path, *arguments: str, is_multi: bool = False, many: bool = True
 ) -> None:
-    """Row 5: changed in place, then a reset that says nothing to connectors; and back."""
+    """Row 5: change weights in place, reset without telling connectors, and change them back."""
     model = f"--model={write_model(directory / 'model', 1)}"
     for name, server in (("plain", None), ("cached", socket_path)):
         with Served(name, server, model, *arguments, is_multi=is_multi) as served:
@@ -168,7 +174,7 @@ def in_place(
 
 
 def watched(served: Served) -> None:
-    """vLLM's own ways to change weights, or to put them away."""
+    """Use vLLM's own ways to change weights, or to put them away."""
     for level in (1, 2):
         served.engine.sleep(level)
         served.engine.wake_up()
@@ -189,7 +195,7 @@ def watched(served: Served) -> None:
 def one_after_the_other(
     socket_path: str, ways: Callable[[Path], list[str]], models: list[Path]
 ) -> None:
-    """Each model without a connector, then all with it, then the first again."""
+    """Ask each model without a connector, then all with it, then the first again."""
     for model in models:
         with Served(f"plain {model.name}", None, *ways(model)) as served:
             served.ask()
@@ -201,7 +207,7 @@ def one_after_the_other(
 
 
 def hub(socket_path: str, directory: Path) -> None:
-    """Row 1: names of a hub; the config is in one cache, and the weights in --download-dir."""
+    """Row 1: names of a hub. The config is in one cache, and the weights are in --download-dir."""
     models = [write_model(directory / "hub" / "org" / name, seed) for seed, name in enumerate("ab")]
     downloads = f"--download-dir={directory / 'downloads'}"
     with hub_of(directory / "hub"):
@@ -265,7 +271,7 @@ class Hub(BaseHTTPRequestHandler):
         self._answer(found.read_bytes(), {"ETag": f'"{_etag(found)}"', "X-Repo-Commit": revision})
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def _answer(self, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(200)
@@ -281,7 +287,7 @@ def _etag(file: Path) -> str:
 
 
 def storage(socket_path: str, directory: Path) -> None:
-    """Row 2: object storage; the model's directory holds only *.json, the URL names the weights.
+    """Row 2: object storage. The model's directory holds only *.json, the URL names the weights.
 
     The stand-in for Run:ai's streamer has each bucket in a directory.
     """
@@ -298,8 +304,8 @@ def storage(socket_path: str, directory: Path) -> None:
 
     def pull_files(url: str, to: str, allow: list[str] | None, ignore: list[str] | None) -> None:
         for file in path_of(url).iterdir():
-            wanted = allow is None or any(file.match(one) for one in allow)
-            if wanted and not any(file.match(one) for one in ignore or ()):
+            wanted = allow is None or any(file.match(pattern) for pattern in allow)
+            if wanted and not any(file.match(pattern) for pattern in ignore or ()):
                 shutil.copy(file, to)
 
     class Streamer:
@@ -310,7 +316,7 @@ def storage(socket_path: str, directory: Path) -> None:
         def __exit__(self, *exc: object) -> None:
             """Nothing is held."""
 
-        def stream_files(self, urls: list[str], **more: object) -> None:
+        def stream_files(self, urls: list[str], **options: object) -> None:
             self._tensors = {k: v for url in urls for k, v in load_file(path_of(url)).items()}
 
         def get_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -396,11 +402,11 @@ def int8(socket_path: str, directory: Path) -> None:
 
 
 def empty(socket_path: str, directory: Path) -> None:
-    """Every norm has the empty parameter that Marlin gives to each linear layer on a GPU."""
+    """Give every norm the empty parameter that Marlin gives to each linear layer on a GPU."""
     load_model = CPUModelRunner.load_model
 
-    def load(runner: Any, *arguments: Any, **more: Any) -> None:
-        load_model(runner, *arguments, **more)
+    def load(runner: Any, *arguments: Any, **options: Any) -> None:
+        load_model(runner, *arguments, **options)
         for module in runner.model.modules():
             if type(module).__name__ == "RMSNorm":
                 module.w_zp = marlin_make_empty(torch.device("cpu"))
@@ -410,14 +416,14 @@ def empty(socket_path: str, directory: Path) -> None:
 
 
 def unread(socket_path: str, directory: Path) -> None:
-    """Nobody waits for what oneDNN keeps: it is this engine's own, or has a name."""
+    """Let nobody wait for what oneDNN keeps: it is this engine's own, or has a name."""
     weights_digest.PROBE_SECONDS_MAX = -1.0
     stored_and_found(socket_path, directory)
     stored_and_found(socket_path, directory, "these")
 
 
 def stored_and_found(socket_path: str, directory: Path, identity: str = "") -> None:
-    """An engine stores, resets its own cache and loads; so does the next one after it."""
+    """An engine stores, resets its own cache and loads. So does the next one after it."""
     model = f"--model={write_model(directory / 'model', 1)}"
     for name in ("first", "second"):
         named = f"{name} {identity}".strip()
@@ -452,7 +458,7 @@ WAYS: dict[str, Callable[[str, Path], None]] = {
 
 
 def main() -> None:
-    """One way."""
+    """Run one of WAYS."""
     socket_path, directory, way = sys.argv[1:]
     WAYS[way](socket_path, Path(directory))
 

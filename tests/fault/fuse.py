@@ -53,7 +53,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Op(IntEnum):
-    """What the kernel asks for."""
+    """The kernel's requests, by their number in linux/fuse.h."""
 
     LOOKUP = 1
     FORGET = 2
@@ -92,10 +92,19 @@ EVERYTHING = frozenset(Op) - {
     Op.RELEASE,
     Op.RELEASEDIR,
 }
-"""All that somebody waits for."""
+"""The requests whose answer a process waits for."""
 
 
-class _Asked(NamedTuple):
+class _FileKey(NamedTuple):
+    """What a file is known by under any name."""
+
+    device: int
+    inode: int
+
+
+class _Request(NamedTuple):
+    """A request of the kernel."""
+
     op: int
     unique: int
     node: int
@@ -105,15 +114,15 @@ class _Asked(NamedTuple):
 class _Node:
     """A file or directory that the kernel knows."""
 
-    def __init__(self, fd: int, key: tuple[int, int]) -> None:
+    def __init__(self, fd: int, key: _FileKey) -> None:
         self.fd = fd
-        """Opened with O_PATH, so it stays the same one under whatever name."""
+        """Opened with O_PATH, so it stays the same file under any name."""
         self.key = key
         self.lookups = 0
 
 
 class FaultyFs:
-    """`backing` shown at `mountpoint`, as a context manager; skips a test that may not mount."""
+    """Shows `backing` at `mountpoint`, as a context manager. Skips a test that may not mount."""
 
     def __init__(self, backing: Path, mountpoint: Path) -> None:
         self.mountpoint = mountpoint
@@ -121,11 +130,11 @@ class FaultyFs:
         self._lock = threading.RLock()
         self._hangs: frozenset[Op] = frozenset()
         self._fails: dict[Op, int] = {}
-        self._held: list[_Asked] = []
+        self._held: list[_Request] = []
         self._deaf = False
         self._counts: dict[int, int] = {}
         self._nodes: dict[int, _Node] = {}
-        self._by_key: dict[tuple[int, int], int] = {}
+        self._by_key: dict[_FileKey, int] = {}
         self._next = _ROOT
         self._wake = os.pipe()
         self._fd = -1
@@ -153,53 +162,53 @@ class FaultyFs:
     def __exit__(self, *exc: object) -> None:
         self.end()
 
-    # What a test says
+    # Commands of a test
 
     def hang(self, *ops: Op) -> None:
-        """From now on these are not answered (none: everything)."""
+        """Answer these requests no more. Without any, answer no request at all."""
         with self._lock:
             self._hangs = frozenset(ops) or EVERYTHING
 
     def fail(self, number: int, *ops: Op) -> None:
-        """From now on these fail with that error."""
+        """Fail these requests with that error number."""
         with self._lock:
             self._fails.update(dict.fromkeys(ops, number))
 
     def be_deaf(self) -> None:
-        """From now on nothing is even heard: those who ask sleep, but SIGKILL ends them."""
+        """Read no request any more: processes that ask sleep, but SIGKILL ends them."""
         with self._lock:
             self._deaf = True
         os.write(self._wake[1], b"\0")
 
     def heal(self) -> None:
-        """All is well again, and what hung is done now, late as it is."""
+        """Answer every request again, and first those that hang."""
         with self._lock:
             self._hangs, self._fails, self._deaf = frozenset(), {}, False
             held, self._held = self._held, []
-            for asked in held:
-                self._answer(asked)
+            for request in held:
+                self._answer(request)
         os.write(self._wake[1], b"\0")
 
     @contextlib.contextmanager
     def healing(self) -> Iterator[None]:
-        """At the end it heals, so that whoever uses it can end."""
+        """Heal at the end of the context, so that a process that waits can end."""
         try:
             yield
         finally:
             self.heal()
 
     def held(self, *ops: Op) -> int:
-        """How many requests hang (of these kinds)."""
+        """Returns how many requests hang, of these kinds or of all."""
         with self._lock:
-            return sum(not ops or asked.op in ops for asked in self._held)
+            return sum(not ops or request.op in ops for request in self._held)
 
     def count(self, op: Op) -> int:
-        """How often it was asked for."""
+        """Returns how many requests of a kind have come."""
         with self._lock:
             return self._counts.get(op, 0)
 
     def end(self) -> None:
-        """Unmount; whoever still waits gets an error."""
+        """Unmount. A process that still waits gets an error."""
         if self._ended:
             return
         self._ended = True
@@ -227,39 +236,40 @@ class FaultyFs:
                         continue
                     return
                 _, op, unique, node, _, _, _, _, _ = _IN.unpack_from(raw)
-                self._hear(_Asked(op, unique, node, raw[_IN.size :]))
+                self._hear(_Request(op, unique, node, raw[_IN.size :]))
 
-    def _hear(self, asked: _Asked) -> None:
+    def _hear(self, request: _Request) -> None:
         with self._lock:
-            self._counts[asked.op] = self._counts.get(asked.op, 0) + 1
-            if asked.op in self._hangs:
-                self._held.append(asked)
+            self._counts[request.op] = self._counts.get(request.op, 0) + 1
+            if request.op in self._hangs:
+                self._held.append(request)
             else:
-                self._answer(asked)
+                self._answer(request)
 
-    def _answer(self, asked: _Asked) -> None:
+    def _answer(self, request: _Request) -> None:
         try:
-            if asked.op in self._fails:
-                raise OSError(self._fails[Op(asked.op)], "on command")
+            if request.op in self._fails:
+                raise OSError(self._fails[Op(request.op)], "on command")
             do = (
-                getattr(self, f"_do_{Op(asked.op).name.lower()}", None)
-                if asked.op in tuple(Op)
+                getattr(self, f"_do_{Op(request.op).name.lower()}", None)
+                if request.op in tuple(Op)
                 else None
             )
             if do is None:
                 raise OSError(errno.ENOSYS, "not known here")
-            reply, number = do(asked.node, asked.body), 0
+            reply, number = do(request.node, request.body), 0
         except OSError as error:
             reply, number = b"", error.errno or errno.EIO
         if reply is not None:
             with contextlib.suppress(OSError):  # whoever asked may be gone
-                os.write(self._fd, _OUT.pack(_OUT.size + len(reply), -number, asked.unique) + reply)
+                head = _OUT.pack(_OUT.size + len(reply), -number, request.unique)
+                os.write(self._fd, head + reply)
 
     # Nodes
 
     def _enter(self, fd: int) -> int:
         status = os.fstat(fd)
-        key = status.st_dev, status.st_ino
+        key = _FileKey(status.st_dev, status.st_ino)
         number = self._by_key.get(key)
         if number is None:
             number, self._next = self._next, self._next + 1
@@ -300,7 +310,7 @@ class FaultyFs:
         return b""
 
     def _do_interrupt(self, node: int, body: bytes) -> None:
-        """Nobody is let off."""
+        """Ignore the interrupt: the request goes on."""
 
     def _do_lookup(self, node: int, body: bytes) -> bytes:
         return self._entry(node, _names(body)[0])
@@ -311,7 +321,8 @@ class FaultyFs:
     def _do_batch_forget(self, node: int, body: bytes) -> None:
         (count,) = struct.unpack_from("<I", body)
         for at in range(count):
-            self._forget(*struct.unpack_from("<QQ", body, 8 + 16 * at))
+            number, lookups = struct.unpack_from("<QQ", body, 8 + 16 * at)
+            self._forget(number, lookups)
 
     def _do_getattr(self, node: int, body: bytes) -> bytes:
         return _ATTR_OUT.pack(0, 0, 0) + _attr(os.fstat(self._dir(node)))
@@ -394,8 +405,17 @@ class FaultyFs:
 
     def _do_statfs(self, node: int, body: bytes) -> bytes:
         system = os.statvfs(self.backing)
-        blocks = system.f_blocks, system.f_bfree, system.f_bavail, system.f_files, system.f_ffree
-        return _STATFS.pack(*blocks, system.f_bsize, system.f_namemax, system.f_frsize, 0)
+        return _STATFS.pack(
+            system.f_blocks,
+            system.f_bfree,
+            system.f_bavail,
+            system.f_files,
+            system.f_ffree,
+            system.f_bsize,
+            system.f_namemax,
+            system.f_frsize,
+            0,
+        )
 
     def _do_release(self, node: int, body: bytes) -> bytes:
         os.close(struct.unpack_from("<Q", body)[0])
@@ -436,8 +456,18 @@ def _attr(status: os.stat_result) -> bytes:
     times = status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns
     seconds, rest = [time // 10**9 for time in times], [time % 10**9 for time in times]
     return _ATTR.pack(
-        *(status.st_ino, status.st_size, status.st_blocks, *seconds, *rest),
-        *(status.st_mode, status.st_nlink, status.st_uid, status.st_gid, 0, 4096, 0),
+        status.st_ino,
+        status.st_size,
+        status.st_blocks,
+        *seconds,
+        *rest,
+        status.st_mode,
+        status.st_nlink,
+        status.st_uid,
+        status.st_gid,
+        0,
+        4096,
+        0,
     )
 
 
@@ -445,7 +475,7 @@ def _attr(status: os.stat_result) -> bytes:
 def mounted(
     kind: str, where: Path, size: str, image: Path | None = None
 ) -> Iterator[Callable[[str], None]]:
-    """A real file system of `size`, "tmpfs" or "ext4"; gives a remount function ("ro", "rw").
+    """Mounts a "tmpfs" or "ext4" of `size`; gives a function that remounts it "ro" or "rw".
 
     Skips the test where mounting is not permitted.
     """
@@ -467,9 +497,9 @@ def mounted(
         tool = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
         if tool is None:
             pytest.skip("needs mkfs.ext4")
-        made = subprocess.run([tool, "-q", "-m", "0", str(image)], capture_output=True, check=False)
-        if made.returncode:
-            pytest.skip(f"needs mkfs.ext4: {made.stderr.decode()[-100:]}")
+        mkfs = subprocess.run([tool, "-q", "-m", "0", str(image)], capture_output=True, check=False)
+        if mkfs.returncode:
+            pytest.skip(f"needs mkfs.ext4: {mkfs.stderr.decode()[-100:]}")
         command = ["mount", "-o", "loop", str(image), str(where)]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:

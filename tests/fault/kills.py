@@ -55,10 +55,10 @@ BOUND_BYTES = 768 << 10
 SIZES = [part_bytes(GEOMETRY, group, 0) for group in GEOMETRY.groups]
 PROMPTS = 20
 CHUNKS = 2
-"""Of each prompt: all together are more than the arena or, encoded too, the bound has room for."""
+"""Chunks of a prompt. All prompts together are more than the arena has room for, or the bound."""
 NAMES = [name for prompt in range(PROMPTS) for name in hashes(prompt, CHUNKS)]
 CODECS = ("none", "none", "zplanes", "zplanes")
-"""Of one daemon after the other: each is followed by one that reads what it wrote."""
+"""The codecs of one daemon after the other. Each reads what the last one wrote."""
 
 CORE = (
     *("store/store.py", "store/extents.py", "store/index.py", "store/eviction.py"),
@@ -72,7 +72,7 @@ NUMBERS_MAX = {"core line": 15000, "tier line": 6000, "write": 60, "moment": 400
 START_LINES_MAX = 2500
 
 STEPS = {"store": 6, "lookup": 4, "reserve": 3, "commit": 6, "free": 1, "clear": 0.05}
-"""What a client does, and how often."""
+"""The steps of a client, with their weights."""
 STEPS_MAX = 1000
 KEPT_MAX = 12
 LEASES_MAX = 2
@@ -116,17 +116,17 @@ sys.exit(main(["serve", *sys.argv[1:]]))
 
 
 class Kill(NamedTuple):
-    """When a daemon is killed: at a line or in a write, or a moment after it began to serve."""
+    """The end of a daemon: at a line, in a write, or a moment after it began to serve."""
 
     kind: str
-    number: int  # Of the line or write, counted from 1; of a moment its milliseconds.
+    number: int  # Of the line or write, counted from 1, or a moment's milliseconds.
 
 
 NEVER = Kill("none", 0)
 
 
 def draw_kill(rng: random.Random, has_directory: bool) -> Kill:
-    """Return the end of a daemon that serves; some of the lines are those of its start."""
+    """Returns the end of a daemon that serves. A line may be one of its start."""
     weights = {"core line": 5, "moment": 1}
     if has_directory:
         weights = {"core line": 3, "tier line": 5, "write": 3, "moment": 2}
@@ -141,7 +141,7 @@ def draw_early_kill(rng: random.Random, has_directory: bool) -> Kill:
 
 
 class Daemon:
-    """One daemon at a time, on one socket, with a directory below RAM or without."""
+    """A daemon on one socket, started after each end, with or without a directory below RAM."""
 
     def __init__(self, directory: Path, has_directory: bool) -> None:
         self.socket_path = str(directory / "k.sock")
@@ -223,7 +223,7 @@ class Daemon:
         return {path: path.stat().st_ctime_ns for path in self.root.glob("objects/*/tmp/*/*")}
 
     def check_bound(self) -> None:
-        """Check what all files of objects take; raises AssertionError."""
+        """Check the bytes that all files of objects take."""
         taken_bytes = real_bytes(self.root)
         assert taken_bytes <= BOUND_BYTES, f"files take {taken_bytes} bytes"
 
@@ -246,16 +246,16 @@ class Client(tierclient.Client):
         super().__init__(daemon.socket_path, name=WORKER.engine_id)
         self.has_worker = rng.random() < 0.8
         self.kept: list[WriteSlot] = []
-        """Granted in this life, and neither committed nor freed."""
+        """Slots granted in this life, and neither committed nor freed."""
         self.stray: list[WriteSlot] = []
-        """Kept when a daemon died, and still written by the worker."""
+        """Slots kept when a daemon died. The worker still writes them."""
         self._daemon = daemon
         self._rng = rng
         self._counts = counts
         self._leases: list[int] = []
 
     def __enter__(self) -> "Client":
-        """Connect; raises DaemonUnreachableError where the daemon is gone."""
+        """Connect. Raises DaemonUnreachableError where the daemon is gone."""
         self._replies.clear()
         self._leases.clear()
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -357,8 +357,12 @@ class Client(tierclient.Client):
         for slot, name in zip(slots, names, strict=True):
             ref = Ref(slot.offset, slot.generation)
             self.fill(ref, slot.group_index, name, SIZES[slot.group_index], 1)
-        offsets, generations, groups = map(pack_u64, map(list, zip(*slots, strict=True)))
-        commit = wire.Commit(offsets, generations, groups, b"".join(names))
+        commit = wire.Commit(
+            offsets=pack_u64([slot.offset for slot in slots]),
+            generations=pack_u64([slot.generation for slot in slots]),
+            groups=pack_u64([slot.group_index for slot in slots]),
+            hashes=b"".join(names),
+        )
         classes = bytes(self._rng.choices(list(EvictionClass), k=len(slots)))
         tenants = pack_u64(self._rng.choices((0, 0, 0, 0, 1, 2), k=len(slots)))
         parent_hashes = b"".join(parents)
@@ -390,7 +394,7 @@ class Client(tierclient.Client):
 
 
 def check(daemon: Daemon, client: Client, begun: Mapping[Path, int]) -> None:
-    """Check a daemon that follows killed ones; `begun` has the files that they did not finish."""
+    """Check a daemon that follows killed ones. `begun` has the files that they did not finish."""
     with client:
         if daemon.has_directory:
             until(lambda: client.values()[f"{DISK}is_open"] == 1, "the tier is open")
@@ -415,7 +419,7 @@ def check(daemon: Daemon, client: Client, begun: Mapping[Path, int]) -> None:
 def run_life(
     daemon: Daemon, client: Client, kill: Kill, counts: Counter[str], begun: dict[Path, int]
 ) -> None:
-    """Start a daemon and work with it until it is killed; adds the files that it did not finish."""
+    """Start a daemon, work until it is killed, and add to `begun` the files it did not finish."""
     if daemon.start(kill):
         client.work()
         counts[f"kills by {kill.kind}" if daemon.is_dead else "kills after all steps"] += 1
@@ -427,7 +431,7 @@ def run_life(
 
 
 def run(seed: int, options: Options) -> Counter[str]:
-    """Kill daemons until KILLS of them died; raises AssertionError on the first lie."""
+    """Kill daemons until KILLS of them have died. Raises AssertionError on the first lie."""
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:

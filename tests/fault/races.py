@@ -3,7 +3,7 @@
 `python -m tests.fault.races --seeds A:B` runs it, each seed for SECONDS with PROCESSES. Slots
 change hands all the time, and processes are killed with -9 or stopped for a while. The name of an
 object determines its bytes, so every load is checked byte by byte. Under a lease a load never fails
-and is never wrong; a load that begins after its lease has ended may fail.
+and is never wrong. A load that begins after its lease has ended may fail.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from itertools import count
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,7 +68,7 @@ from tests.waiting import DEADLINE_SECONDS
 
 SECONDS = 5.0
 PROCESSES = 4
-PR_SET_PDEATHSIG = 1  # Of prctl(2): the signal that comes when the parent ends.
+PR_SET_PDEATHSIG = 1  # prctl(2) sets the signal that comes when the parent ends.
 RAM = "1MiB"
 PROMPTS = 8
 CHUNKS = 4
@@ -114,7 +114,7 @@ U64 = 8
 
 
 class Counts:
-    """Numbers in memory that outlives the process which counts."""
+    """Counters in memory that outlives the process which counts."""
 
     def __init__(self) -> None:
         self._memory = memoryview(mmap.mmap(-1, (len(COUNTS) + 1) * U64)).cast("Q")
@@ -123,7 +123,7 @@ class Counts:
         return self._memory[COUNTS.index(name)]
 
     def add(self, name: str, number: int = 1) -> None:
-        """Count."""
+        """Add to a counter."""
         self._memory[COUNTS.index(name)] += number
 
     @property
@@ -132,28 +132,44 @@ class Counts:
         return bool(self._memory[len(COUNTS)])
 
     def stop(self) -> None:
-        """Ask it to."""
+        """Ask the process to end by itself."""
         self._memory[len(COUNTS)] = 1
 
 
+class PartName(NamedTuple):
+    """One rank's part of an object."""
+
+    identity: bytes
+    gid: int
+    chunk_hash: bytes
+    part: int
+
+
 @lru_cache(maxsize=1 << 14)
-def content(
-    identity: bytes, gid: int, chunk: bytes, part: int, layer: int, block: int, size: int
-) -> torch.Tensor:
-    """What one block of one layer of an object must be."""
-    name = b"".join([identity, chunk, bytes([gid, part, layer, block])])
+def content(part: PartName, layer: int, block: int, size: int) -> torch.Tensor:
+    """Returns the bytes that one block of one layer of a part must have."""
+    place = bytes([part.gid, part.part, layer, block])
+    name = b"".join([part.identity, part.chunk_hash, place])
     return torch.frombuffer(bytearray(hashlib.shake_128(name).digest(size)), dtype=torch.int8)
 
 
+class CheckedBlock(NamedTuple):
+    """A block of a layer's view, and the bytes that it must have."""
+
+    view: torch.Tensor
+    block: int
+    expected: torch.Tensor
+
+
 def prompt_hashes(prompt: int) -> list[bytes]:
-    """The first two chunks are the same in every prompt."""
+    """Returns the chunk hashes of a prompt, of which the first two are those of every prompt."""
     return [
         hashlib.sha256(f"{prompt if at >= 2 else 0} {at}".encode()).digest() for at in range(CHUNKS)
     ]
 
 
 class Engine:
-    """One engine with its ranks, in one process: the client's own parts, without a model."""
+    """The client's own parts of an engine with its ranks, in one process without a model."""
 
     def __init__(self, socket_path: str, name: str, rng: random.Random, counts: Counts) -> None:
         self.rng = rng
@@ -162,8 +178,14 @@ class Engine:
         self.credits = SlotCredits(
             {shape: SLOTS_AHEAD for group in GROUPS for shape in slot_shapes(GEOMETRY, group)}
         )
-        wire = geometry_to_wire(GEOMETRY)
-        hello = Hello(1, PROTOCOL_VERSION, "engine", name, self.identity, wire)
+        hello = Hello(
+            id=1,
+            version=PROTOCOL_VERSION,
+            role="engine",
+            engine_id=name,
+            namespace=self.identity,
+            geometry=geometry_to_wire(GEOMETRY),
+        )
         self.links = [
             Link(socket_path, hello, self._lost),
             Link(socket_path, Hello(1, PROTOCOL_VERSION, "worker", name), self._lost),
@@ -239,8 +261,8 @@ class Engine:
                     print(f"under a lease: {error}", flush=True)
                 continue
             for op in ops:
-                for view, block, must in self._blocks(rank, op, hashes[op.chunk]):
-                    if not torch.equal(view[block], must):
+                for checked in self._blocks(rank, op, hashes[op.chunk]):
+                    if not torch.equal(checked.view[checked.block], checked.expected):
                         self.counts.add("wrong")
                         print(f"wrong bytes: {op} of rank {rank}, late {late}", flush=True)
 
@@ -262,8 +284,8 @@ class Engine:
             self._poison(op)
         for rank, copier in enumerate(self.copiers):
             for op in ops:
-                for view, block, must in self._blocks(rank, op, hashes[op.chunk]):
-                    view[block] = must
+                for checked in self._blocks(rank, op, hashes[op.chunk]):
+                    checked.view[checked.block] = checked.expected
             stored: list[bool] = []
             copier.store(
                 [op for op in ops if PARTS[rank].writes(op)],
@@ -291,7 +313,7 @@ class Engine:
         self.counts.add("stored", len(ops))
 
     def _poison(self, op: CopyOp) -> None:
-        """All of a slot but its header, which must say that it is ours."""
+        """Fill a slot with random bytes after its header, which must say that the slot is ours."""
         at = op.slot.offset
         header = unpack_header(bytes(self.arena.memory[at : at + HEADER_BYTES]))
         assert header is not None
@@ -301,27 +323,14 @@ class Engine:
         size = slot_bytes(header.part_bytes, header.parts) - HEADER_BYTES
         self.arena.memory[at + HEADER_BYTES : at + HEADER_BYTES + size] = self.rng.randbytes(size)
 
-    def _blocks(
-        self, rank: int, op: CopyOp, chunk: bytes
-    ) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-        """(layer, block, what it must be) of everything that an op copies."""
+    def _blocks(self, rank: int, op: CopyOp, chunk_hash: bytes) -> Iterator[CheckedBlock]:
+        """Yields every block that an op copies, of each layer."""
         group = GROUPS[op.group_index]
-        part = 0 if group.replicated else rank
+        part = PartName(self.identity, group.gid, chunk_hash, 0 if group.replicated else rank)
         for layer, view in enumerate(self.views[rank][op.group_index]):
             for number, block in enumerate(op.blocks, op.first):
-                yield (
-                    view,
-                    block,
-                    content(
-                        self.identity,
-                        group.gid,
-                        chunk,
-                        part,
-                        layer,
-                        number,
-                        group.layer_bytes[layer],
-                    ),
-                )
+                expected = content(part, layer, number, group.layer_bytes[layer])
+                yield CheckedBlock(view, block, expected)
 
     def _look_up(self, hashes: Sequence[bytes]) -> Found:
         lease = next(self.leases)
@@ -365,7 +374,7 @@ class Engine:
 
 
 def run_engine(socket_path: str, name: str, seed: int, counts: Counts) -> None:
-    """A process: engine after engine, each for some requests, until it is stopped or killed."""
+    """Run engine after engine in a process, each for some requests, until it is stopped."""
     # It may be stopped by a signal when the process ends that would kill it.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     rng = random.Random(seed)
@@ -381,7 +390,7 @@ def run_engine(socket_path: str, name: str, seed: int, counts: Counts) -> None:
 
 
 class Race:
-    """The daemon, the processes, and who of them is killed when."""
+    """The daemon and the processes of a race, some of which are killed or stopped."""
 
     def __init__(self, daemon: DaemonProcess, processes: int, seed: int) -> None:
         self.daemon = daemon
@@ -450,11 +459,11 @@ class Race:
         ]
 
     def total(self, name: str) -> int:
-        """A count over all processes."""
+        """Returns a count over all processes."""
         return sum(counts[name] for counts in self.counts)
 
     def _audit(self, control: ControlClient) -> None:
-        """Nobody is left, so nothing is held, and every object is what its name says."""
+        """Check that nothing is held, and that every object has the bytes of its name."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         self.values = control.stats().values
         while self.values["connections"] > 1:
@@ -477,22 +486,19 @@ class Race:
 
 
 def _untrue(arena: Arena, offset: int, header: SlotHeader) -> Iterator[str]:
-    """What of an object is not as its header says."""
+    """Yields what of an object is not as its header says."""
     group, size = GROUPS[header.gid], header.part_bytes
     blocks = range(size // group.block_bytes)
     op = CopyOp(SlotRef(offset, header.generation), header.gid, 0, len(blocks), 0, tuple(blocks))
     for rank in range(GEOMETRY.parts(group)):
         start = PARTS[rank].payload(op, size)
-        must = b"".join(
-            content(
-                header.namespace, header.gid, header.chunk_hash, rank, layer, block, layer_bytes
-            )
-            .numpy()
-            .tobytes()
+        part = PartName(header.namespace, header.gid, header.chunk_hash, rank)
+        expected = b"".join(
+            content(part, layer, block, layer_bytes).numpy().tobytes()
             for layer, layer_bytes in enumerate(group.layer_bytes)
             for block in blocks
         )
-        if bytes(arena.memory[start : start + size]) != must:
+        if bytes(arena.memory[start : start + size]) != expected:
             yield f"part {rank} at {offset} is not what its name says"
         try:
             PARTS[rank].prove(arena, op, size)
@@ -502,13 +508,13 @@ def _untrue(arena: Arena, offset: int, header: SlotHeader) -> Iterator[str]:
 
 @contextlib.contextmanager
 def races() -> Iterator[RunSeed]:
-    """Every seed begins with an empty daemon."""
+    """Returns a function that runs a seed, each with an empty daemon."""
     torch.set_num_threads(1)
     yield run_seed
 
 
 def run_seed(seed: int, options: Options) -> dict[str, int]:
-    """A race of SECONDS; raises AssertionError with its faults."""
+    """Run a race of SECONDS. Raises AssertionError with its faults."""
     with (
         tempfile.TemporaryDirectory(prefix="hybridkv-races-") as directory,
         DaemonProcess(f"{directory}/d.sock", RAM) as daemon,

@@ -43,10 +43,10 @@ from hybridkv.tiers.record import (
 from tests.tier_suite import pages
 
 SEED = 99
-"""Of the slot that takes what is read."""
+"""The seed of the slot that records are read into."""
 POISON = 0xA5
 SAMPLES = 400
-"""Bits of payload and padding that are tried."""
+"""How many bits of the payload, and of the padding, are tried."""
 
 
 class Shape(NamedTuple):
@@ -74,7 +74,7 @@ CODINGS = {
 
 
 class Stored:
-    """One record in a real directory, and a slot between poisoned neighbours to read it into."""
+    """A record in a real directory, and a slot between poisoned neighbours to read it into."""
 
     def __init__(
         self, root: Path, shape: Shape, seed: int = 1, coding: coding.Coding = coding.PLAIN
@@ -82,8 +82,13 @@ class Stored:
         rng = random.Random(seed)
         self.coding = coding
         self.record = Record(
-            RecordName(rng.randbytes(HASH_BYTES), 7, rng.randbytes(HASH_BYTES)),
-            *(*shape, rng.getrandbits(60), rng.randbytes(8), 5, True),
+            name=RecordName(rng.randbytes(HASH_BYTES), 7, rng.randbytes(HASH_BYTES)),
+            part_bytes=shape.part_bytes,
+            parts=shape.parts,
+            seed=rng.getrandbits(60),
+            parent=rng.randbytes(8),
+            tenant=5,
+            interior=True,
         )
         payload = payload_of(random.Random(seed), self.record)
         self.plain = bytes(make(self.record, payload))
@@ -99,25 +104,28 @@ class Stored:
         self.size = len(self.raw)
         self.slot_bytes = self.record.size_bytes
         self._memory = pages(self.slot_bytes + 2 * SLOT_ALIGN)
-        self._slot = Slot(SLOT_ALIGN, *shape, SEED)
+        self._slot = Slot(SLOT_ALIGN, shape.part_bytes, shape.parts, SEED)
         self.file = os.open(self.path, os.O_RDWR)
 
     @property
-    def content(self) -> tuple[int, int]:
-        """Where the file's payload, or the encoded one, starts and ends."""
+    def content(self) -> range:
+        """The bytes of the file that are its payload, or the encoded payload."""
         if known := read_encoded(self.raw):
-            return HEADER_BYTES, HEADER_BYTES + known[1].body_bytes
+            return range(HEADER_BYTES, HEADER_BYTES + known[1].body_bytes)
         start = payload_offset(self.record.parts)
-        return start, start + self.record.part_bytes * self.record.parts
+        return range(start, start + self.record.part_bytes * self.record.parts)
 
     def image(self, record: Record, payload: bytes) -> bytes:
-        """The file of a record."""
+        """Returns the file of a record, encoded where that makes it smaller."""
         plain = make(record, payload)
         encoded = self.coding.encode([plain])
         return bytes(plain if encoded is None else encoded)
 
     def read(self) -> TierError | None:
-        """The result of the daemon's thread; AssertionError if it lies or writes elsewhere."""
+        """Read the record as the daemon's thread does. Returns its error.
+
+        Raises AssertionError where wrong bytes are taken, or other memory is written.
+        """
         self._memory[:] = bytes([POISON]) * len(self._memory)
         wanted = self.record._replace(seed=SEED)
         outcome = execute(
@@ -136,18 +144,19 @@ class Stored:
             start = payload_offset(self.record.parts)
             end = start + self.record.part_bytes * self.record.parts
             assert slot[start:end] == self.plain[start:end]
-            assert is_signed(slot, part_digests(slot, *self.record.shape), SEED)
+            digests = part_digests(slot, self.record.part_bytes, self.record.parts)
+            assert is_signed(slot, digests, SEED)
             assert outcome.tenants == [self.record.tenant]
         return error
 
     def is_caught(self) -> bool:
-        """By the reader and by fsck; afterwards the file is as it was."""
+        """Whether the reader notices damage. fsck must notice the same."""
         caught, damage = isinstance(self.read(), DamagedError), self.says_fsck()
         assert (damage is not None) == caught, f"fsck says {damage}"
         return caught
 
     def says_fsck(self) -> FileDamage | None:
-        """What is wrong with the file."""
+        """Returns the damage that fsck finds in the file."""
         name = FileName(self.record.name.key, self.record.parent, self.record.interior)
         proof = prove_file(str(self.path), name, self.coding)
         assert proof is not None
@@ -155,13 +164,13 @@ class Stored:
 
     @contextmanager
     def changed(self, raw: bytes) -> Iterator[None]:
-        """The file with other bytes for a while."""
+        """Gives the file other bytes for a while."""
         self._write(raw)
         yield
         self._write(self.raw)
 
     def flip(self, bit: int) -> bool:
-        """Whether one wrong bit is noticed."""
+        """Whether a wrong bit is noticed."""
         at = bit // 8
         os.pwrite(self.file, bytes([self.raw[at] ^ 1 << bit % 8]), at)
         caught = isinstance(self.read(), DamagedError)
@@ -174,12 +183,12 @@ class Stored:
 
 
 def payload_of(rng: random.Random, record: Record) -> bytes:
-    """Bytes of few values, which a codec finds something in."""
+    """Returns random bytes of few values, which a codec makes smaller."""
     return rng.randbytes(record.part_bytes * record.parts).translate(bytes(range(16)) * 16)
 
 
 def make(record: Record, payload: bytes) -> memoryview:
-    """The bytes of a record."""
+    """Returns the bytes of a record's slot."""
     memory, head = pages(record.size_bytes), pages(head_bytes(record.parts))
     start = payload_offset(record.parts)
     memory[start : start + len(payload)] = payload
@@ -190,7 +199,7 @@ def make(record: Record, payload: bytes) -> memoryview:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """In memory, where tens of thousands of changes cost no disk anything."""
+    """A directory in memory, where tens of thousands of changes cost no disk anything."""
     path = tempfile.mkdtemp(prefix="hybridkv-test-", dir=SHM_DIR)
     yield Path(path)
     shutil.rmtree(path)
@@ -207,12 +216,12 @@ CASES = [(shape, "none") for shape in SHAPES] + [
 @pytest.fixture(params=CASES, ids=" ".join)
 def stored(request: pytest.FixtureRequest, directory: Path) -> Iterator[Stored]:
     shape, name = request.param
-    one = Stored(directory, SHAPES[shape], coding=CODINGS[name])
-    assert bool(is_encoded(one.raw)) == (name != "none")
-    assert one.read() is None
-    yield one
-    assert one.read() is None, "what is right again is taken again"
-    os.close(one.file)
+    stored = Stored(directory, SHAPES[shape], coding=CODINGS[name])
+    assert bool(is_encoded(stored.raw)) == (name != "none")
+    assert stored.read() is None
+    yield stored
+    assert stored.read() is None, "what is right again is taken again"
+    os.close(stored.file)
 
 
 def test_every_bit_before_the_payload(stored: Stored) -> None:
@@ -224,13 +233,12 @@ def test_every_bit_before_the_payload(stored: Stored) -> None:
 
 
 def test_a_sample_of_all_other_bits(stored: Stored, rng: random.Random) -> None:
-    start, end = stored.content
-    regions = [(start, end), (end, stored.size)]
+    start, end = stored.content.start, stored.content.stop
     middle = start + min(stored.record.part_bytes, (end - start) // 2)
     edges = {start, middle, end - 1, end, stored.size - 1} & set(range(start, stored.size))
     bits = {8 * at + rng.randrange(8) for at in edges}
-    for low, high in regions:
-        bits |= {rng.randrange(8 * low, 8 * high) for _ in range(SAMPLES) if high > low}
+    for region in (stored.content, range(end, stored.size)):
+        bits |= {rng.randrange(8 * region.start, 8 * region.stop) for _ in range(SAMPLES) if region}
     assert not [bit for bit in sorted(bits) if not stored.flip(bit)]
     print(f"{len(bits)} bits")
 
@@ -243,11 +251,11 @@ def test_torn_files(stored: Stored) -> None:
         torn = stored.raw[:cut] + bytes(stored.size - cut)
         with stored.changed(torn):
             assert stored.is_caught() == (torn != stored.raw), f"torn at {cut}"
-    for more in (bytes(1), bytes(512), b"\1" * SLOT_ALIGN, bytes(2 * SLOT_ALIGN)):
-        with stored.changed(stored.raw + more):
-            # Zeros behind a record say nothing: a reader may take what is before them.
-            assert isinstance(stored.read(), DamagedError) or not more.strip(b"\0")
-            assert stored.says_fsck() is FileDamage.LENGTH, f"{len(more)} bytes too many"
+    for excess in (bytes(1), bytes(512), b"\1" * SLOT_ALIGN, bytes(2 * SLOT_ALIGN)):
+        with stored.changed(stored.raw + excess):
+            # Zeros after a record say nothing: a reader may take what is before them.
+            assert isinstance(stored.read(), DamagedError) or not excess.strip(b"\0")
+            assert stored.says_fsck() is FileDamage.LENGTH, f"{len(excess)} bytes too many"
 
 
 def test_other_bytes(stored: Stored, rng: random.Random) -> None:
@@ -293,12 +301,12 @@ def test_the_same_name_of_another_layout(stored: Stored, rng: random.Random) -> 
         if part_bytes > 0 and (part_bytes, parts) != (record.part_bytes, record.parts)
     ]
     alike = [record._replace(part_bytes=shape.part_bytes, parts=shape.parts) for shape in shapes]
-    alike = [other for other in alike if other.size_bytes == record.size_bytes]
+    alike = [relative for relative in alike if relative.size_bytes == record.size_bytes]
     assert alike
-    for other in alike:
-        raw = stored.image(other, payload_of(rng, other))
+    for relative in alike:
+        raw = stored.image(relative, payload_of(rng, relative))
         with stored.changed(raw):
-            assert isinstance(stored.read(), DamagedError), other
+            assert isinstance(stored.read(), DamagedError), relative
 
 
 @pytest.mark.parametrize("version", [0, 1, records.RECORD_VERSION + 1, 0xFFFF])
@@ -329,17 +337,17 @@ def test_a_record_that_nobody_signed(stored: Stored) -> None:
 
 def test_swapped_files(directory: Path) -> None:
     """Each is whole, of the right length, and the other one."""
-    one, other = (Stored(directory, SHAPES["three parts"], seed) for seed in (1, 2))
-    one.tier.open()
-    os.rename(one.path, directory / "aside")
-    os.rename(other.path, one.path)
-    os.rename(directory / "aside", other.path)
-    assert isinstance(one.read(), DamagedError)
-    other.tier.open()
-    assert isinstance(other.read(), DamagedError)
-    proofs = [prove_file(str(path), None) for path in (one.path, other.path)]
+    first, second = (Stored(directory, SHAPES["three parts"], seed) for seed in (1, 2))
+    first.tier.open()
+    os.rename(first.path, directory / "aside")
+    os.rename(second.path, first.path)
+    os.rename(directory / "aside", second.path)
+    assert isinstance(first.read(), DamagedError)
+    second.tier.open()
+    assert isinstance(second.read(), DamagedError)
+    proofs = [prove_file(str(path), None) for path in (first.path, second.path)]
     assert [proof.damage for proof in proofs if proof is not None] == [FileDamage.MISNAMED] * 2
-    for each in (one, other):
+    for each in (first, second):
         os.close(each.file)
 
 
@@ -354,19 +362,20 @@ def test_one_wrong_record_costs_no_other(directory: Path, rng: random.Random) ->
         raw = bytearray(all_of_them[number].raw)
         raw[rng.randrange(len(raw))] ^= 16
         all_of_them[number].path.write_bytes(raw)
-    memory = pages(sum(one.slot_bytes for one in all_of_them))
+    memory = pages(sum(stored.slot_bytes for stored in all_of_them))
     items, at = [], 0
-    for one, shape in zip(all_of_them, shapes, strict=True):
-        items.append(JobItem(one.record._replace(seed=SEED), Slot(at, *shape, SEED)))
-        at += one.slot_bytes
+    for stored, shape in zip(all_of_them, shapes, strict=True):
+        target = Slot(at, shape.part_bytes, shape.parts, SEED)
+        items.append(JobItem(stored.record._replace(seed=SEED), target))
+        at += stored.slot_bytes
     errors = execute(tier, TierJob(JobKind.READ, 0, items), memory).errors
     assert {
         number for number, error in enumerate(errors) if isinstance(error, DamagedError)
     } == wrong
-    for item, one in zip(items, all_of_them, strict=True):
-        os.close(one.file)
+    for item, stored in zip(items, all_of_them, strict=True):
+        os.close(stored.file)
         if items.index(item) not in wrong:
             assert item.slot is not None
-            slot = memory[item.slot.offset : item.slot.offset + one.slot_bytes]
-            start = payload_offset(one.record.parts)
-            assert slot[start:] == one.raw[start:]
+            slot = memory[item.slot.offset : item.slot.offset + stored.slot_bytes]
+            start = payload_offset(stored.record.parts)
+            assert slot[start:] == stored.raw[start:]

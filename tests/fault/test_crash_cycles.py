@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -48,17 +49,31 @@ KEPT = (
 )
 
 
-def footprint(daemon: DaemonProcess) -> tuple[int, int]:
-    """(resident kilobytes without the arena, open descriptors) of the daemon."""
+class Footprint(NamedTuple):
+    """The resources of the daemon."""
+
+    memory_kb: int
+    """Resident kilobytes without the arena."""
+    descriptors: int
+
+
+def footprint(daemon: DaemonProcess) -> Footprint:
+    """Returns the resources of the daemon."""
     assert daemon.process is not None
     proc = Path(f"/proc/{daemon.process.pid}")
     lines = (line.split() for line in (proc / "status").read_text().splitlines())
     kilobytes = {words[0]: int(words[1]) for words in lines if words[0] in ("VmRSS:", "RssShmem:")}
-    return kilobytes["VmRSS:"] - kilobytes["RssShmem:"], len(list((proc / "fd").iterdir()))
+    return Footprint(
+        memory_kb=kilobytes["VmRSS:"] - kilobytes["RssShmem:"],
+        descriptors=len(list((proc / "fd").iterdir())),
+    )
 
 
 def settled(control: ControlClient) -> dict[str, float]:
-    """The counters once nobody but `control` is connected; an end is noticed a little later."""
+    """Wait until only `control` is connected, and return the daemon's values.
+
+    The daemon notices the end of a client a little later.
+    """
     deadline = time.monotonic() + DEADLINE_SECONDS
     while (values := control.stats().values)["connections"] > 1 or values["sessions"]:
         assert time.monotonic() < deadline
@@ -70,26 +85,21 @@ def stocked(daemon: DaemonProcess) -> DaemonProcess:
     """A daemon that has some objects and has reserved all of its arena."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     with ControlClient(daemon.socket_path, hello=engine_hello("stock")) as engine:
-        granted = Reserved(0, 0, 0, b"", b"", 0)
-        while granted.reserved_bytes < engine.welcome.slots_bytes:
+        offsets, generations, reserved_bytes = b"", b"", 0
+        while reserved_bytes < engine.welcome.slots_bytes:
             assert time.monotonic() < deadline
-            reply = engine.call(Reserve(2, PART, 1, OBJECTS - len(unpack_u64(granted.offsets))))
+            reply = engine.call(Reserve(2, PART, 1, OBJECTS - len(unpack_u64(offsets))))
             assert isinstance(reply, Reserved)
-            granted = Reserved(
-                0,
-                0,
-                0,
-                granted.offsets + reply.offsets,
-                granted.generations + reply.generations,
-                reply.reserved_bytes,
-            )
-        engine.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * OBJECTS), HASHES))
+            offsets += reply.offsets
+            generations += reply.generations
+            reserved_bytes = reply.reserved_bytes
+        engine.tell(Commit(offsets, generations, pack_u64([0] * OBJECTS), HASHES))
         assert engine.stats().values["objects"] == OBJECTS
     return daemon
 
 
 def nothing_is_read(control: ControlClient) -> None:
-    """What no lease keeps goes when it is dropped."""
+    """Drop every object, which the daemon may do because no lease keeps one."""
     assert control.clear() == OBJECTS
     values = control.stats().values
     assert (values["objects"], values["bytes_committed"]) == (0, 0)
@@ -108,12 +118,12 @@ def crash(socket_path: str, rng: random.Random, number: int) -> None:
             worker.tell(Drained(GREETING_NEVER))
         return
     hello = encode(engine_hello(name))
-    said = hello + encode(Lookup(2, 1, HASHES)) + encode(Reserve(3, PART, 1, SLOTS))
-    size = rng.choice((len(said), rng.randrange(len(said))))
+    message_bytes = hello + encode(Lookup(2, 1, HASHES)) + encode(Reserve(3, PART, 1, SLOTS))
+    size = rng.choice((len(message_bytes), rng.randrange(len(message_bytes))))
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(DEADLINE_SECONDS)
         client.connect(socket_path)
-        client.sendall(said[:size])
+        client.sendall(message_bytes[:size])
         if size >= len(hello) and rng.random() < 0.5:
             assert client.recv(rng.randrange(1, 100))
 
@@ -124,16 +134,17 @@ def test_a_thousand_crashes_leave_nothing_behind(
     with ControlClient(stocked.socket_path) as control:
         for number in range(WARM_UP):
             crash(stocked.socket_path, rng, number)
-        before, (memory, descriptors) = settled(control), footprint(stocked)
+        before, footprint_before = settled(control), footprint(stocked)
         for number in range(CYCLES):
             crash(stocked.socket_path, rng, WARM_UP + number)
-        after, (memory_after, descriptors_after) = settled(control), footprint(stocked)
+        after, footprint_after = settled(control), footprint(stocked)
         nothing_is_read(control)
-    print(f"resident {memory} kB, after {CYCLES} crashes {memory_after} kB")
+    memory_kb = footprint_before.memory_kb
+    print(f"resident {memory_kb} kB, after {CYCLES} crashes {footprint_after.memory_kb} kB")
     assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
     assert after["bytes_writing"] == after["leases"] == after["sessions"] == 0
-    assert descriptors_after == descriptors
-    assert memory_after - memory <= MEMORY_TOLERANCE_KB
+    assert footprint_after.descriptors == footprint_before.descriptors
+    assert footprint_after.memory_kb - memory_kb <= MEMORY_TOLERANCE_KB
     assert after["slots_granted"] - before["slots_granted"] >= SLOTS * CYCLES // 3, (
         "many crashes held slots"
     )
@@ -144,7 +155,7 @@ def test_processes_killed_with_leases_and_slots_leave_nothing_behind(
     stocked: DaemonProcess,
 ) -> None:
     with ControlClient(stocked.socket_path) as control:
-        before, (_, descriptors) = settled(control), footprint(stocked)
+        before, footprint_before = settled(control), footprint(stocked)
         for batch in range(0, PROCESSES, AT_ONCE):
             holders = [
                 subprocess.Popen(
@@ -172,5 +183,5 @@ def test_processes_killed_with_leases_and_slots_leave_nothing_behind(
                 holder.communicate(timeout=DEADLINE_SECONDS)
             after = settled(control)
             assert {name: after[name] for name in KEPT} == {name: before[name] for name in KEPT}
-        assert footprint(stocked)[1] == descriptors
+        assert footprint(stocked).descriptors == footprint_before.descriptors
         nothing_is_read(control)

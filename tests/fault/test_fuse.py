@@ -40,10 +40,10 @@ class TestOverFuse(TierSuite):
 
     def test_what_hangs_comes_late_and_right(self) -> None:
         tier = self.opened()
-        one, outcomes = sample(1, 3 << 20), list[TierError | None]()
-        assert tier.put([one.putting()]) == [None]
+        record, outcomes = sample(1, 3 << 20), list[TierError | None]()
+        assert tier.put([record.putting()]) == [None]
         self._fs.hang(Op.READ)
-        thread = threading.Thread(target=lambda: outcomes.append(read(tier, one)))
+        thread = threading.Thread(target=lambda: outcomes.append(read(tier, record)))
         thread.start()
         until(lambda: self._fs.held(Op.READ) > 0, "it hangs")
         assert not outcomes
@@ -53,10 +53,10 @@ class TestOverFuse(TierSuite):
 
     def test_its_end_ends_what_hangs(self) -> None:
         tier = self.opened()
-        one, outcomes = sample(1), list[TierError | None]()
-        assert tier.put([one.putting()]) == [None]
+        record, outcomes = sample(1), list[TierError | None]()
+        assert tier.put([record.putting()]) == [None]
         self._fs.hang()
-        thread = threading.Thread(target=lambda: outcomes.append(read(tier, one)))
+        thread = threading.Thread(target=lambda: outcomes.append(read(tier, record)))
         thread.start()
         until(lambda: self._fs.held() > 0, "it hangs")
         self._fs.end()

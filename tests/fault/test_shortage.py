@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -29,7 +30,7 @@ from tests.programs.daemon.holder import GEOMETRY, PART, SLOTS, engine_hello
 from tests.waiting import DEADLINE_SECONDS, until
 
 BUSY_SHARE = 0.25
-"""Of a processor; a loop that spins takes all of one."""
+"""The most that an idle daemon takes of a processor. A loop that spins takes all of one."""
 WATCHED_SECONDS = 1.0
 CONNECTIONS = 3
 WAITING = 4
@@ -45,7 +46,7 @@ def descriptors(pid: int) -> int:
 
 
 def busy_share(pid: int) -> float:
-    """Of a processor that the process takes, while nobody asks it anything."""
+    """Returns the share of a processor that a process takes while nobody asks it anything."""
 
     def seconds() -> float:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -57,10 +58,10 @@ def busy_share(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def allowed(pid: int, more: int) -> Iterator[None]:
-    """The process may open so many more descriptors than it has."""
+def allowed(pid: int, extra_descriptors: int) -> Iterator[None]:
+    """Let the process open so many descriptors besides those that it has."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + more, hard))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + extra_descriptors, hard))
     try:
         yield
     finally:
@@ -133,13 +134,13 @@ def test_a_process_that_cannot_be_watched_is_not_served(daemon: DaemonProcess) -
                 "s.connect(sys.argv[1]); s.settimeout(20)\n"
                 "while piece := s.recv(65536): sys.stdout.buffer.write(piece)"
             )
-            said = subprocess.run(
+            received = subprocess.run(
                 [sys.executable, "-c", code, daemon.socket_path],
                 capture_output=True,
                 timeout=DEADLINE_SECONDS,
                 check=True,
             ).stdout
-        (reply,) = [decode_reply(body) for body in Frames().feed(said)]
+        (reply,) = [decode_reply(body) for body in Frames().feed(received)]
         assert isinstance(reply, Error)
         assert reply.code == "connections"
         assert "cannot be watched (Too many open files)" in reply.message
@@ -213,9 +214,16 @@ def test_one_connection_too_many_is_refused_and_the_others_go_on(small: str) -> 
         assert control.stats().values["connections"] == 1
 
 
+class OwnMemory(NamedTuple):
+    """A daemon that has shared memory of its own."""
+
+    socket_path: str
+    directory: Path
+    """The shared memory's directory, as this process sees it."""
+
+
 @pytest.fixture
-def own_memory(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """(the socket of a daemon that has shared memory of its own, that memory's directory)."""
+def own_memory(tmp_path: Path) -> Iterator[OwnMemory]:
     mount = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"]
     if subprocess.run(mount, check=False).returncode:
         pytest.skip("needs the right to mount")
@@ -225,13 +233,13 @@ def own_memory(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     with subprocess.Popen(["unshare", "-m", "sh", "-c", script]) as process:
         try:
             until(lambda: Path(socket_path).is_socket() and greeted(socket_path), "it serves")
-            yield socket_path, Path(f"/proc/{process.pid}/root/dev/shm")
+            yield OwnMemory(socket_path, Path(f"/proc/{process.pid}/root/dev/shm"))
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(DEADLINE_SECONDS)
 
 
-def test_an_arena_grows_again_once_there_is_memory(own_memory: tuple[str, Path]) -> None:
+def test_an_arena_grows_again_once_there_is_memory(own_memory: OwnMemory) -> None:
     """Somebody else fills /dev/shm while the arena grows, and leaves."""
     socket_path, directory = own_memory
     part_bytes = 1 << 20
@@ -245,8 +253,8 @@ def test_an_arena_grows_again_once_there_is_memory(own_memory: tuple[str, Path])
             return granted.reserved_bytes
 
         until(lambda: pages(1) > RESERVE_AHEAD_BYTES, "what is reserved ahead")
-        other = directory / "other"
-        with other.open("wb") as file, contextlib.suppress(OSError):
+        filler = directory / "other"
+        with filler.open("wb") as file, contextlib.suppress(OSError):
             for at in range(0, 1 << 30, 1 << 20):
                 os.posix_fallocate(file.fileno(), at, 1 << 20)
         before = pages(256)
@@ -254,6 +262,8 @@ def test_an_arena_grows_again_once_there_is_memory(own_memory: tuple[str, Path])
         assert pages(1) <= before + RESERVE_STEP_BYTES, "there is no more"
         shown = engine.stats(status=True).status
         assert shown is not None
-        assert "warn" in [one.level for one in shown.health if "could not grow" in one.text]
-        other.unlink()
+        assert "warn" in [
+            finding.level for finding in shown.health if "could not grow" in finding.text
+        ]
+        filler.unlink()
         until(lambda: pages(1) > before + (128 << 20), "the arena grows")

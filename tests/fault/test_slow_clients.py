@@ -37,7 +37,7 @@ from tests.waiting import DEADLINE_SECONDS
 pytestmark = pytest.mark.soak
 
 SLOWEST_SECONDS = 5.0
-"""A lookup's generous bound on a busy machine; alone it takes about a tenth of a millisecond."""
+"""The longest lookup on a busy machine. Alone it takes about a tenth of a millisecond."""
 USUAL_SECONDS = 1.0
 """A bound of the median, which does not hang on what else the machine does."""
 LOOKUPS = 40
@@ -56,7 +56,7 @@ class Other:
         self.look_up()
 
     def look_up(self) -> float:
-        """Seconds that a hit took."""
+        """Returns the seconds that a hit took."""
         self._leases += 1
         started = time.monotonic()
         found = self._engine.call(Lookup(3, self._leases, HASHES))
@@ -67,14 +67,14 @@ class Other:
         return seconds
 
     def slowest(self) -> float:
-        """The longest of some."""
+        """Returns the longest of LOOKUPS lookups, in seconds."""
         took = [self.look_up() for _ in range(LOOKUPS)]
         assert statistics.median(took) < USUAL_SECONDS
         return max(took)
 
 
 @pytest.fixture
-def other(daemon: DaemonProcess) -> Iterator[Other]:
+def bystander(daemon: DaemonProcess) -> Iterator[Other]:
     deadline = time.monotonic() + DEADLINE_SECONDS
     with ControlClient(
         daemon.socket_path, timeout_seconds=DEADLINE_SECONDS, hello=engine_hello("other")
@@ -96,7 +96,7 @@ def resident_kb(daemon: DaemonProcess, what: str) -> int:
 
 @contextlib.contextmanager
 def flood(daemon: DaemonProcess, message: bytes, reads: bool) -> Iterator[Callable[[], bool]]:
-    """A thread that sends one message over and over; gives whether the daemon still serves it."""
+    """Sends one message over and over from a thread. Gives whether the daemon still serves it."""
     client = socket.socket(socket.AF_UNIX)
     client.connect(daemon.socket_path)
     client.sendall(encode(engine_hello("flood")))
@@ -134,7 +134,7 @@ def flood(daemon: DaemonProcess, message: bytes, reads: bool) -> Iterator[Callab
 
 
 def test_a_client_that_never_reads_is_cut_off_at_its_bound(
-    daemon: DaemonProcess, other: Other
+    daemon: DaemonProcess, bystander: Other
 ) -> None:
     slowest = 0.0
     before = resident_kb(daemon, "VmRSS:")
@@ -142,7 +142,7 @@ def test_a_client_that_never_reads_is_cut_off_at_its_bound(
     with flood(daemon, encode(Stats(7)), reads=False) as served:
         while served():
             assert time.monotonic() < deadline, "its queue has no end"
-            slowest = max(slowest, other.look_up())
+            slowest = max(slowest, bystander.look_up())
     most = resident_kb(daemon, "VmHWM:")
     print(f"slowest lookup {slowest * 1e3:.1f} ms, resident {before} kB, at most {most} kB")
     assert slowest < SLOWEST_SECONDS
@@ -160,17 +160,17 @@ def test_a_client_that_never_reads_is_cut_off_at_its_bound(
     ],
 )
 def test_a_client_that_never_pauses_delays_nobody(
-    daemon: DaemonProcess, other: Other, message: Lookup | Stats | Release | Reserve
+    daemon: DaemonProcess, bystander: Other, message: Lookup | Stats | Release | Reserve
 ) -> None:
     with flood(daemon, encode(message), reads=True) as served:
-        slowest = other.slowest()
+        slowest = bystander.slowest()
         assert served()
     print(f"{type(message).__name__}: slowest lookup {slowest * 1e3:.1f} ms")
     assert slowest < SLOWEST_SECONDS
 
 
 def test_half_frames_that_are_never_finished_delay_nobody(
-    daemon: DaemonProcess, other: Other
+    daemon: DaemonProcess, bystander: Other
 ) -> None:
     """What is kept of them is what was sent, and at most one frame of each."""
     clients = 8
@@ -182,24 +182,26 @@ def test_half_frames_that_are_never_finished_delay_nobody(
             client.settimeout(DEADLINE_SECONDS)
             client.connect(daemon.socket_path)
             client.sendall(half)
-        slowest = other.slowest()
+        slowest = bystander.slowest()
         assert resident_kb(daemon, "VmHWM:") < before + clients * (len(half) >> 10) + SLACK_KB
     print(f"slowest lookup {slowest * 1e3:.1f} ms")
     assert slowest < SLOWEST_SECONDS
 
 
-def test_a_frame_over_the_limit_ends_its_connection(daemon: DaemonProcess, other: Other) -> None:
+def test_a_frame_over_the_limit_ends_its_connection(
+    daemon: DaemonProcess, bystander: Other
+) -> None:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(DEADLINE_SECONDS)
         client.connect(daemon.socket_path)
         client.sendall((MESSAGE_BYTES_MAX + 1).to_bytes(4, "little"))
         while client.recv(1 << 16):
             pass
-    assert other.look_up() < SLOWEST_SECONDS
+    assert bystander.look_up() < SLOWEST_SECONDS
 
 
 def test_a_stopped_client_keeps_its_leases_and_delays_nobody(
-    daemon: DaemonProcess, other: Other
+    daemon: DaemonProcess, bystander: Other
 ) -> None:
     """A stopped process is not a dead one: it may still copy when it goes on."""
     command = [sys.executable, "-m", "tests.programs.daemon.holder", daemon.socket_path, "stopped"]
@@ -209,7 +211,7 @@ def test_a_stopped_client_keeps_its_leases_and_delays_nobody(
             assert holder.stdout.readline() == b"held\n"
             holder.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
-            assert other.slowest() < SLOWEST_SECONDS
+            assert bystander.slowest() < SLOWEST_SECONDS
             with ControlClient(daemon.socket_path) as control:
                 held = control.stats().values
                 assert control.clear() == OBJECTS

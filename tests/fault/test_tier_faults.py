@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -50,23 +51,23 @@ HOT = 1 << 20
 WAIT_MS = 400
 """The patience of a lookup that will not get what it waits for."""
 LONG_MS = 10_000
-"""That of one that will."""
+"""The patience of a lookup that will get it."""
 SLACK_SECONDS = DEADLINE_SECONDS
-"""For an answer on a busy machine; alone it takes a millisecond, and a hang has no end."""
+"""More time for an answer on a busy machine. Alone it takes a millisecond."""
 TIMEOUT = "timeout=0.5"
 
 
 def serve(
-    directory: Path, root: Path, size: str = "64MiB", ram: str = "16MiB", more: str = ""
+    directory: Path, root: Path, size: str = "64MiB", ram: str = "16MiB", second_root: str = ""
 ) -> DaemonProcess:
-    """A daemon (not started) over the tier at `root`, and over one at `more`."""
-    tiers = [f"disk://{path}?bytes={size}&{TIMEOUT}" for path in (root, more) if path]
+    """A daemon (not started) over the tier at `root`, and over one at `second_root`."""
+    tiers = [f"disk://{path}?bytes={size}&{TIMEOUT}" for path in (root, second_root) if path]
     options = ["--node", "here", *(word for url in tiers for word in ("--tier", url))]
     return DaemonProcess(str(directory / "d.sock"), ram, options=options)
 
 
 def forget(daemon: DaemonProcess) -> None:
-    """Kill it and take its memory away, as a reboot does."""
+    """Kill the daemon and take its memory away, as a reboot does."""
     daemon.kill()
     for arena in stale_arenas(Path(daemon.socket_path)):
         arena.unlink()
@@ -98,7 +99,7 @@ def value(daemon: DaemonProcess, name: str) -> float:
 
 
 def is_up(daemon: DaemonProcess) -> None:
-    """On a busy machine a daemon serves before its tiers are open."""
+    """Wait until the daemon's tier is open, which may be after it began to serve."""
     until(lambda: value(daemon, "is_open") == 1, "the tier is open")
 
 
@@ -112,7 +113,7 @@ def file_of(root: Path, prompt: int, chunk: int = 0, group: int = 0) -> Path:
 
 
 def edit(change: Callable[[bytearray], None]) -> Callable[[Path, Path], None]:
-    def damage(path: Path, other: Path) -> None:
+    def damage(path: Path, second: Path) -> None:
         raw = bytearray(path.read_bytes())
         change(raw)
         path.write_bytes(raw)
@@ -120,10 +121,10 @@ def edit(change: Callable[[bytearray], None]) -> Callable[[Path, Path], None]:
     return damage
 
 
-def swap(path: Path, other: Path) -> None:
+def swap(path: Path, second: Path) -> None:
     raw = path.read_bytes()
-    path.write_bytes(other.read_bytes())
-    other.write_bytes(raw)
+    path.write_bytes(second.read_bytes())
+    second.write_bytes(raw)
 
 
 def flip(at: int) -> Callable[[bytearray], None]:
@@ -186,17 +187,26 @@ def test_damaged_files_are_misses_and_put_aside(tmp_path: Path, written: Path) -
 # Full
 
 
+class SmallFileSystem(NamedTuple):
+    """A small file system with a directory for a tier."""
+
+    root: Path
+    """The tier's directory."""
+    remount: Callable[[str], None]
+    """Mounts the file system again, "ro" or "rw"."""
+
+
 @contextlib.contextmanager
-def small(kind: str, tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
+def small(kind: str, tmp_path: Path) -> Iterator[SmallFileSystem]:
     size = {"tmpfs": "6m", "ext4": str(10 << 20)}[kind]
     with mounted(kind, tmp_path / "small", size, tmp_path / "image") as remount:
         (tmp_path / "small/tier").mkdir()
         (tmp_path / "small/ballast").touch()
-        yield tmp_path / "small/tier", remount
+        yield SmallFileSystem(tmp_path / "small/tier", remount)
 
 
 def fill(root: Path) -> Path:
-    """Somebody else's file that takes all that is free."""
+    """Fill the file system with a file beside the tier; returns the file's path."""
     path = root.parent / "ballast"
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)
     for size in (1 << 20, 1 << 16, 1 << 12):
@@ -209,7 +219,7 @@ def fill(root: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["tmpfs", pytest.param("ext4", marks=pytest.mark.soak)])
 def test_a_full_file_system(tmp_path: Path, kind: str) -> None:
-    """The bound is above what there is; then others take the rest; then they give it back."""
+    """The bound is above what there is. Then others take the rest, and give it back."""
     with (
         small(kind, tmp_path) as (root, _),
         serve(tmp_path, root) as daemon,
@@ -281,16 +291,19 @@ def test_a_daemon_starts_on_a_full_file_system(tmp_path: Path, written: Path) ->
 def test_a_daemon_starts_without_tiers_that_are_full_or_read_only(
     tmp_path: Path, written: Path
 ) -> None:
-    """RAM serves until there is room; a directory that can never be written to is reported."""
+    """RAM serves until there is room. A directory that can never be written to is reported."""
     (tmp_path / "other").mkdir()
     with (
         small("tmpfs", tmp_path) as (root, _),
-        small("tmpfs", tmp_path / "other") as (other, remount),
+        small("tmpfs", tmp_path / "other") as (second_root, remount),
     ):
         ballast = fill(root)
-        preload(written, other)
+        preload(written, second_root)
         remount("ro")
-        with serve(tmp_path, root, more=str(other)) as daemon, Client(daemon.socket_path) as client:
+        with (
+            serve(tmp_path, root, second_root=str(second_root)) as daemon,
+            Client(daemon.socket_path) as client,
+        ):
             client.store(50, CHUNKS)
             assert in_time(client.look_up(50, CHUNKS, WAIT_MS), WAIT_MS).found.chunks == CHUNKS
             assert not value(daemon, "is_open")
@@ -385,10 +398,20 @@ def faulty(tmp_path: Path) -> Iterator[FaultyFs]:
         yield fs
 
 
+NAMING = (Op.LOOKUP, Op.GETATTR, Op.OPENDIR, Op.CREATE, Op.RENAME, Op.UNLINK)
+
+
+class Failure(NamedTuple):
+    """Requests of the kernel, and the error with which they fail."""
+
+    error_number: int
+    ops: tuple[Op, ...]
+
+
 FAILURES = {
-    "reads": (errno.EIO, (Op.READ,)),
-    "writes": (errno.EIO, (Op.WRITE,)),
-    "names": (errno.ESTALE, (Op.LOOKUP, Op.GETATTR, Op.OPENDIR, Op.CREATE, Op.RENAME, Op.UNLINK)),
+    "reads": Failure(errno.EIO, (Op.READ,)),
+    "writes": Failure(errno.EIO, (Op.WRITE,)),
+    "names": Failure(errno.ESTALE, NAMING),
 }
 
 
@@ -396,12 +419,12 @@ FAILURES = {
 def test_a_file_system_that_fails(
     tmp_path: Path, faulty: FaultyFs, written: Path, what: str
 ) -> None:
-    number, ops = FAILURES[what]
+    failure = FAILURES[what]
     daemon = serve(tmp_path, faulty.mountpoint)
     preload(written, faulty.backing)
     with daemon, faulty.healing(), Client(daemon.socket_path) as client:
         is_up(daemon)
-        faulty.fail(number, *ops)
+        faulty.fail(failure.error_number, *failure.ops)
         turns = iter(range(10_000))
 
         def gives_up() -> bool:
@@ -450,10 +473,10 @@ def test_no_descriptor_is_left_for_files(tmp_path: Path, written: Path) -> None:
     with (
         daemon,
         Client(daemon.socket_path) as client,
-        Client(daemon.socket_path, name="other") as other,
+        Client(daemon.socket_path, name="other") as neighbour,
     ):
         is_up(daemon)
-        other.store(50, CHUNKS)
+        neighbour.store(50, CHUNKS)
         until(lambda: is_written(daemon.socket_path), "everything is written")
         turns = iter(range(10_000))
         with none_left(pid_of(daemon)):
@@ -463,7 +486,7 @@ def test_no_descriptor_is_left_for_files(tmp_path: Path, written: Path) -> None:
                     in_time(client.look_up(next(turns) % 12, CHUNKS, WAIT_MS), WAIT_MS).found.chunks
                     == 0
                 )
-                assert in_time(other.look_up(50, CHUNKS)).found.chunks == CHUNKS
+                assert in_time(neighbour.look_up(50, CHUNKS)).found.chunks == CHUNKS
                 return client.values()[f"{DISK}breaker_open"] > 0
 
             until(gives_up, "the breaker opens")
@@ -491,18 +514,18 @@ HANGS: dict[str, tuple[Op, ...]] = {
 def test_a_file_system_that_hangs(
     tmp_path: Path, faulty: FaultyFs, written: Path, what: str
 ) -> None:
-    """It is left alone; the tier behind it and other sessions go on; then it is used again."""
-    daemon = serve(tmp_path, faulty.mountpoint, more=str(tmp_path / "well"))
+    """It is left alone, and the tier below it and other sessions go on. Then it is used again."""
+    daemon = serve(tmp_path, faulty.mountpoint, second_root=str(tmp_path / "well"))
     preload(written, faulty.backing, tmp_path / "well")
     slowest = 0.0
     with (
         daemon,
         faulty.healing(),
         Client(daemon.socket_path) as client,
-        Client(daemon.socket_path, name="other") as other,
+        Client(daemon.socket_path, name="other") as neighbour,
     ):
         is_up(daemon)
-        other.store(50, CHUNKS)
+        neighbour.store(50, CHUNKS)
         until(lambda: is_written(daemon.socket_path), "everything is written")
         if what == "deaf":
             faulty.be_deaf()
@@ -511,8 +534,8 @@ def test_a_file_system_that_hangs(
         client.store(60, CHUNKS)
         number = client.ask(0, CHUNKS, WAIT_MS)
         for _ in range(20):
-            slowest = max(slowest, in_time(other.look_up(50, CHUNKS, LONG_MS)).seconds)
-            assert in_time(other.look_up(60, CHUNKS)).found.chunks == CHUNKS
+            slowest = max(slowest, in_time(neighbour.look_up(50, CHUNKS, LONG_MS)).seconds)
+            assert in_time(neighbour.look_up(60, CHUNKS)).found.chunks == CHUNKS
         started = time.monotonic()
         found = client.answer(number)
         assert time.monotonic() - started < WAIT_MS / 1e3 + SLACK_SECONDS
@@ -523,7 +546,7 @@ def test_a_file_system_that_hangs(
             answer = in_time(client.look_up(prompt, CHUNKS, LONG_MS), LONG_MS)
             slowest = max(slowest, answer.seconds)
             assert answer.found.chunks == CHUNKS
-            assert answer.found.tiers == {"disk2": CHUNKS}, "the tier behind it has it"
+            assert answer.found.tiers == {"disk2": CHUNKS}, "the tier below it has it"
         assert value(daemon, "jobs_late") >= 1
         faulty.heal()
         until(lambda: value(daemon, "breaker_open") == 0, "it is used again")
@@ -561,10 +584,10 @@ def test_what_comes_late_is_written_over_nothing(
         slots: list[Ref] = []
         until(lambda: not grown(client, slots, size, parts), "all that is granted")
         assert len(slots) > 3
-        with Client(daemon.socket_path, name="more") as more:
+        with Client(daemon.socket_path, name="more") as neighbour:
             for prompt in range(100, 130):
-                more.store(prompt, 1)
-            assert more.values()["evicted"] > 0
+                neighbour.store(prompt, 1)
+            assert neighbour.values()["evicted"] > 0
         poison = [
             (start(offset), bytes([0xEE - number % 50]) * size)
             for number, (offset, _) in enumerate(slots)
@@ -592,9 +615,9 @@ def start(offset: int) -> int:
 
 
 def grown(client: Client, slots: list[Ref], size: int, parts: int) -> bool:
-    more = client.want(size, parts, 8)
-    slots += more
-    return bool(more)
+    granted = client.want(size, parts, 8)
+    slots += granted
+    return bool(granted)
 
 
 @pytest.mark.parametrize(
@@ -629,7 +652,7 @@ def is_over(pid: int) -> bool:
 
 @contextlib.contextmanager
 def started(daemon: DaemonProcess) -> Iterator[DaemonProcess]:
-    """Started and left alone: whoever ends it knows how."""
+    """Gives a daemon that is started and left alone, and killed at the end."""
     daemon.start()
     try:
         yield daemon
@@ -688,7 +711,7 @@ def test_a_daemon_ends_while_its_storage_hangs(
 def test_a_daemon_that_was_killed_while_its_storage_hung(
     tmp_path: Path, faulty: FaultyFs, written: Path
 ) -> None:
-    """The old process ends when the storage answers; then the next one serves the right bytes."""
+    """The old process ends when the storage answers. Then the next one serves the right bytes."""
     daemon = serve(tmp_path, faulty.mountpoint)
     preload(written, faulty.backing)
     with started(daemon), Client(daemon.socket_path) as client:

@@ -16,12 +16,12 @@ CASES = 8_000
 
 @contextlib.contextmanager
 def liars() -> Iterator[RunSeed]:
-    """Every seed begins with an empty daemon."""
+    """Returns a function that runs a seed, each with an empty daemon."""
     yield run_seed
 
 
 def run_seed(seed: int, options: Options) -> Counter[str]:
-    """How often each refusal and each reply came."""
+    """Returns how often each refusal and each reply came."""
     with (
         tempfile.TemporaryDirectory(prefix="hybridkv-fuzz-") as directory,
         DaemonProcess(str(Path(directory) / "daemon.sock"), "64MiB") as daemon,

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -52,7 +52,7 @@ from tests.layouts import LAYOUTS
 
 NAMES = ("qwen3", "gemma3", "llama4", "qwen3next", "two_ranks_mla", "odd_window")
 USUAL = (*NAMES, *["qwen3"] * 4)
-"""The layouts of engines; of a single group more chunks are whole, and found."""
+"""The layouts of engines. Most have a single group: more of their chunks are complete and found."""
 WIRED = {name: geometry_to_wire(LAYOUTS[name]) for name in NAMES}
 SHAPES = {
     name: [shape for group in LAYOUTS[name].groups for shape in slot_shapes(LAYOUTS[name], group)]
@@ -132,22 +132,45 @@ TOKENS = bytes(
         0xFF,
     )
 )
-KINDS = (
-    *[(ConnectionState.ENGINE, 0.0)] * 5,
-    (ConnectionState.ENGINE, 0.01),
-    (ConnectionState.WORKER, 0.05),
-    (ConnectionState.CONTROL, 0.05),
-    *[(ConnectionState.ENGINE, 0.8)] * 3,
-    (ConnectionState.NEW, 0.8),
-    (ConnectionState.NEW, 0.05),
-)
-"""What the clients are, and how often their bytes are broken."""
 RECEIVE_BYTES = 1 << 18
+
+
+class Kind(NamedTuple):
+    """The role of a client, and the share of its frames that are broken."""
+
+    role: ConnectionState
+    noise: float
+
+
+KINDS = (
+    *[Kind(ConnectionState.ENGINE, 0.0)] * 5,
+    Kind(ConnectionState.ENGINE, 0.01),
+    Kind(ConnectionState.WORKER, 0.05),
+    Kind(ConnectionState.CONTROL, 0.05),
+    *[Kind(ConnectionState.ENGINE, 0.8)] * 3,
+    Kind(ConnectionState.NEW, 0.8),
+    Kind(ConnectionState.NEW, 0.05),
+)
+
+
+class SlotName(NamedTuple):
+    """The offset and generation by which messages name a slot."""
+
+    offset: int
+    generation: int
+
+
+class GrantedSlot(NamedTuple):
+    """A slot that was granted to a peer, or one that it only claims: of 0 bytes."""
+
+    offset: int
+    generation: int
+    part_bytes: int
 
 
 @dataclass(eq=False)
 class Peer:
-    """What the liar knows of one connection, from what it said and heard there."""
+    """What the liar knows of one connection, from the messages that it sent and received there."""
 
     noise: float
     role: ConnectionState
@@ -155,27 +178,27 @@ class Peer:
     layout: str
     state: ConnectionState = ConnectionState.NEW
     leases: list[int] = field(default_factory=list)
-    slots: list[tuple[int, int, int]] = field(default_factory=list)
-    """(offset, generation, part bytes) of what was granted and not yet given away."""
+    slots: list[GrantedSlot] = field(default_factory=list)
+    """Granted slots that the peer has neither committed nor freed."""
 
 
 @dataclass(eq=False)
 class Line:
-    """One connection of a liar."""
+    """A liar's connection."""
 
     sock: Any
     """A socket that does not block, of this machine or of a simulated one."""
     peer: Peer
     frames: Frames = field(default_factory=Frames)
     out: bytearray = field(default_factory=bytearray)
-    """What the daemon has not taken yet."""
+    """Bytes that the daemon has not taken yet."""
     is_greeting: bool = False
-    """A first piece was sent, and nothing came back yet."""
+    """True from the first piece until the first reply."""
     is_over: bool = False
-    """The daemon has closed the connection, and all that it sent is read."""
+    """True once the daemon has closed the connection and all its replies are read."""
 
     def flush(self) -> None:
-        """Send as much of `out` as fits; a daemon that has closed the connection takes nothing."""
+        """Send as much of `out` as fits, and drop all of it where the connection is closed."""
         try:
             while self.out:
                 del self.out[: self.sock.send(self.out)]
@@ -185,7 +208,7 @@ class Line:
             self.out.clear()
 
     def receive(self) -> list[Reply]:
-        """Read every reply that has come. Raises WireError where the bytes are none."""
+        """Returns the replies that have come. Raises WireError where the bytes are no reply."""
         replies: list[Reply] = []
         try:
             while received := self.sock.recv(RECEIVE_BYTES):
@@ -199,14 +222,14 @@ class Line:
 
 
 class Liar:
-    """Makes what a peer says next."""
+    """Makes the bytes that a peer sends next."""
 
     def __init__(self, rng: random.Random, engine_ids: Sequence[str] = ()) -> None:
-        """Workers also call themselves workers of the engines `engine_ids`, which do not lie."""
+        """Lying workers also claim to belong to the engines `engine_ids`, which do not lie."""
         self._rng = rng
         self._engine_ids = engine_ids
-        self._slots: deque[tuple[int, int]] = deque([(0, 1)], maxlen=256)
-        """Names that anybody heard of, to be told by anybody."""
+        self._slots: deque[SlotName] = deque([SlotName(0, 1)], maxlen=256)
+        """Slots that any peer has heard of, for every peer to name."""
         self._frames: deque[bytes] = deque([encode(Stats(1))], maxlen=64)
         self._role_makers: list[Callable[[Peer], Request]] = [
             self._drained,
@@ -215,23 +238,23 @@ class Liar:
             lambda peer: Stats(self._id()),
             lambda peer: ListEngines(self._id()),
         ]
-        """Of what workers and control connections may say: most else is refused there."""
+        """Messages that workers and control connections may send. Most others are refused there."""
         makers: dict[Callable[[Peer], Request], float] = {
             self._hello: 1,
             self._lookup: 20,
-            self._want: 12,
+            self._reserve: 12,
             self._commit: 24,
-            self._abandon: 4,
+            self._free: 4,
             self._release: 16,
-            self._condemn: 3,
+            self._report_corrupt: 3,
             lambda peer: ReportStale(self._rng.random() < 0.5): 0.5,
             self._identify: 3,
-            self._tell: 2,
-            self._describe: 1,
+            self._report_request: 2,
+            self._report_identity: 1,
             lambda peer: Subscribe(): 0.5,
             **dict.fromkeys(self._role_makers, 0.5),
             lambda peer: Clear(self._id()): 0.1,
-            self._huge: 0.1,
+            self._huge_request: 0.1,
         }
         self._makers = list(makers)
         self._weights = list(accumulate(makers.values()))
@@ -254,12 +277,12 @@ class Liar:
         ]
 
     def peer(self, kind: int) -> Peer:
-        """A new client; `kind` says of which temper, an index into KINDS."""
+        """Returns a new client of the kind KINDS[kind]."""
         role, noise = KINDS[kind]
         return Peer(noise, role, f"e{self._rng.randrange(6)}", self._rng.choice(USUAL))
 
     def piece(self, peer: Peer) -> bytes:
-        """The bytes that this peer sends next: mostly one frame."""
+        """Returns the bytes that this peer sends next, in most cases one frame."""
         rng = self._rng
         if (
             peer.state is ConnectionState.NEW
@@ -276,26 +299,26 @@ class Liar:
             self._frames.append(frame)
         return rng.choice(self._breakers)() if rng.random() < peer.noise else frame
 
-    def heard(self, peer: Peer, reply: Reply) -> None:
-        """Learn from an answer, so that later lies are near the truth."""
+    def on_reply(self, peer: Peer, reply: Reply) -> None:
+        """Learn from a reply, so that later lies are near the truth."""
         if isinstance(reply, Welcome):
             peer.state = peer.role
         elif isinstance(reply, Found):
             if reply.chunks:
                 peer.leases.append(reply.lease)
-                self._slots.extend(_names(reply)[:4])
+                self._slots.extend(_slot_names(reply)[:4])
         elif isinstance(reply, Pending):
             peer.leases.append(reply.lease)
         elif isinstance(reply, Reserved):
-            names = _names(reply)
+            names = _slot_names(reply)
             self._slots.extend(names[:4])
             peer.slots += [
-                (offset, generation, reply.part_bytes) for offset, generation in names[:512]
+                GrantedSlot(name.offset, name.generation, reply.part_bytes) for name in names[:512]
             ]
 
-    def overhear(self, offset: int, generation: int) -> None:
-        """Learn the name of a slot, whosever it is."""
-        self._slots.append((offset, generation))
+    def learn_slot(self, offset: int, generation: int) -> None:
+        """Learn the name of a slot of any client."""
+        self._slots.append(SlotName(offset, generation))
 
     # True messages
 
@@ -310,15 +333,22 @@ class Liar:
         if peer.role is not ConnectionState.ENGINE:
             engine_id = self._rng.choice((peer.engine_id, *self._engine_ids))
             return Hello(self._id(), PROTOCOL_VERSION, peer.role, engine_id)
-        model = WireModel(peer.layout, 4096, "auto", [1, 2], None, 2048)
+        model = WireModel(
+            name=peer.layout,
+            max_model_len=4096,
+            kv_dtype="auto",
+            layers=[1, 2],
+            retention_tokens=None,
+            step_tokens=2048,
+        )
         return Hello(
-            self._id(),
-            PROTOCOL_VERSION,
-            "engine",
-            peer.engine_id,
-            self._identity(peer),
-            WIRED[peer.layout],
-            model,
+            id=self._id(),
+            version=PROTOCOL_VERSION,
+            role="engine",
+            engine_id=peer.engine_id,
+            namespace=self._identity(peer),
+            geometry=WIRED[peer.layout],
+            model=model,
         )
 
     def _hello(self, peer: Peer) -> Hello:
@@ -326,35 +356,35 @@ class Liar:
         number = rng.choice(NUMBERS[:-2])
         identity = rng.choice((self._identity(peer), *[rng.randbytes(HASH_BYTES)] * 5))
         return Hello(
-            number,
-            PROTOCOL_VERSION if rng.random() < 0.9 else number,
-            rng.choice(("engine", "engine", "engine", "worker", "control")),
-            peer.engine_id if rng.random() < 0.9 else rng.choice(("", "e" * 256)),
-            identity if rng.random() < 0.9 else None,
-            rng.choice((None, WIRED[peer.layout], *[self._geometry()] * 4)),
+            id=number,
+            version=PROTOCOL_VERSION if rng.random() < 0.9 else number,
+            role=rng.choice(("engine", "engine", "engine", "worker", "control")),
+            engine_id=peer.engine_id if rng.random() < 0.9 else rng.choice(("", "e" * 256)),
+            namespace=identity if rng.random() < 0.9 else None,
+            geometry=rng.choice((None, WIRED[peer.layout], *[self._geometry()] * 4)),
         )
 
     def _geometry(self) -> WireGeometry:
-        """Any at all; half of them without the plainest contradictions, to come further."""
+        """Returns any geometry. Half of them have no plain contradiction, to pass more checks."""
         rng = self._rng
-        plain = rng.random() < 0.5
+        is_plausible = rng.random() < 0.5
         sizes = (1, 2, 16, 100, 128, 1000, (1 << 30) - 1, 1 << 30)
         groups: list[WireGroup] = []
         for gid in range(256 if rng.random() < 0.01 else rng.choice((1, 1, 2, 5))):
             kind = rng.choice(tuple(GroupKind))
-            windowed = kind in (GroupKind.SLIDING, GroupKind.CHUNKED_LOCAL)
+            has_window = kind in (GroupKind.SLIDING, GroupKind.CHUNKED_LOCAL)
             groups.append(
                 WireGroup(
-                    gid if plain else rng.randrange(1 << 16),
-                    kind,
-                    rng.choice((1, 16, 128) if plain else sizes),
-                    rng.choice((1, 8, 4096, 1 << 40)),
-                    rng.choice(sizes) if windowed or not plain else 0,
-                    0 if plain else rng.choice((0, 3, 1 << 30)),
-                    rng.random() < 0.5,
+                    gid=gid if is_plausible else rng.randrange(1 << 16),
+                    kind=kind,
+                    tokens_per_block=rng.choice((1, 16, 128) if is_plausible else sizes),
+                    block_bytes=rng.choice((1, 8, 4096, 1 << 40)),
+                    window_tokens=rng.choice(sizes) if has_window or not is_plausible else 0,
+                    extra_retained_tokens=0 if is_plausible else rng.choice((0, 3, 1 << 30)),
+                    replicated=rng.random() < 0.5,
                 )
             )
-        chunk = rng.choice((128, 128, 1 << 30) if plain else sizes)
+        chunk = rng.choice((128, 128, 1 << 30) if is_plausible else sizes)
         return WireGeometry(
             groups, chunk, rng.choice((1, 16, chunk)), rng.choice((1, 16)), rng.choice((1, 2, 1024))
         )
@@ -378,74 +408,85 @@ class Liar:
         )
         return Lookup(self._id(), lease, hashes, wait_ms, rng.choice((0, 1, 10_000, 1 << 62)))
 
-    def _want(self, peer: Peer) -> Reserve:
+    def _reserve(self, peer: Peer) -> Reserve:
         rng = self._rng
         if rng.random() < 0.05:
             return Reserve(self._id(), rng.choice((1, 512, 1 << 40)), rng.choice((1, 2, 1024)), 1)
         part_bytes, parts = rng.choice(SHAPES[peer.layout])
         return Reserve(self._id(), part_bytes, parts, rng.randrange(12))
 
-    def _taken(self, peer: Peer, lies: float) -> list[tuple[int, int, int]]:
-        """Up to six slots: the peer's own, and with this chance others' and such as never were."""
+    def _take_slots(self, peer: Peer, lie_share: float) -> list[GrantedSlot]:
+        """Take up to six slots from the peer.
+
+        With the chance `lie_share` there are also slots of other peers, or slots that never were.
+        """
         rng = self._rng
         count = rng.randrange(7)
-        taken, peer.slots[:count] = peer.slots[:count], []
-        if rng.random() < lies:
+        slots, peer.slots[:count] = peer.slots[:count], []
+        if rng.random() < lie_share:
             offset, generation = rng.choice(self._slots)
             delta = rng.choice((0, 0, 1, -1, 1 << 32))
-            taken.insert(rng.randrange(len(taken) + 1), (offset, max(0, generation + delta), 0))
-            taken += taken[:1] if rng.random() < 0.3 else []
+            claimed = GrantedSlot(offset, max(0, generation + delta), 0)
+            slots.insert(rng.randrange(len(slots) + 1), claimed)
+            slots += slots[:1] if rng.random() < 0.3 else []
             if rng.random() < 0.2:
-                taken.append((rng.choice(NUMBERS), rng.choice(NUMBERS), 0))
-        return taken
+                slots.append(GrantedSlot(rng.choice(NUMBERS), rng.choice(NUMBERS), 0))
+        return slots
 
-    def _packed(self, taken: list[tuple[int, int, int]], item: int) -> bytes:
-        packed = pack_u64([one[item] for one in taken])
+    def _offsets(self, slots: Sequence[GrantedSlot | SlotName]) -> bytes:
+        return self._packed([slot.offset for slot in slots])
+
+    def _generations(self, slots: Sequence[GrantedSlot | SlotName]) -> bytes:
+        return self._packed([slot.generation for slot in slots])
+
+    def _packed(self, numbers: list[int]) -> bytes:
+        """Returns packed numbers, which may be cut off anywhere."""
+        packed = pack_u64(numbers)
         return (
             packed if self._rng.random() < 0.97 else packed[: self._rng.randrange(len(packed) + 1)]
         )
 
     def _commit(self, peer: Peer) -> Commit:
         rng = self._rng
-        taken = self._taken(peer, 0.1)
+        slots = self._take_slots(peer, 0.1)
         fits = FITS[peer.layout]
         start = rng.choice((0, 0, 0, rng.randrange(16)))
-        groups = [rng.choice(fits.get(size, (0,))) for _, _, size in taken]
+        groups = [rng.choice(fits.get(slot.part_bytes, (0,))) for slot in slots]
         if groups and rng.random() < 0.03:
             groups[rng.randrange(len(groups))] = rng.choice((0, 1, 2, *NUMBERS))
-            peer.slots += taken
-        hashes = b"".join(HASHES[start : start + len(taken)])
+            peer.slots += slots
+        hashes = b"".join(HASHES[start : start + len(slots)])
         if rng.random() < 0.02:
             hashes = hashes[: rng.randrange(len(hashes) + 1)]
         if rng.random() < 0.3:
             groups = groups[:1]
         commit = Commit(
-            self._packed(taken, 0),
-            self._packed(taken, 1),
-            pack_u64(groups),
-            hashes,
-            rng.randrange(999),
+            offsets=self._offsets(slots),
+            generations=self._generations(slots),
+            groups=pack_u64(groups),
+            hashes=hashes,
+            tokens=rng.randrange(999),
         )
         if rng.random() < 0.3:
             return commit
-        size = rng.choice((1, len(taken))) if rng.random() < 0.98 else rng.randrange(20)
+        size = rng.choice((1, len(slots))) if rng.random() < 0.98 else rng.randrange(20)
         return msgspec.structs.replace(
             commit,
             parents=b"".join(rng.choice((bytes(32), *HASHES[:16])) for _ in range(size)),
             classes=bytes(
                 rng.choice((0, 0, 1, 2, 2, 3) if rng.random() < 0.02 else (0, 1, 2))
-                for _ in range(size if rng.random() < 0.02 else len(taken))
+                for _ in range(size if rng.random() < 0.02 else len(slots))
             ),
             tenants=pack_u64([rng.choice(NUMBERS) % (1 << 64) for _ in range(size)]),
         )
 
-    def _abandon(self, peer: Peer) -> Free:
-        taken = self._taken(peer, 0.3)
-        return Free(self._packed(taken, 0), self._packed(taken, 1))
+    def _free(self, peer: Peer) -> Free:
+        slots = self._take_slots(peer, 0.3)
+        return Free(self._offsets(slots), self._generations(slots))
 
-    def _condemn(self, peer: Peer) -> ReportCorrupt:
-        taken = [(*self._rng.choice(self._slots), 0) for _ in range(self._rng.randrange(3))]
-        return ReportCorrupt(self._packed(taken, 0), self._packed(taken, 1))
+    def _report_corrupt(self, peer: Peer) -> ReportCorrupt:
+        slots = [self._rng.choice(self._slots) for _ in range(self._rng.randrange(3))]
+        return ReportCorrupt(self._offsets(slots), self._generations(slots))
 
     def _release(self, peer: Peer) -> Release:
         rng = self._rng
@@ -461,12 +502,14 @@ class Liar:
     def _identify(self, peer: Peer) -> Identify:
         return Identify(self._id(), self._identity(peer))
 
-    def _tell(self, peer: Peer) -> ReportRequest:
+    def _report_request(self, peer: Peer) -> ReportRequest:
         first = self._rng.choice((HASHES[0], b"no hash", b""))
-        told = RequestExplanation(self._rng.choice(NUMBERS[:-2]), 0, first_chunk=first)
-        return ReportRequest(self._rng.choice(("", "r", f"r{self._rng.randrange(100)}-x")), told)
+        explanation = RequestExplanation(self._rng.choice(NUMBERS[:-2]), 0, first_chunk=first)
+        return ReportRequest(
+            self._rng.choice(("", "r", f"r{self._rng.randrange(100)}-x")), explanation
+        )
 
-    def _describe(self, peer: Peer) -> ReportIdentity:
+    def _report_identity(self, peer: Peer) -> ReportIdentity:
         return ReportIdentity(
             {f"f{self._rng.randrange(9)}": "\0" * self._rng.randrange(512) for _ in range(3)}
         )
@@ -474,7 +517,7 @@ class Liar:
     def _explain(self, peer: Peer) -> Explain:
         return Explain(self._id(), self._rng.choice(("", "r", "x", f"r{self._rng.randrange(100)}")))
 
-    def _huge(self, peer: Peer) -> Request:
+    def _huge_request(self, peer: Peer) -> Request:
         rng = self._rng
         if rng.random() < 0.5:
             return Lookup(
@@ -517,9 +560,9 @@ class Liar:
         return b"".join(frames)
 
     def _spliced(self) -> bytes:
-        one, other = self._frame()[4:], self._rng.choice(self._frames)[4:]
+        first, second = self._frame()[4:], self._rng.choice(self._frames)[4:]
         return _framed(
-            one[: self._rng.randrange(len(one))] + other[self._rng.randrange(len(other)) :]
+            first[: self._rng.randrange(len(first))] + second[self._rng.randrange(len(second)) :]
         )
 
     def _stuffed(self) -> bytes:
@@ -533,7 +576,7 @@ class Liar:
         return size.to_bytes(4, "little") + self._frame()[4:]
 
     def _retyped(self) -> bytes:
-        """A frame one of whose values is another one, anywhere inside."""
+        """Returns a frame of which one value, at any depth, is replaced."""
         value = msgspec.msgpack.decode(self._frame()[4:])
         inside: Any = value
         while True:
@@ -557,7 +600,7 @@ class Liar:
         return _framed(msgspec.msgpack.encode([tag, *values]))
 
     def _deep(self) -> bytes:
-        """Arrays in arrays, as a value or behind a whole message, where they must be skipped."""
+        """Returns arrays in arrays, as a value or after a whole message, where they are skipped."""
         depth = self._rng.choice((10, 1000, 100_000)) if self._rng.random() < 0.2 else 10
         start = (
             b"",
@@ -573,5 +616,5 @@ def _framed(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def _names(reply: Found | Reserved) -> list[tuple[int, int]]:
-    return list(zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True))
+def _slot_names(reply: Found | Reserved) -> list[SlotName]:
+    return list(map(SlotName, unpack_u64(reply.offsets), unpack_u64(reply.generations)))

@@ -35,9 +35,16 @@ from tests.waiting import DEADLINE_SECONDS
 
 GEOMETRY = LAYOUTS["qwen3"]
 PART = GEOMETRY.groups[0].block_bytes
-GOOD = Hello(1, PROTOCOL_VERSION, "engine", "good", b"g" * HASH_BYTES, geometry_to_wire(GEOMETRY))
+GOOD = Hello(
+    id=1,
+    version=PROTOCOL_VERSION,
+    role="engine",
+    engine_id="good",
+    namespace=b"g" * HASH_BYTES,
+    geometry=geometry_to_wire(GEOMETRY),
+)
 HELD = ("sessions", "leases", "bytes_writing", "connections")
-"""What a client may hold, by the names of the daemon's values."""
+"""The daemon's values of what clients hold."""
 
 
 class ProcessFuzz:
@@ -47,10 +54,10 @@ class ProcessFuzz:
         self._seed = seed
         self._daemon = daemon
         self.seen: Counter[str] = Counter()
-        """What came of the cases: replies by type, refusals by code."""
+        """How often each reply came, by its type, and each refusal, by its code."""
 
     def run(self, cases: int) -> None:
-        """So many pieces of bytes, then the questions of the good client."""
+        """Send `cases` pieces of bytes, then ask as the good client."""
         with ControlClient(self._daemon.socket_path, DEADLINE_SECONDS, GOOD) as good:
             _store(good, 3, first=0)
             found = good.call(Lookup(2, 1, _hashes(0, 3)))
@@ -63,9 +70,9 @@ class ProcessFuzz:
                 self.seen += elsewhere.submit(
                     _lie, self._daemon.socket_path, self._seed, cases
                 ).result()
-            self._settled(good, before)
-            self._held(good, found, SlotState.COMMITTED, SlotState.DROPPED)
-            self._held(good, granted, SlotState.WRITING)
+            self._await_settled(good, before)
+            self._check_held(good, found, SlotState.COMMITTED, SlotState.DROPPED)
+            self._check_held(good, granted, SlotState.WRITING)
             good.tell(Release(1))
             good.tell(
                 Commit(granted.offsets, granted.generations, pack_u64([0, 0]), _hashes(100, 2))
@@ -79,8 +86,8 @@ class ProcessFuzz:
         assert self._daemon.process is not None
         assert self._daemon.process.poll() is None
 
-    def _settled(self, good: ControlClient, before: dict[str, float]) -> None:
-        """The daemon reads the end of a connection in its own time."""
+    def _await_settled(self, good: ControlClient, before: dict[str, float]) -> None:
+        """Wait until the daemon has read the end of every liar's connection."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         values = good.stats().values
         while any(values[name] != before[name] for name in HELD):
@@ -89,8 +96,11 @@ class ProcessFuzz:
             }
             values = good.stats().values
 
-    def _held(self, good: ControlClient, names: Found | Reserved, *states: SlotState) -> None:
-        """What the good client holds is unchanged in the arena; a leased object may be dropped."""
+    def _check_held(self, good: ControlClient, names: Found | Reserved, *states: SlotState) -> None:
+        """Check that each slot that the good client holds is in one of `states` in the arena.
+
+        A leased object may be dropped.
+        """
         arena = attach_arena(Path(good.welcome.arena_path), good.welcome.arena_bytes)
         for offset, generation in zip(
             unpack_u64(names.offsets), unpack_u64(names.generations), strict=True
@@ -109,29 +119,29 @@ def _lie(socket_path: str, seed: int, cases: int) -> Counter[str]:
 
 
 class _Liars:
-    """Clients of all kinds."""
+    """Liars of every kind in KINDS, a connection each."""
 
     def __init__(self, socket_path: str, seed: int) -> None:
         self._rng = random.Random(seed)
         self._liar = Liar(self._rng)
         self._socket_path = socket_path
         self._ended: set[Line] = set()
-        """Those on which the daemon has said its last word."""
+        """Connections on which the daemon has sent a reply that closes them."""
         self.seen: Counter[str] = Counter()
 
     def lie(self, cases: int) -> None:
-        """So many pieces of bytes."""
+        """Send `cases` pieces of bytes."""
         with contextlib.ExitStack() as stack:
             lines = [self._open(kind, stack) for kind in range(len(KINDS))]
             for _ in range(cases):
                 kind = self._rng.randrange(len(KINDS))
                 line = lines[kind]
-                gone = self._rng.random() < 0.002
-                if not gone:
-                    self._say(line, self._liar.piece(line.peer))
-                    self._hear(line)
-                    gone = line.is_over
-                if gone or self._rng.random() < line.peer.noise * 0.05:
+                is_gone = self._rng.random() < 0.002
+                if not is_gone:
+                    self._send(line, self._liar.piece(line.peer))
+                    self._receive(line)
+                    is_gone = line.is_over
+                if is_gone or self._rng.random() < line.peer.noise * 0.05:
                     line.sock.close()
                     lines[kind] = self._open(kind, stack)
 
@@ -141,8 +151,8 @@ class _Liars:
         sock.setblocking(False)
         return Line(sock, self._liar.peer(kind))
 
-    def _say(self, line: Line, piece: bytes) -> None:
-        """Send all of it, or as much as the daemon takes before it closes."""
+    def _send(self, line: Line, piece: bytes) -> None:
+        """Send the piece, or as much of it as the daemon takes before it closes."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         line.out += piece
         line.flush()
@@ -151,15 +161,15 @@ class _Liars:
             select.select([line.sock], [line.sock], [], DEADLINE_SECONDS)
             line.flush()
 
-    def _hear(self, line: Line) -> None:
-        """Read what is there; a closed connection needs a reason, which comes last."""
+    def _receive(self, line: Line) -> None:
+        """Read the replies that are there. A closed connection needs a reason, which comes last."""
         for reply in line.receive():
             assert line not in self._ended, "an answer after the last word"
             code = reply.code if isinstance(reply, Error) else ""
             if code in CLOSING:
                 self._ended.add(line)
             self.seen[code or type(reply).__name__] += 1
-            self._liar.heard(line.peer, reply)
+            self._liar.on_reply(line.peer, reply)
         assert line in self._ended or not line.is_over, "closed without a reason"
 
 
@@ -168,7 +178,7 @@ def _hashes(first: int, count: int) -> bytes:
 
 
 def _grant(good: ControlClient, count: int) -> Reserved:
-    """A young daemon grants fewer slots than asked for while pages are being reserved."""
+    """Reserve `count` slots. A young daemon grants fewer while it reserves pages."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
         granted = good.call(Reserve(4, PART, 1, count))

@@ -26,7 +26,7 @@ COMMAND_SECONDS = 300
 
 
 def main() -> int:
-    """The number of faults that nobody noticed, at most 1."""
+    """Run the chosen faults. Returns 1 where tests did not notice one."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument(
         "names", nargs="*", help="names of faults, or ids of requirements; none: all"
@@ -46,16 +46,16 @@ def main() -> int:
         print("\n".join(stale))
         return 1
     started = time.monotonic()
-    if not options.skip_green and not _green(chosen):
+    if not options.skip_green and not _are_green(chosen):
         return 1
     survived = 0
     for number, mutation in enumerate(chosen, 1):
         began = time.monotonic()
         missed = [test for test, red in _run(mutation.tests, mutation).items() if not red]
         survived += bool(missed)
-        said = "red" if not missed else "SURVIVED"
+        verdict = "red" if not missed else "SURVIVED"
         seconds = time.monotonic() - began
-        head = f"{number:3}/{len(chosen)}  {said:8} {seconds:5.1f} s"
+        head = f"{number:3}/{len(chosen)}  {verdict:8} {seconds:5.1f} s"
         print(f"{head}  {mutation.name}: {mutation.fault}", flush=True)
         for test in missed:
             print(f"{'':22} not red: {test}", flush=True)
@@ -63,7 +63,7 @@ def main() -> int:
     return int(survived > 0)
 
 
-def _green(mutations: Iterable[Mutation]) -> bool:
+def _are_green(mutations: Iterable[Mutation]) -> bool:
     """Whether every test that is needed passes on an unchanged copy."""
     tests = sorted({test for mutation in mutations for test in mutation.tests})
     began = time.monotonic()
@@ -78,7 +78,10 @@ def _green(mutations: Iterable[Mutation]) -> bool:
 
 
 def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | None]:
-    """For each test whether it failed on a copy of the package; None where it did not run."""
+    """Returns for each test whether it failed on a copy of the package.
+
+    None stands for a test that did not run.
+    """
     with tempfile.TemporaryDirectory(prefix="hybridkv-mutation-") as directory:
         source = Path(directory) / "src"
         package = source / "hybridkv"
@@ -109,7 +112,7 @@ def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | No
 
 
 def _pytest(tests: Sequence[str], environment: dict[str, str]) -> dict[str, bool]:
-    """For each node that ran whether it failed."""
+    """Returns for each node that ran whether it failed."""
     options = "-q --no-header --tb=no -p tests.mutations.report -p no:cacheprovider"
     command = [
         sys.executable,
@@ -123,12 +126,15 @@ def _pytest(tests: Sequence[str], environment: dict[str, str]) -> dict[str, bool
         *tests,
     ]
     subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=False)
-    told = Path(environment[RESULTS_VARIABLE])
-    return results(told.read_text()) if told.is_file() else {}
+    results_path = Path(environment[RESULTS_VARIABLE])
+    return results(results_path.read_text()) if results_path.is_file() else {}
 
 
 def _command(test: str, package: Path, environment: dict[str, str]) -> bool | None:
-    """Whether a command failed as it does where it finds something; None where it could not run."""
+    """Returns whether a command failed as it does where it finds something.
+
+    Returns None where it could not run.
+    """
     module, *arguments = shlex.split(test)
     begin = "import sys; from tests.mutations.report import is_the_copy; assert is_the_copy(); "
     command = [sys.executable, "-c", begin]

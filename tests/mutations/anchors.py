@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 
 class NoMatch(Exception):
@@ -18,23 +19,23 @@ class NoMatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What an anchor can name."""
+    """A function, class or constant that an anchor can name."""
 
     module: str
     name: str
-    """The qualified name within the module; "" is the module as a whole."""
+    """The qualified name within the module, or "" for the module as a whole."""
     path: Path
     """The file of the module, below the package."""
     node: ast.AST
 
     @property
     def first_line(self) -> int:
-        """The line at which it begins, counted from 1, with its decorators."""
+        """The line at which the place begins with its decorators, counted from 1."""
         return first_line(self.node)
 
 
 def find(package: Path, anchor: str) -> Place:
-    """The only place in the package at `package` that has this name; raises NoMatch."""
+    """Returns the only place in `package` that has this name. Raises NoMatch."""
     module, _, name = anchor.rpartition(":")
     places = _places(package)
     found = [
@@ -46,7 +47,7 @@ def find(package: Path, anchor: str) -> Place:
         close = difflib.get_close_matches(name, {place.name for place in places}, 1)
         raise NoMatch(
             f"no function, class or constant {anchor!r} in the package; it was probably renamed"
-            + "".join(f", perhaps to {one!r}" for one in close)
+            + "".join(f", perhaps to {close_name!r}" for close_name in close)
         )
     if len(found) > 1:
         modules = ", ".join(place.module for place in found)
@@ -55,7 +56,7 @@ def find(package: Path, anchor: str) -> Place:
 
 
 def first_line(node: ast.AST) -> int:
-    """The line at which a statement begins, counted from 1, with its decorators."""
+    """Returns the line at which a statement begins with its decorators, counted from 1."""
     nodes = [node, *getattr(node, "decorator_list", [])]
     return min(getattr(each, "lineno", 1) for each in nodes)
 
@@ -67,18 +68,26 @@ def _places(package: Path) -> Sequence[Place]:
         path = file.relative_to(package)
         module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
         tree = ast.parse(file.read_text())
-        places += [Place(module, name, path, node) for name, node in [("", tree), *_named(tree)]]
+        nodes = [NamedNode("", tree), *_named(tree)]
+        places += [Place(module, named.name, path, named.node) for named in nodes]
     return places
 
 
-def _named(parent: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+class NamedNode(NamedTuple):
+    """A node of a module's tree, and its qualified name in that module."""
+
+    name: str
+    node: ast.AST
+
+
+def _named(parent: ast.AST, prefix: str = "") -> Iterator[NamedNode]:
     for node in ast.iter_child_nodes(parent):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                yield f"{prefix}{node.name}", node
+                yield NamedNode(f"{prefix}{node.name}", node)
                 yield from _named(node, f"{prefix}{node.name}.")
                 continue
             case ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)):
-                yield f"{prefix}{name}", node
+                yield NamedNode(f"{prefix}{name}", node)
         if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
             yield from _named(node, prefix)

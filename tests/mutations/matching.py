@@ -15,13 +15,12 @@ import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.mutations.anchors import NoMatch, Place, find, first_line
 
 FIXED = {*dir(builtins), *keyword.kwlist, "self", "cls"}
 """Names that stand for themselves when identifiers may have other names."""
-_Match = tuple[int, int, dict[str, str]]
-"""From and up to which character, and what each identifier of the old text is called there."""
 _LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT}
 
 
@@ -42,32 +41,58 @@ class _Token:
         return name or self.text in {")", "]", "}"}
 
 
-def mutated(package: Path, anchor: str, old: str, new: str) -> tuple[Path, str]:
-    """The path below `package` of the file with the place, and the file's text with the fault.
+class Match(NamedTuple):
+    """Characters [start, end) of a region that fit the old text."""
+
+    start: int
+    end: int
+    names: dict[str, str]
+    """The name in the region of each identifier in the old text."""
+
+
+class Span(NamedTuple):
+    """Characters [start, end) of a text."""
+
+    start: int
+    end: int
+
+
+class MutatedFile(NamedTuple):
+    """A file of the package with a fault in it."""
+
+    path: Path
+    """The path below the package."""
+    text: str
+
+
+def mutated(package: Path, anchor: str, old: str, new: str) -> MutatedFile:
+    """Returns the file with the anchor's place, and the fault in its text.
 
     `old` must match at one place within the anchor. "" stands for the beginning of the body,
-    after the docstring. `new` replaces it; its further lines are indented relative to its first.
-    An anchor with a "/" is the path of a file that is not Python; `old` is there as it is written.
+    after the docstring. `new` replaces it. Its further lines are indented relative to its first.
+    An anchor with a "/" is the path of a file that is not Python. There `old` is matched exactly.
     Raises NoMatch.
     """
     if "/" in anchor:
         text = (package / anchor).read_text() if (package / anchor).is_file() else ""
         if (count := text.count(old)) != 1:
             raise NoMatch(f"the old text occurs {count} times in {anchor}")
-        return Path(anchor), text.replace(old, new)
+        return MutatedFile(Path(anchor), text.replace(old, new))
     place = find(package, anchor)
     text = (package / place.path).read_text()
     new = textwrap.dedent(new).strip("\n")
-    return place.path, _changed(text, place, old, new) if old.strip() else _begun(text, place, new)
+    if old.strip():
+        return MutatedFile(place.path, _replace(text, place, old, new))
+    return MutatedFile(place.path, _insert_first(text, place, new))
 
 
 def identifiers(text: str) -> set[str]:
-    """Every name in a run of Python that is not a builtin."""
+    """Returns every name in a run of Python that is not a builtin."""
     return {token.text for token in _tokens(text) if token.is_identifier}
 
 
-def _begun(text: str, place: Place, new: str) -> str:
-    """The text with `new` before the first statement of the place that is no docstring."""
+def _insert_first(text: str, place: Place, new: str) -> str:
+    """Returns the text with `new` before the first statement of the place that is no docstring."""
     node = place.node
     if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         raise NoMatch(f"{place.name!r} has no body that a fault can begin")
@@ -78,8 +103,8 @@ def _begun(text: str, place: Place, new: str) -> str:
     return "\n".join(lines)
 
 
-def _changed(text: str, place: Place, old: str, new: str) -> str:
-    """The text with `new` instead of `old` at the one place that fits."""
+def _replace(text: str, place: Place, old: str, new: str) -> str:
+    """Returns the text with `new` instead of `old` at the one place that fits."""
     lines = text.split("\n")
     first = place.first_line - 1
     region = "\n".join(lines[first : getattr(place.node, "end_lineno", None)])
@@ -88,10 +113,10 @@ def _changed(text: str, place: Place, old: str, new: str) -> str:
     if len(closest := _closest(matches)) != 1:
         where = repr(place.name) if place.name else f"module {place.module!r}"
         raise NoMatch(f"the old text {old.strip()!r} fits {len(matches)} places in {where}")
-    start, end, names = closest[0]
-    line_start = region.rfind("\n", 0, start) + 1
-    written = _indented(_renamed(new, names), _indentation(region[line_start:]))
-    return text[: before + start] + written + text[before + end :]
+    match = closest[0]
+    line_start = region.rfind("\n", 0, match.start) + 1
+    written = _indented(_renamed(new, match.names), _indentation(region[line_start:]))
+    return text[: before + match.start] + written + text[before + match.end :]
 
 
 def _indentation(line: str) -> int:
@@ -99,7 +124,7 @@ def _indentation(line: str) -> int:
 
 
 def _indented(new: str, columns: int) -> str:
-    """`new` where its first line begins in a line that is indented by `columns`."""
+    """Returns `new` as it stands after the indentation of a line of `columns` columns."""
     first, *others = new.split("\n")
     shift = columns - _indentation(first)
     moved = [" " * (_indentation(line) + shift) + line.lstrip(" ") for line in others]
@@ -113,18 +138,21 @@ def _renamed(new: str, names: dict[str, str]) -> str:
     return new
 
 
-def _closest(matches: Sequence[_Match]) -> list[_Match]:
-    """The match with the fewest other names; of several, one that keeps at least half of them."""
-    others = [sum(mine != its for mine, its in names.items()) for _, _, names in matches]
+def _closest(matches: Sequence[Match]) -> list[Match]:
+    """Returns the matches with the fewest other names.
+
+    Where there are several matches, at least half of the names must be the same.
+    """
+    renamed = [sum(old != name for old, name in match.names.items()) for match in matches]
     return [
         match
-        for match, count in zip(matches, others, strict=True)
-        if len(matches) == 1 or (count == min(others) and 2 * count <= len(match[2]))
+        for match, count in zip(matches, renamed, strict=True)
+        if len(matches) == 1 or (count == min(renamed) and 2 * count <= len(match.names))
     ]
 
 
-def _matches(old: str, region: str) -> list[_Match]:
-    """Every place at which `old` fits, where identifiers may have other names."""
+def _matches(old: str, region: str) -> list[Match]:
+    """Returns every place at which `old` fits, where identifiers may have other names."""
     pattern, _ = _counting(_tokens(old))
     source, groups = _counting(_tokens(region))
     found = []
@@ -143,12 +171,12 @@ def _matches(old: str, region: str) -> list[_Match]:
             elif opening < start < closing <= end:
                 start = opening
         if before <= start and end <= after:
-            found.append((start, end, names))
+            found.append(Match(start, end, names))
     return found
 
 
 def _names(pattern: Sequence[_Token], source: Sequence[_Token]) -> dict[str, str] | None:
-    """What each identifier of the pattern is called in the source; None where they differ."""
+    """Returns the source's name of each identifier in the pattern, or None where they differ."""
     names: dict[str, str] = {}
     for mine, its in zip(pattern, source, strict=True):
         if mine.is_identifier and its.is_identifier:
@@ -159,8 +187,16 @@ def _names(pattern: Sequence[_Token], source: Sequence[_Token]) -> dict[str, str
     return names if len({*names.values()}) == len(names) else None
 
 
-def _counting(tokens: Sequence[_Token]) -> tuple[list[_Token], list[tuple[int, int]]]:
-    """The tokens that count, and from and up to which character a pair only groups."""
+class CountingTokens(NamedTuple):
+    """The tokens of a text that count for a match."""
+
+    tokens: list[_Token]
+    groups: list[Span]
+    """The pairs of parentheses that only group."""
+
+
+def _counting(tokens: Sequence[_Token]) -> CountingTokens:
+    """Leaves out parentheses that only group, and commas before closing brackets."""
     left_out: set[int] = set()
     groups = []
     opened: list[int] = []
@@ -176,12 +212,16 @@ def _counting(tokens: Sequence[_Token]) -> tuple[list[_Token], list[tuple[int, i
             called = begin > 0 and tokens[begin - 1].ends_a_value
             if token.text == ")" and at > begin + 1 and not called:
                 left_out |= {begin, at}
-                groups.append((tokens[begin].start, token.end))
-    return [token for at, token in enumerate(tokens) if at not in left_out], groups
+                groups.append(Span(tokens[begin].start, token.end))
+    counting = [token for at, token in enumerate(tokens) if at not in left_out]
+    return CountingTokens(counting, groups)
 
 
 def _tokens(text: str) -> list[_Token]:
-    """The tokens of any run of Python with balanced brackets; an f-string is one of them."""
+    """Returns the tokens of any run of Python with balanced brackets.
+
+    An f-string is one token.
+    """
     starts = [0]
     for line in f"{text}\n\n".split("\n"):
         starts.append(starts[-1] + len(line) + 1)

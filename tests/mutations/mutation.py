@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutations.anchors import NoMatch
-from tests.mutations.matching import mutated
+from tests.mutations.matching import MutatedFile, mutated
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "hybridkv"
 COMMANDS = ("tests.simulation", "tests.daemonsim", "tests.devicesim", "ruff", "importlinter.cli")
-"""Modules that a command may begin with; every other test is a pytest node id."""
+"""Modules that a command may begin with. Every other test is a pytest node id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,39 +18,39 @@ class Mutation:
 
     name: str
     fault: str
-    """What it is, in a line."""
+    """The fault in a line."""
     anchor: str
-    """The function, class or constant that is changed; see anchors.py for its form."""
+    """The function, class or constant that is changed. anchors.py has the form."""
     old: str
-    """Matches at one place of the anchor; "" is the beginning of its body."""
+    """The text that matches at one place of the anchor, or "" for the beginning of its body."""
     new: str
     requirements: tuple[str, ...]
     tests: tuple[str, ...]
     """pytest node ids (without parameters: any of them), or commands, see COMMANDS."""
 
     def problem(self) -> str:
-        """Why the fault cannot be put in as it is written; "" where it can."""
+        """Returns why the fault does not fit the source, or "" where it fits."""
         try:
             self.mutated()
         except NoMatch as error:
             return str(error)
         return ""
 
-    def mutated(self) -> tuple[Path, str]:
-        """The path below the package of the file that changes, and its text with the fault."""
+    def mutated(self) -> MutatedFile:
+        """Returns the file that changes, with the fault."""
         return mutated(PACKAGE, self.anchor, self.old, self.new)
 
     def apply(self, package: Path) -> None:
-        """Put it into the copy of the package at `package`."""
+        """Put the fault into the copy of the package at `package`."""
         path, text = self.mutated()
         (package / path).write_text(text)
 
 
 def is_command(test: str) -> bool:
-    """Whether a test is not pytest's."""
+    """Whether a test is a command of COMMANDS, and not a node of pytest."""
     return test.split(maxsplit=1)[0] in COMMANDS
 
 
 def nodes(results: dict[str, bool], test: str) -> list[bool]:
-    """Of all results by node id those of `test`, and of its parameters where it names none."""
+    """Returns the results of `test`, and of all its parameters where it names none."""
     return [red for node, red in results.items() if node == test or node.startswith(f"{test}[")]

@@ -21,7 +21,7 @@ LAST = {"A": 38, "B": 47, "C": 42, "D": 21}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One item."""
+    """A requirement of the document."""
 
     id: str
     asks: str
@@ -30,24 +30,24 @@ class Row:
 
 
 def ids() -> list[str]:
-    """Of all items, in order."""
+    """Returns the identifiers of all requirements, in order."""
     return [f"{section}{number}" for section, last in LAST.items() for number in range(1, last + 1)]
 
 
 def rows(text: str) -> list[Row]:
-    """The document's rows in order."""
+    """Returns the document's rows, in order."""
     return [Row(*found.groups()) for line in text.splitlines() if (found := ROW.match(line))]
 
 
 def held(requirement: str) -> str:
-    """What shows that an item is held, fault by fault; "" where no fault carries it."""
+    """Returns which tests hold a requirement, fault by fault, or "" where no fault carries it."""
     return "<br>".join(
         _shown(mutation) for mutation in MUTATIONS if requirement in mutation.requirements
     )
 
 
 def document(text: str) -> str:
-    """The document with its last column as the table of faults has it."""
+    """Returns the document with its last column made from the table of faults."""
     return "\n".join(_lines(text)) + "\n"
 
 
@@ -58,18 +58,20 @@ def _shown(mutation: Mutation) -> str:
 def _lines(text: str) -> Iterator[str]:
     for line in text.splitlines():
         found = ROW.match(line)
-        made = held(found[1]) if found else ""
-        yield f"| {found[1]} | {found[2]} | {found[3]} | {made} |" if found and made else line
+        mutations = held(found[1]) if found else ""
+        if found and mutations:
+            line = f"| {found[1]} | {found[2]} | {found[3]} | {mutations} |"
+        yield line
 
 
 def main() -> int:
-    """Whether the document is not what it should be."""
+    """Write the document with --write. Otherwise return 1 where it is out of date."""
     text = DOCUMENT.read_text()
-    made = document(text)
+    new_text = document(text)
     if "--write" in sys.argv[1:]:
-        DOCUMENT.write_text(made)
+        DOCUMENT.write_text(new_text)
         return 0
-    return int(made != text)
+    return int(new_text != text)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def is_the_copy() -> bool:
 
 
 def pytest_configure(config: Any) -> None:
-    """Nothing is tested if it is not the copy."""
+    """Fail where pytest imports another package than the copy with the fault."""
     if not is_the_copy():
         raise RuntimeError(f"{hybridkv.__file__} is tested, and not {os.environ[PACKAGE_VARIABLE]}")
 
@@ -33,7 +33,7 @@ def pytest_runtest_logstart(nodeid: str, location: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Only what a test itself finds counts.
+    """Write down whether a test failed, and only what the test itself found.
 
     A fixture that fails proves little, and takes no finding back.
     """
@@ -46,11 +46,11 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def results(text: str) -> dict[str, bool]:
-    """By node id whether it failed, out of what was told; without those that did not run."""
-    told: dict[str, bool | None] = {}
+    """Returns by node id whether it failed. Nodes that did not run are left out."""
+    outcomes: dict[str, bool | None] = {}
     for line in text.splitlines():
-        told.update(json.loads(line))
-    return {node: red for node, red in told.items() if red is not None}
+        outcomes.update(json.loads(line))
+    return {node: red for node, red in outcomes.items() if red is not None}
 
 
 def _tell(node: str, red: bool | None) -> None:

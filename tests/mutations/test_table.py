@@ -17,14 +17,16 @@ from tests.mutations.table import MUTATIONS
 
 @lru_cache
 def names(path: str) -> set[str]:
-    """Every function and method of a test file, as pytest names them."""
+    """Returns the functions and methods of a test file, as pytest names them."""
     found = set()
     for node in ast.parse((ROOT / path).read_text()).body:
         if isinstance(node, ast.FunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.ClassDef):
             found |= {
-                f"{node.name}::{one.name}" for one in node.body if isinstance(one, ast.FunctionDef)
+                f"{node.name}::{method.name}"
+                for method in node.body
+                if isinstance(method, ast.FunctionDef)
             }
     return found
 
@@ -109,10 +111,10 @@ def test_what_the_requirements_identifiers_are_here_is_there() -> None:
 
 
 def test_a_node_is_found_with_and_without_its_parameters() -> None:
-    told = {"t.py::a[1]": True, "t.py::a[2]": False, "t.py::ab": True}
-    assert nodes(told, "t.py::a") == [True, False]
-    assert nodes(told, "t.py::a[2]") == [False]
-    assert nodes(told, "t.py::b") == []
+    outcomes = {"t.py::a[1]": True, "t.py::a[2]": False, "t.py::ab": True}
+    assert nodes(outcomes, "t.py::a") == [True, False]
+    assert nodes(outcomes, "t.py::a[2]") == [False]
+    assert nodes(outcomes, "t.py::b") == []
 
 
 def test_a_test_whose_process_died_is_red_and_one_that_did_not_run_is_nothing() -> None:
@@ -138,6 +140,6 @@ def test_a_fixture_that_fails_is_nothing_and_takes_no_finding_back(
     node = f"t.py::a[{phases}]"
     monkeypatch.setenv(RESULTS_VARIABLE, str(tmp_path / "told"))
     for when, outcome in phases.items():
-        is_so = {one: one == outcome for one in ("passed", "failed", "skipped")}
+        is_so = {name: name == outcome for name in ("passed", "failed", "skipped")}
         pytest_runtest_logreport(SimpleNamespace(when=when, nodeid=node, **is_so))
     assert results((tmp_path / "told").read_text()).get(node) is red

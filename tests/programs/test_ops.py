@@ -6,7 +6,9 @@ import re
 import shutil
 import subprocess
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml  # type: ignore[import-untyped]
@@ -30,11 +32,11 @@ OF_VLLM = {
     *(f"kv_connector_mc_{what}_total" for what in ("queries", "hits", "hit_tokens", "misses")),
     "kv_connector_mc_pending_loads",
 }
-"""What vLLM has, and what the MultiConnector adds, without `vllm:`."""
+"""The metrics of vLLM and of the MultiConnector, without `vllm:`."""
 
 
 def queries() -> list[str]:
-    """Every expression of the dashboard and of the alerts."""
+    """Returns every expression of the dashboard and of the alerts."""
     asked = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     asked += [
         variable["definition"]
@@ -75,17 +77,24 @@ def test_counters_are_asked_for_their_growth_and_gauges_for_their_value() -> Non
                 assert grows == (described.kind != "gauge"), f"{name} in {query}"
 
 
+class Cell(NamedTuple):
+    """A cell of the dashboard's grid."""
+
+    x: int
+    y: int
+
+
 def test_panels_do_not_lie_on_each_other() -> None:
-    taken: set[tuple[int, int]] = set()
+    cells_taken: set[Cell] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         cells = {
-            (x, y)
+            Cell(x, y)
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not cells & taken, panel["title"]
-        taken |= cells
+        assert not cells & cells_taken, panel["title"]
+        cells_taken |= cells
         assert place["x"] + place["w"] <= 24
         assert panel["type"] == "row" or panel["description"]
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
@@ -100,7 +109,7 @@ def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
 
 
 def promtool() -> str:
-    """Prometheus' own checker."""
+    """Returns the path of promtool. Skips a test where there is none."""
     found = os.environ.get("PROMTOOL") or shutil.which("promtool")
     if found is None:
         pytest.skip("needs promtool (Debian: prometheus), or PROMTOOL=/its/path")
@@ -109,38 +118,56 @@ def promtool() -> str:
 
 def test_prometheus_reads_the_rules_and_the_configuration() -> None:
     for check in (["rules", "alerts.yml"], ["config", "prometheus.yml"]):
-        said = subprocess.run(
+        check_run = subprocess.run(
             [promtool(), "check", *check], cwd=OPS, capture_output=True, text=True, check=False
         )
-        assert said.returncode == 0, said.stdout + said.stderr
+        assert check_run.returncode == 0, check_run.stdout + check_run.stderr
 
 
-EVENTS: list[tuple[str, dict[str, str], int, int, dict[str, str]]] = [
-    ("HybridKVDaemonDown", {"up{job='hybridkv'}": "1x5 0x20"}, 9, 12, {"job": "hybridkv"}),
-    ("HybridKVDaemonStuck", {"answering": "1x5 0x20"}, 6, 8, {}),
-    ("HybridKVArenaNotMapped", {"workers_unmapped": "0x5 1x20"}, 5, 8, {}),
-    ("HybridKVEngineStale", {"engines_stale": "0x5 1x20"}, 5, 8, {}),
-    ("HybridKVAuditDiffered", {"audits_differed_total": "0x9 1x20"}, 9, 11, {}),
-    ("HybridKVTierNotOpen", {"tier_is_open{tier='disk'}": "1x5 0x20"}, 9, 12, {"tier": "disk"}),
-    ("HybridKVTierSick", {"tier_breaker_open{tier='disk'}": "0x5 1x20"}, 9, 12, {"tier": "disk"}),
-    ("HybridKVWrongBytes", {"objects_condemned_total": "0x9 1x20"}, 9, 11, {}),
-    (
+class AlertCase(NamedTuple):
+    """The events that an alert is for."""
+
+    alert: str
+    series: Mapping[str, str]
+    """The series that the events change, without `hybridkv_daemon_`."""
+    silent_minute: int
+    sounding_minute: int
+    labels: Mapping[str, str] = {}
+    """The alert's labels besides `instance`."""
+
+
+OF_DISK = {"tier": "disk"}
+ALERT_CASES = (
+    AlertCase("HybridKVDaemonDown", {"up{job='hybridkv'}": "1x5 0x20"}, 9, 12, {"job": "hybridkv"}),
+    AlertCase("HybridKVDaemonStuck", {"answering": "1x5 0x20"}, 6, 8),
+    AlertCase("HybridKVArenaNotMapped", {"workers_unmapped": "0x5 1x20"}, 5, 8),
+    AlertCase("HybridKVEngineStale", {"engines_stale": "0x5 1x20"}, 5, 8),
+    AlertCase("HybridKVAuditDiffered", {"audits_differed_total": "0x9 1x20"}, 9, 11),
+    AlertCase("HybridKVTierNotOpen", {"tier_is_open{tier='disk'}": "1x5 0x20"}, 9, 12, OF_DISK),
+    AlertCase("HybridKVTierSick", {"tier_breaker_open{tier='disk'}": "0x5 1x20"}, 9, 12, OF_DISK),
+    AlertCase("HybridKVWrongBytes", {"objects_condemned_total": "0x9 1x20"}, 9, 11),
+    AlertCase(
         "HybridKVWrongBytes",
         {"tier_objects_wrong_in_ram_total{tier='disk'}": "0x9 1x20"},
-        *(9, 11, {"tier": "disk"}),
+        silent_minute=9,
+        sounding_minute=11,
+        labels=OF_DISK,
     ),
-    (
+    AlertCase(
         "HybridKVTierDamaged",
         {"tier_objects_damaged_total{tier='disk'}": "0x9 1x20"},
-        *(9, 11, {"tier": "disk"}),
+        silent_minute=9,
+        sounding_minute=11,
+        labels=OF_DISK,
     ),
-    ("HybridKVLoadsFail", {"loads_failed_total": "0x9 12x20"}, 9, 11, {}),
-    (
+    AlertCase("HybridKVLoadsFail", {"loads_failed_total": "0x9 12x20"}, 9, 11),
+    AlertCase(
         "HybridKVDeadlinesMissed",
         {"deadlines_missed_total": "0x9 2+2x60", "lookups_waited_total": "0x9 10+10x60"},
-        *(20, 40, {}),
+        silent_minute=20,
+        sounding_minute=40,
     ),
-    (
+    AlertCase(
         "HybridKVMoreMemoryWouldHelp",
         {
             "ceiling_tokens_total": "0+90x800",
@@ -148,33 +175,34 @@ EVENTS: list[tuple[str, dict[str, str], int, int, dict[str, str]]] = [
             "ceiling_asked_tokens_total": "0+100x800",
             "evicted_total": "0x9 1x800",
         },
-        *(30, 80, {}),
+        silent_minute=30,
+        sounding_minute=80,
     ),
-    (
+    AlertCase(
         "HybridKVLookupsNotCounted",
         {"ceiling_lookups_left_out_total": "0x9 1+1x60", "lookups_total": "0x9 10+10x60"},
-        *(30, 50, {}),
+        silent_minute=30,
+        sounding_minute=50,
     ),
-]
-"""What each alert is for: the alert, the series that its events change (without
-`hybridkv_daemon_`), a minute when it is silent, one when it sounds, and its labels besides
-`instance`."""
+)
 
 
 def fill(text: str, labels: dict[str, str]) -> str:
-    """An annotation as Prometheus tells it."""
+    """Returns an annotation with its labels filled in, as Prometheus sends it."""
     return re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels.get(found[1], ""), text)
 
 
 def expected(name: str, minute: int, *labels: dict[str, str]) -> dict[str, object]:
-    """What promtool is to find of an alert at that minute."""
+    """Returns what promtool must find of an alert at that minute."""
     rule = next(rule for rule in RULES if rule["alert"] == name)
     alerts = [
         {
-            "exp_labels": {**one, "severity": rule["labels"]["severity"]},
-            "exp_annotations": {key: fill(text, one) for key, text in rule["annotations"].items()},
+            "exp_labels": {**label_set, "severity": rule["labels"]["severity"]},
+            "exp_annotations": {
+                key: fill(text, label_set) for key, text in rule["annotations"].items()
+            },
         }
-        for one in labels
+        for label_set in labels
     ]
     return {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": alerts}
 
@@ -198,23 +226,26 @@ def fresh_series(tmp_path: Path) -> set[str]:
 
 def test_every_alert_sounds_from_the_first_event_on(tmp_path: Path, fresh_series: set[str]) -> None:
     """By Prometheus itself. A series that the daemon lacks before the event begins with it."""
-    assert {name for name, *_ in EVENTS} == {rule["alert"] for rule in RULES}
+    assert {case.alert for case in ALERT_CASES} == {rule["alert"] for rule in RULES}
     tests = []
-    for name, events, silent, sounds, more in EVENTS:
+    for case in ALERT_CASES:
         series = []
-        for metric, values in events.items():
+        for metric, values in case.series.items():
             is_ours = not metric.startswith("up{")
             full = f"hybridkv_daemon_{metric}" if is_ours else metric
             if is_ours and full not in fresh_series:
                 values = values.replace("0x9", "_x9")
             full = full[:-1] + ",instance='n'}" if "{" in full else full + "{instance='n'}"
             series.append({"series": full, "values": values})
-        asked = [expected(name, silent), expected(name, sounds, {"instance": "n", **more})]
+        asked = [
+            expected(case.alert, case.silent_minute),
+            expected(case.alert, case.sounding_minute, {"instance": "n", **case.labels}),
+        ]
         tests.append({"interval": "1m", "input_series": series, "alert_rule_test": asked})
     whole = {"rule_files": [str(OPS / "alerts.yml")], "evaluation_interval": "1m", "tests": tests}
     path = tmp_path / "test.yml"
     path.write_text(yaml.safe_dump(whole))
-    said = subprocess.run(
+    promtool_run = subprocess.run(
         [promtool(), "test", "rules", str(path)], capture_output=True, text=True, check=False
     )
-    assert said.returncode == 0, said.stdout + said.stderr
+    assert promtool_run.returncode == 0, promtool_run.stdout + promtool_run.stderr

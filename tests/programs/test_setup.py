@@ -20,7 +20,7 @@ def test_the_vllm_command_runs_on_the_cpu_build(tmp_path: Path) -> None:
         cwd=ROOT,
         check=True,
     )
-    said = subprocess.run(
+    process = subprocess.run(
         [Path(sys.executable).with_name("vllm"), "--version"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
@@ -28,5 +28,5 @@ def test_the_vllm_command_runs_on_the_cpu_build(tmp_path: Path) -> None:
         check=False,
         timeout=300,
     )
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.splitlines()[-1] == "0.32.0+cpu"
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines()[-1] == "0.32.0+cpu"

@@ -27,7 +27,7 @@ RUN = "import sys; from hybridkv.cli.main import main; sys.exit(main())"
 
 
 def main() -> int:
-    """Make the pictures."""
+    """Make the pictures of docs/images."""
     parser = argparse.ArgumentParser(prog="scripts/screenshots", description=__doc__)
     parser.add_argument(
         "--seconds",
@@ -92,7 +92,7 @@ def take(browser: Browser, socket_path: str, images: Path) -> None:
 
 
 def terminal(arguments: list[str], columns: int, lines: int, until: str = "hybridkv") -> str:
-    """What a command shows in a terminal of that size, with its colours. Raises TimeoutError."""
+    """Returns the picture of a command in a terminal of that size. Raises TimeoutError."""
     command = shlex.join([sys.executable, "-c", RUN, *arguments])
     tmux = ["tmux", "-L", f"hybridkv-{os.getpid()}"]
     start = [

@@ -14,7 +14,7 @@ PATIENCE_SECONDS = 60.0
 
 
 def find_browser() -> str | None:
-    """Where Chromium is, if anywhere."""
+    """Returns the path of Chromium, None where it is not installed."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
@@ -58,7 +58,7 @@ class Browser:
                 *options,
                 url,
             ]
-            told = subprocess.run(
+            browser = subprocess.run(
                 command,
                 check=True,
                 stdout=subprocess.PIPE,
@@ -66,4 +66,4 @@ class Browser:
                 timeout=PATIENCE_SECONDS,
                 text=True,
             )
-        return told.stdout
+        return browser.stdout

@@ -32,7 +32,7 @@ from tests.unit.daemon.tierclient import Client, hashes
 
 
 class Served(NamedTuple):
-    """An engine to play."""
+    """A model whose engine a Player plays."""
 
     name: str
     model: str
@@ -63,13 +63,28 @@ GEMMA = Geometry(
     128,
     128,
 )
+QWEN = Served(
+    name="qwen-0",
+    model="Qwen/Qwen3-Next-80B-A3B-Instruct",
+    geometry=NEXT,
+    identity=b"q" * HASH_BYTES,
+    conversations=160,
+    per_second=5.0,
+)
 ENGINES = (
-    Served("qwen-0", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 160, 5.0),
-    Served("qwen-1", "Qwen/Qwen3-Next-80B-A3B-Instruct", NEXT, b"q" * HASH_BYTES, 160, 5.0),
-    Served("gemma-0", "google/gemma-3-27b-it", GEMMA, b"g" * HASH_BYTES, 110, 4.0),
+    QWEN,
+    QWEN._replace(name="qwen-1"),
+    Served(
+        name="gemma-0",
+        model="google/gemma-3-27b-it",
+        geometry=GEMMA,
+        identity=b"g" * HASH_BYTES,
+        conversations=110,
+        per_second=4.0,
+    ),
 )
 STRANGERS = 0.12
-"""Of the requests, those that nobody repeats."""
+"""The share of requests that nobody repeats."""
 PREFILL = 8_000
 """Tokens per second that the engines claim to compute."""
 WAVE_SECONDS = 150.0
@@ -77,7 +92,7 @@ BATCH = 32
 
 
 class Player(threading.Thread):
-    """One engine, until `stop`."""
+    """Plays the requests of one engine until `stop`."""
 
     def __init__(self, socket_path: str, served: Served, seed: int) -> None:
         super().__init__(name=served.name, daemon=True)
@@ -90,21 +105,33 @@ class Player(threading.Thread):
         self.failed: Exception | None = None
 
     def stop(self) -> None:
-        """End, and wait for it."""
+        """End the thread, and wait for its end."""
         self._over.set()
         self.join()
 
     def run(self) -> None:
-        """See threading."""
+        """Make one request after the other."""
         served = self._served
         model = WireModel(
-            served.model, 131072, "bfloat16", [1] * len(served.geometry.groups), None, 8192
+            name=served.model,
+            max_model_len=131072,
+            kv_dtype="bfloat16",
+            layers=[1] * len(served.geometry.groups),
+            retention_tokens=None,
+            step_tokens=8192,
         )
         try:
             client = Client(self._socket_path, served.geometry, served.name, served.identity)
-            wire = geometry_to_wire(served.geometry)
             client._link.greet_with(
-                Hello(1, VERSION, "engine", served.name, served.identity, wire, model)
+                Hello(
+                    id=1,
+                    version=VERSION,
+                    role="engine",
+                    engine_id=served.name,
+                    namespace=served.identity,
+                    geometry=geometry_to_wire(served.geometry),
+                    model=model,
+                )
             )
             with client:
                 while not self._over.is_set():
@@ -115,7 +142,7 @@ class Player(threading.Thread):
             self.failed = error
 
     def _request(self, client: Client) -> None:
-        """One turn of a conversation: look up, load, store what is new, tell."""
+        """Play a turn of a conversation: look up, load, store new chunks, report."""
         served, rng = self._served, self._rng
         prompt = int(served.conversations * rng.random() ** 1.6)
         if rng.random() < STRANGERS:
@@ -145,9 +172,11 @@ class Player(threading.Thread):
             local_seen=0,
             stored=stored,
         )
-        told = explain_request(served.geometry, tracked)
+        explanation = explain_request(served.geometry, tracked)
         self._requests += 1
-        client._tell(ReportRequest(f"chatcmpl-{rng.getrandbits(64):016x}-{self._requests}", told))
+        client._tell(
+            ReportRequest(f"chatcmpl-{rng.getrandbits(64):016x}-{self._requests}", explanation)
+        )
 
     def _sizes(self, found: Found) -> list[int]:
         geometry = self._served.geometry
@@ -178,10 +207,13 @@ class Player(threading.Thread):
                 parent = names[chunk - 1] if chunk else bytes(HASH_BYTES)
                 client._tell(
                     Commit(
-                        pack_u64([slot.offset]), pack_u64([slot.generation]), pack_u64([index]),
-                        names[chunk],
-                        geometry.chunk_tokens if group.kind is GroupKind.FULL else 0, parent,
+                        offsets=pack_u64([slot.offset]),
+                        generations=pack_u64([slot.generation]),
+                        groups=pack_u64([index]),
+                        hashes=names[chunk],
+                        tokens=geometry.chunk_tokens if group.kind is GroupKind.FULL else 0,
+                        parents=parent,
                     )
-                )  # fmt: skip
+                )
                 stored += 1
         return stored

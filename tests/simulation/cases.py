@@ -53,7 +53,7 @@ SEEDS = {
     "recurrent_fine": (19, 24),
     "wide_full": (4, 7),
 }
-"""By layout; they run in this order."""
+"""Seeds by layout, in the order in which they run."""
 BEHAVIOURS = (
     "hit_external",
     "hit_mixed",
@@ -103,7 +103,7 @@ BEHAVIOURS = (
     "stores_no_staging",
     "stores_too_large",
 )
-"""What the seeds of one run must have come to."""
+"""Counts that must not be zero over the seeds of one run."""
 INSIDE_A_BLOCK = (
     "tails_stored",
     "tails_loaded",
@@ -115,4 +115,4 @@ INSIDE_A_BLOCK = (
     "hit_divergent_beyond",
     "blocks_copied",
 )
-"""What those of a layout with recurrent and full layers must have come to."""
+"""The same for a layout with recurrent and full layers."""

@@ -5,7 +5,6 @@ It replaces the model runner. Hooks are called in vLLM's order (KVConnectorModel
 
 import copy
 import functools
-import json
 import operator
 import random
 import socket
@@ -15,20 +14,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.utils import allocate_kv_cache
 
 import hybridkv.connector.scheduler.role
@@ -44,7 +38,6 @@ from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import fingerprint
-from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.shm.arena import Arena
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.blocks import block_bytes
@@ -52,7 +45,8 @@ from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_geometry
 from hybridkv.vllm.weights_digest import digest_weights
 from hybridkv.wire.messages import Report, Stats
 from tests.devicesim.device import COMPUTE, Habits, SimulatedDevice
-from tests.simulation.layouts import WORD, Layout, Placement
+from tests.simulation.configs import Shape, block_hasher, config_of, structured_output_manager
+from tests.simulation.layouts import WORD
 from tests.simulation.node import Clock, Node, wait_readable
 from tests.simulation.oracle import (
     Content,
@@ -60,6 +54,7 @@ from tests.simulation.oracle import (
     GroupWords,
     Oracle,
     StatePlace,
+    StateSpan,
     StateStep,
     read_by,
     token_of,
@@ -87,28 +82,28 @@ BREAKABLE_IN_WORKERS = "start_loads start_stores _load _expect _stored _attach _
 
 
 class BrokenError(Exception):
-    """A fault inside a hook."""
+    """A fault that a Saboteur raises inside a hook."""
 
 
 class Saboteur:
-    """Breaks methods of one connector's role: each once, before or after its work, in a hook."""
+    """Breaks methods of a connector's role: each fails once in a hook, before or after its work."""
 
     def __init__(self, connector: Any) -> None:
         self.fired = 0
-        self.others: list[Exception] = []
-        """What hooks raised besides."""
+        self.unexpected: list[Exception] = []
+        """Errors that hooks raised and that this saboteur did not make."""
         self.guard = connector._guard
         self._hook_thread = 0
-        """The thread that is in a hook; 0 = none. Copies that a thread ends are no hook's."""
+        """The thread that is in a hook, or 0. Copies that another thread ends belong to no hook."""
         self._undo: Callable[[], None] = lambda: None
         self.guard._clock, self.guard._began = CLOCK.monotonic, CLOCK.now
         run = self.guard.run
-        self.guard.run = lambda hook, work, *more, **how: run(
-            hook, lambda: self._in_hook(work), *more, **how
+        self.guard.run = lambda hook, work, *arguments, **how: run(
+            hook, lambda: self._in_hook(work), *arguments, **how
         )
 
     def arm(self, part: Any, name: str, after: bool) -> None:
-        """The next call of the method fails; one that was armed earlier does not any more."""
+        """Let the next call of the method fail. A method that was armed before works again."""
         self._undo()
         work = getattr(part, name)
         self._undo = lambda: vars(part).pop(name, None)
@@ -125,7 +120,7 @@ class Saboteur:
         setattr(part, name, broken)
 
     def disarm(self) -> None:
-        """Nothing fails any more."""
+        """Let every method work again."""
         self._undo()
 
     def _in_hook(self, work: Callable[[], Any]) -> Any:
@@ -134,61 +129,50 @@ class Saboteur:
             return work()
         except Exception as error:
             if not isinstance(error, BrokenError):
-                self.others.append(error)
+                self.unexpected.append(error)
             raise
         finally:
             self._hook_thread = before
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How an engine is set up."""
-
-    layout: Layout
-    num_blocks: int
-    max_model_len: int
-    budget: int
-    """max_num_batched_tokens."""
-    max_seqs: int
-    retention: int | None
-    ranks: int
-    placement: Placement
-    settings: dict[str, object]
-    is_async: bool = False
-    """Asynchronous scheduling: a step is planned before the one before it is reported."""
-    staging: float | None = None
-    """Room in each worker's staging, in objects of the largest size; None = no bound."""
-    device: int | None = None
-    """The seed of a simulated device that copies the blocks; None = the processor does."""
-    drafts: int = 0  # Tokens that the layout's drafter proposes in a step.
-    match_unit: int | None = None  # vLLM's prefix_match_unit, which divides a block.
-    drafter_tokens_max: int | None = None  # The draft model's max_model_len; None = the target's.
-    is_block_dropped: bool = True  # Whether vLLM's own hits leave out the block before their end.
-    is_padded: bool = True  # Whether the drafter runs on padded batches.
-
-
-@dataclass(frozen=True)
 class Chance:
-    """What the simulation decides while an engine runs."""
+    """Functions that draw what happens while an engine runs."""
 
-    late: Callable[[], int]
-    """Steps that a load takes."""
-    behind: Callable[[], int]
-    """Steps that a store takes after the one that it is planned for."""
-    shed: Callable[[], bool]
-    """Whether a store finds no room in the worker."""
-    repeat: Callable[[], int]
-    """In how many steps a report reaches the connector once more; 0 = never."""
-    between: Callable[[], None]
-    """What happens after the scheduler planned a step and before the workers run it."""
+    load_delay: Callable[[], int]
+    """Draws the steps that a load takes."""
+    store_delay: Callable[[], int]
+    """Draws the steps that a store takes after the step that it is planned for."""
+    sheds_store: Callable[[], bool]
+    """Draws whether a store finds no room in the worker."""
+    repeat_delay: Callable[[], int]
+    """Draws after how many steps a report reaches the connector once more, or 0 for never."""
+    on_step_planned: Callable[[], None]
+    """Called between the scheduler's plan of a step and the workers' run of it."""
+
+
+class StagedStore(NamedTuple):
+    """A store whose blocks are in the staging, and not in their slot yet."""
+
+    op: CopyOp
+    delay_steps: int
+    size_bytes: int
+
+
+@dataclass
+class DelayedCopy:
+    """A load or store that a worker has begun, and that ends some steps later."""
+
+    steps_left: int
+    finish: Callable[[], None]
 
 
 class BusyCopier:
     """The real copier with habits of a GPU's.
 
-    Loads take some steps. Stores pass through a staging of `staging_bytes` and may reach their
-    slots some steps later, and some are shed. A staging without room sheds too, which only happens
-    after a fault (`has_faulted`): then the planner does not know of all that is under way.
+    Loads take some steps. Stores pass through a staging of `staging_bytes`, and may reach their
+    slots some steps later or be shed. A full staging sheds too. That only happens after a fault
+    (`has_faulted`), because the planner then does not know all stores that are under way.
     """
 
     def __init__(
@@ -205,29 +189,27 @@ class BusyCopier:
         self._chance = chance
         self._staging_bytes = staging_bytes
         self._has_faulted = has_faulted
-        self._waiting: list[list[Any]] = []
-        """[steps left, what is done then] of each load and store."""
+        self._delayed: list[DelayedCopy] = []
         self._staged_bytes = 0
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        """The blocks are the engine's again when this returns."""
-        kept, staged = [], {}
+        """Store or stage the blocks, which are the engine's again when this returns."""
+        stores = []
         for op in ops:
-            size = op.count * sum(map(block_bytes, self._groups[op.group_index]))
-            staged_bytes = self._staged_bytes + size
+            size_bytes = op.count * sum(map(block_bytes, self._groups[op.group_index]))
+            staged_bytes = self._staged_bytes + size_bytes
             is_full = self._staging_bytes is not None and staged_bytes > self._staging_bytes
             assert not is_full or self._has_faulted(), "more is planned than the staging holds"
-            if is_full or self._chance.shed():
+            if is_full or self._chance.sheds_store():
                 done(op, False)
-            elif late := self._chance.behind():
-                staged[op.slot] = late, size
+            elif delay_steps := self._chance.store_delay():
                 self._staged_bytes = staged_bytes
-                kept.append(op)
+                stores.append(StagedStore(op, delay_steps, size_bytes))
             else:
                 self._copier.store([op], done)
-        if not kept:
+        if not stores:
             return
-        indices = {op.group_index for op in kept}
+        indices = {store.op.group_index for store in stores}
         copies = [
             [_copied(view) for view in views] if index in indices else views
             for index, views in enumerate(self._groups)
@@ -235,61 +217,64 @@ class BusyCopier:
         copier = self._make(copies)
 
         # A copier keeps addresses alone, so the copies must live as long as this function.
-        def reach(op: CopyOp, _: Any = copies) -> None:
-            self._staged_bytes -= staged[op.slot][1]
-            copier.store([op], done)
+        def finish(store: StagedStore, _: Any = copies) -> None:
+            self._staged_bytes -= store.size_bytes
+            copier.store([store.op], done)
 
-        self._waiting += [[staged[op.slot][0], functools.partial(reach, op)] for op in kept]
+        self._delayed += [
+            DelayedCopy(store.delay_steps, functools.partial(finish, store)) for store in stores
+        ]
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        """Some steps later."""
-        work = functools.partial(self._copier.load, ops, done)
-        self._waiting.append([self._chance.late(), work])
+        """Load the blocks some steps later."""
+        finish = functools.partial(self._copier.load, ops, done)
+        self._delayed.append(DelayedCopy(self._chance.load_delay(), finish))
 
     def tick(self) -> None:
-        """One step has passed."""
-        due = [entry for entry in self._waiting if entry[0] <= 0]
-        self._waiting = [entry for entry in self._waiting if entry[0] > 0]
-        for entry in self._waiting:
-            entry[0] -= 1
-        for _, work in due:
-            work()
+        """Finish the copies whose delay is over, and count a step of all others."""
+        due = [delayed for delayed in self._delayed if delayed.steps_left <= 0]
+        self._delayed = [delayed for delayed in self._delayed if delayed.steps_left > 0]
+        for delayed in self._delayed:
+            delayed.steps_left -= 1
+        for delayed in due:
+            delayed.finish()
 
     def close(self) -> None:
-        """Finish what is waiting."""
-        for entry in self._waiting:
-            entry[0] = 0
+        """Finish every copy."""
+        for delayed in self._delayed:
+            delayed.steps_left = 0
         self.tick()
         self._copier.close()
 
 
 def _copied(view: torch.Tensor) -> torch.Tensor:
-    """The same blocks in memory of their own."""
+    """A copy of the blocks, with the strides that they have."""
     return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype).copy_(view)
 
 
 class Traced:
-    """A request as the workers know it, and the content of its tokens."""
+    """A request as the workers know it, with the content of its tokens."""
 
     def __init__(self, request: Request, salt: int) -> None:
         self.request = request
         self.drafts: list[int] = []  # What the drafter proposes for the next step.
         self.state = StatePlace()
-        self.named = 0
-        """Block hashes whose content is known to the audits."""
+        self.named_blocks = 0
+        """Block hashes whose content the audits know."""
         self.forget(salt)
 
     def forget(self, salt: int) -> None:
-        """The weights changed and everything of the request is computed again."""
+        """Begin anew after a change of the weights: everything is computed again."""
         self.tokens = list(self.request.all_token_ids)
-        """With those that the scheduler has not heard of yet."""
+        """All tokens, with those that the scheduler has not heard of yet."""
         self.content = Content(self.tokens, salt)
-        self.named = 0
+        self.named_blocks = 0
 
     def sample(self, end: int, drafts: int) -> list[int]:
-        """The tokens that computing the first `end` gives, if they are all there are.
+        """Returns the tokens that a step samples which computes up to token `end`.
 
-        The next `drafts` of them were computed too; those that are right are accepted.
+        There are none while tokens of the prompt follow. The step also computes the next `drafts`
+        drafts, and accepts those that are right.
         """
         if end < len(self.tokens):
             return []
@@ -302,15 +287,32 @@ class Traced:
 
 
 class Weights(torch.nn.Module):
-    """A rank's model: one buffer, which says what the rank's bytes depend on."""
+    """A rank's model: one buffer with the salt of the rank's bytes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("salt", torch.zeros(1, dtype=torch.int64))
 
 
+@dataclass(frozen=True)
+class RequestStep:
+    """The tokens that a step computes of one request, and where they are in memory."""
+
+    traced: Traced
+    start: int  # The first token that is computed.
+    states: StateStep
+    table: Any  # Block numbers by group.
+    drafts: DraftedStep | None  # None = the layout drafts nothing.
+    restored: range  # Tokens that a load restored since the last step.
+
+    @property
+    def name(self) -> str:
+        """The request's id."""
+        return cast(str, self.traced.request.request_id)
+
+
 class Rank:
-    """One worker: its memory, its connector, and what it would compute."""
+    """One worker: its memory, its connector, and the oracle of what it must compute."""
 
     def __init__(self, shape: Shape, vllm_config: Any, rank: int) -> None:
         parallel = copy.copy(vllm_config.parallel_config)
@@ -322,7 +324,7 @@ class Rank:
         kernels = layout.kernel_blocks(shape.placement)
         tensors = allocate_kv_cache(kv_config, torch.device("cpu"), shape.placement.layout, kernels)
         self.words: dict[str, Any] = {}
-        """By layer: `[block, token, head, word]`. Groups overlay each other in one allocation."""
+        """Memory by layer: `[block, token, head, word]`. Groups share one allocation."""
         for name, tensor in tensors.items():
             words = tensor.view(torch.int64).unflatten(0, (shape.num_blocks, -1)).transpose(2, 3)
             self.words[name] = words.view(shape.num_blocks, -1, *words.shape[3:]).numpy()
@@ -358,26 +360,21 @@ class Rank:
         self.connector.register_kv_caches(tensors)
 
     def layout(self) -> WorkerLayout:
-        """What it says of its tensors."""
+        """Returns what the worker says of its tensors at the handshake."""
         layout = self.connector.get_handshake_metadata()
         assert isinstance(layout, WorkerLayout)
         return layout
 
     def update_weights(self, salt: int) -> None:
-        """As vLLM's workers name it, so that the connector hears of it."""
+        """Set the weights by the method's name in vLLM, so that the connector hears of it."""
         self.model.salt.fill_(salt)
 
     def run(
-        self,
-        output: Any,
-        fresh: list[int],
-        work: list[tuple[Traced, int, StateStep, Any]],
-        drafted: dict[str, DraftedStep],
-        restored: dict[str, tuple[int, int]],
+        self, output: Any, fresh: list[int], request_steps: list[RequestStep]
     ) -> KVConnectorOutput:
-        """One step: zero and copy blocks, compute, then the connector's part after the forward."""
+        """Run one step: zero the `fresh` blocks, copy, compute, and call the connector's hooks."""
         if self.device is not None:
-            # The model's kernels come behind what the connector put into the engine's stream.
+            # The model's kernels follow those that the connector put into the engine's stream.
             self.device.finish(COMPUTE)
         for words in self.words.values():
             words[fresh] = POISON
@@ -387,29 +384,27 @@ class Rank:
         # A layer writes the keys and values of all the step's tokens before any token reads.
         # So a request may share blocks that another request fills in this very step.
         # Recurrent state is read first, then written.
-        for traced, start, states, table in work:
-            self.oracle.check(traced.request.request_id, traced.content, start, table, states)
-        for traced, _, _, table in work:
-            name = traced.request.request_id
-            first, end = restored.get(name, (0, 0))
+        for step in request_steps:
+            self.oracle.check(step.name, step.traced.content, step.start, step.table, step.states)
+        for step in request_steps:
             self.drafter_blocks += self.oracle.check_drafter(
-                name, traced.content, first, end, table
+                step.name, step.traced.content, step.restored, step.table
             )
-        for traced, start, states, table in work:
-            drafts, end = drafted.get(traced.request.request_id), states.end
-            self.oracle.write(traced.content, start, end, table, states, drafts)
+        for step in request_steps:
+            computed = range(step.start, step.states.end)
+            self.oracle.write(step.traced.content, computed, step.table, step.states, step.drafts)
             for gid in self.scratch:
                 for words in self.words.values():
-                    words[table[gid][0]] = POISON + end
-        for traced, start, _, table in work:
-            self.oracle.check(traced.request.request_id, traced.content, start, table)
+                    words[step.table[gid][0]] = POISON + step.states.end
+        for step in request_steps:
+            self.oracle.check(step.name, step.traced.content, step.start, step.table)
         assert not output.has_sync_kv_loads
         self.connector.bind_connector_metadata(output.kv_connector_metadata)
         self.connector.handle_preemptions(output.kv_connector_metadata)
         with nullcontext() if self.device is None else self.device.hook():
             self.connector.start_load_kv(None)
-            for _, _, states, table in work:
-                self.oracle.verified(table, states)
+            for step in request_steps:
+                self.oracle.on_tokens_accepted(step.table, step.states)
             self.connector.wait_for_save()
         # So that a seed repeats: a thread compares.
         self.side._auditor.join()
@@ -439,24 +434,38 @@ def _habits(rng: random.Random) -> Habits:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepAhead:
     """A step that the workers have run, and whose results the scheduler has not taken yet."""
 
     output: Any
     sampled: dict[str, list[int]]
 
 
+class AskedLookup(NamedTuple):
+    """Since when a request asks for its lookup, and the weights' digests at that time."""
+
+    since: float
+    digests: Any
+
+
+class RepeatedReport(NamedTuple):
+    """A report that reaches the connector a second time, in the step of this number."""
+
+    step: int
+    report: KVConnectorOutput
+
+
 class Engine:
-    """A scheduler and its workers, which are heard of `lag` steps after theirs."""
+    """A scheduler and its workers, whose reports reach it `lag` steps late."""
 
     def __init__(self, shape: Shape, node: Node, engine_id: str, chance: Chance, lag: int) -> None:
         self.node = node
         self.counts: Counter[str] = Counter()
         self.traced: dict[str, Traced] = {}
-        config = _vllm_config(shape, node.socket_path, engine_id)
+        config = config_of(shape, node.socket_path, engine_id)
         kv_config = shape.layout.config(config, shape.num_blocks, False, shape.placement)
         self.hash_tokens = kv_config.hash_block_size
-        self.hasher = _hasher(self.hash_tokens)
+        self.hasher = block_hasher(self.hash_tokens)
         self._lag = lag
         self._chance = chance
         self._drafts = shape.drafts
@@ -469,9 +478,10 @@ class Engine:
         self._is_stale_at_ends = bool(drafting and drafting.lookahead and shape.is_padded)
         self._rng = random.Random(shape.num_blocks)  # Draws which drafts are wrong.
         self._patience = float(str(shape.settings["lookup_timeout_ms"])) / 1e3
-        self._asked_since: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._asked: dict[str, AskedLookup] = {}
+        """Requests that wait for their lookup, by name."""
         self._namespaces: dict[tuple[str, ...], bytes] = {}
-        """By the digests of all ranks."""
+        """Identities by the digests of all ranks."""
         vars(hybridkv.connector.scheduler.role).update(time=CLOCK)
         vars(hybridkv.connector.worker.role).update(time=CLOCK)
         vars(hybridkv.connector.worker.copiers).update(HostCopier=self._copier)
@@ -481,7 +491,7 @@ class Engine:
         self.scheduler: Any = make(
             vllm_config=config,
             kv_cache_config=kv_config,
-            structured_output_manager=_structured_output_manager(),
+            structured_output_manager=structured_output_manager(),
             block_size=shape.layout.unit,
             hash_block_size=self.hash_tokens,
             log_stats=True,
@@ -495,23 +505,23 @@ class Engine:
         if shape.staging is not None:
             chunk_tokens = shape.settings.get("hybrid_chunk_size")
             geometry = build_geometry(kv_config, layouts, cast("int | None", chunk_tokens))
-            shapes = (slot for one in geometry.groups for slot in slot_shapes(geometry, one))
+            shapes = (slot for group in geometry.groups for slot in slot_shapes(geometry, group))
             self._staging_bytes = int(shape.staging * max(size for size, _ in shapes))
         self.connector.set_xfer_handshake_metadata(
             {
-                number: one
+                number: layout
                 if shape.device is not None
-                else replace(one, staging_bytes=self._staging_bytes)
-                for number, one in layouts.items()
+                else replace(layout, staging_bytes=self._staging_bytes)
+                for number, layout in layouts.items()
             }
         )
-        self.saboteurs = [Saboteur(one) for one in (self.connector, *self._workers())]
+        self.saboteurs = [Saboteur(connector) for connector in (self.connector, *self._workers())]
         self.geometry = self.side._geometry
         self._aggregator = KVOutputAggregator.from_connector(self.connector, shape.ranks)
-        self._ahead: deque[Step] = deque()
+        self._ahead: deque[StepAhead] = deque()
         self._ahead_max = 1 if shape.is_async else 0
         self._reports: deque[list[KVConnectorOutput]] = deque()
-        self._repeats: list[tuple[int, KVConnectorOutput]] = []
+        self._repeats: list[RepeatedReport] = []
         self._steps = 0
         self.pool: Any = self.scheduler.kv_cache_manager.block_pool
         self._fresh: list[int] = []
@@ -535,12 +545,12 @@ class Engine:
 
     @property
     def side(self) -> Any:
-        """The scheduler role, which another one replaces where it was switched off."""
+        """The scheduler role. A new one replaces a role that was switched off."""
         return self.connector._scheduler
 
     @property
     def true_namespace(self) -> bytes:
-        """The identity of what is computed now, whatever the connector knows of it."""
+        """The identity of the bytes that are computed now, whatever the connector knows."""
         digests = tuple(_digest(int(rank.model.salt)) for rank in self.ranks)
         if digests not in self._namespaces:
             facts = self.connector._weights.facts_of(digests)
@@ -559,7 +569,7 @@ class Engine:
     # Faults of hooks
 
     def sabotage(self, rng: random.Random) -> None:
-        """One of the methods that hooks call will fail."""
+        """Let one of the methods that hooks call fail."""
         saboteur, after = rng.choice(self.saboteurs), rng.random() < 0.5
         if saboteur is self.saboteurs[0]:
             where = rng.choice(sorted(BREAKABLE))
@@ -570,7 +580,7 @@ class Engine:
             saboteur.arm(part, rng.choice(BREAKABLE_IN_WORKERS.split()), after)
 
     def fresh(self) -> None:
-        """Wait for the end of every pause; a role that faulted and goes on is replaced as well."""
+        """Wait for the end of every pause, and replace each role that faulted and goes on."""
         for saboteur in self.saboteurs:
             saboteur.disarm()
             if saboteur.fired:
@@ -591,23 +601,26 @@ class Engine:
     # Requests
 
     def add(self, request: Request, salt: int) -> None:
-        """A request arrives."""
+        """Add a request as it arrives."""
         self.traced[request.request_id] = Traced(request, salt)
         self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
-        """Its client went away."""
+        """Abort a request whose client went away."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         del self.traced[name]
 
     def holding(self) -> int:
-        """Requests that do not run and have blocks: they load, did so, or were aborted."""
+        """Returns how many requests have blocks and do not run: they load, or were aborted."""
         manager = self.scheduler.kv_cache_manager
         waiting = self.scheduler.requests.keys() - {r.request_id for r in self.scheduler.running}
         return sum(any(manager.get_block_ids(name)) for name in waiting)
 
     def _refuse_false_local_hits(self) -> None:
-        """Where an attention chunk ends within a block, vLLM 0.32 offers hits of null blocks."""
+        """Drop hits of null blocks.
+
+        vLLM 0.32 offers them where an attention chunk ends within a block.
+        """
         manager = self.scheduler.kv_cache_manager
         find, groups = manager.get_computed_blocks, self.ranks[0].oracle.groups
 
@@ -638,22 +651,22 @@ class Engine:
         if tokens is None:
             # With other weights it is looked up again, also if they change back before it asks.
             # While they are read it waits longer.
-            watch, asked_at = self.side._weights, (CLOCK.now, self.side._weights.named)
-            since, named = self._asked_since.setdefault(request.request_id, asked_at)
-            if named is not watch.named:
-                since, _ = self._asked_since[request.request_id] = asked_at
-            asked = self.side._requests.by_id.get(request.request_id)
+            watch, name = self.side._weights, request.request_id
+            asked_now = AskedLookup(CLOCK.now, watch.named)
+            first_asked = self._asked.setdefault(name, asked_now)
+            if first_asked.digests is not watch.named:
+                first_asked = self._asked[name] = asked_now
+            tracked = self.side._requests.by_id.get(name)
             patience = self._patience + ROOM_SECONDS * bool(self.side._room)
             if watch.question or self.connector.counters.get("begun_anew"):
                 # A role that begins anew asks for the weights too.
                 patience += self.side._lookups.patience.of(request.num_tokens)[0]
-            if asked is not None and asked.lookup.pending is not None:
-                patience += self._patience + asked.lookup.pending.wait_ms / 1e3
-            assert CLOCK.now - since <= patience, (
-                f"{request.request_id} waits for its lookup past the deadline"
-            )
+            if tracked is not None and tracked.lookup.pending is not None:
+                patience += self._patience + tracked.lookup.pending.wait_ms / 1e3
+            waited = CLOCK.now - first_asked.since
+            assert waited <= patience, f"{name} waits for its lookup past the deadline"
         else:
-            self._asked_since.pop(request.request_id, None)
+            self._asked.pop(request.request_id, None)
         tracked = self.side._requests.by_id.get(request.request_id)
         answer = tracked.lookup.found if tracked else None
         found = answer.chunks * self.geometry.chunk_tokens if answer else 0
@@ -680,8 +693,8 @@ class Engine:
     def _count_divergent(self, request: Request, local: int, end: int) -> None:
         """Count a hit up to `end` where the engine has deeper attention blocks than states.
 
-        With `supports_divergent_local_hybrid_hits` vLLM would ask behind those blocks, and take no
-        hit that does not end beyond them.
+        With `supports_divergent_local_hybrid_hits` vLLM would ask from the end of those blocks on,
+        and take no hit that does not end after them.
         """
         coordinator = self.scheduler.kv_cache_manager.coordinator
         gid = getattr(coordinator, "full_attention_group_id", None)
@@ -698,7 +711,7 @@ class Engine:
     # Steps
 
     def step(self) -> list[str]:
-        """As vLLM's EngineCore, which steps while it has requests; returns those it answered."""
+        """Step as vLLM's EngineCore does while it has requests. Returns the answered requests."""
         self._steps += 1
         if self.scheduler.has_requests():
             is_executed = self._schedule()
@@ -710,27 +723,29 @@ class Engine:
         return answered
 
     def step_idle(self) -> None:
-        """A step that nothing but the next request would bring."""
+        """Run a step without requests, which in vLLM only the next request would bring."""
         self._schedule()
         self.drain()
 
     def drain(self) -> list[str]:
-        """The scheduler takes the results of every step; returns the requests answered by them."""
+        """Let the scheduler take the results of every step. Returns the requests they answer."""
         return [
             name for _ in range(len(self._ahead)) for name in self._update(self._ahead.popleft())
         ]
 
     def is_busy(self) -> bool:
-        """Whether the engine steps on."""
+        """Whether the engine has requests or results to take."""
         return bool(self._ahead) or self.scheduler.has_requests()
 
     def _schedule(self) -> bool:
-        """Plan a step, and let the workers run it; False where there is nothing to compute."""
+        """Plan a step and let the workers run it. Returns whether there was anything to compute."""
         tracked = self.side._requests.by_id.items()
         # What has no tokens computed was preempted since its load, and is asked for again.
-        restored = {
-            name: one.load.restored for name, one in tracked if one.request.num_computed_tokens
-        }
+        restored: dict[str, range] = {}
+        for name, request in tracked:
+            if request.request.num_computed_tokens:
+                first, end = request.load.restored
+                restored[name] = range(first, end)
         output = self.scheduler.schedule()
         fresh_requests = [request.req_id for request in output.scheduled_new_reqs]
         for name in (*fresh_requests, *output.scheduled_cached_reqs.resumed_req_ids):
@@ -739,7 +754,7 @@ class Engine:
             traced.drafts, traced.state = [], StatePlace()
         running = {*fresh_requests, *output.scheduled_cached_reqs.resumed_req_ids}
         restored = {name: restored[name] for name in running & restored.keys() if self._drafts}
-        work, sampled, drafted = [], {}, {}
+        request_steps, sampled = [], {}
         ends = [
             self.traced[name].request.num_computed_tokens for name in output.num_scheduled_tokens
         ]
@@ -757,28 +772,38 @@ class Engine:
             accepted = max(0, len(sampled[name]) - 1)
             self.counts["drafts_accepted"] += accepted
             self.counts["drafts_rejected"] += drafts - accepted
-            states = traced.state.step(self._state_tokens, start, end, drafts, accepted)
-            work.append((traced, start, states, table))
+            drafted = None
             if self._drafts:
                 stale = traced.tokens[-1] if is_inside and self._is_stale_at_ends else None
                 last = end + accepted + self._drafts
-                drafted[name] = DraftedStep(start + count, last, is_drafted, stale)
-                count = self._rng.randint(0, self._drafts) if self._is_ngram else self._drafts
-                guess = traced.content.guess(count) if is_drafted else []
-                traced.drafts = [t + (self._rng.random() < 0.4) for t in guess]
-        self.counts["steps_undrafted"] += bool(work) and not is_drafted
+                drafted = DraftedStep(start + count, last, is_drafted, stale)
+                draft_count = self._rng.randint(0, self._drafts) if self._is_ngram else self._drafts
+                guess = traced.content.guess(draft_count) if is_drafted else []
+                traced.drafts = [token + (self._rng.random() < 0.4) for token in guess]
+            request_steps.append(
+                RequestStep(
+                    traced=traced,
+                    start=start,
+                    states=traced.state.step(
+                        StateSpan(start, end, drafts, accepted), self._state_tokens
+                    ),
+                    table=table,
+                    drafts=drafted,
+                    restored=restored.get(name, range(0)),
+                )
+            )
+        self.counts["steps_undrafted"] += bool(request_steps) and not is_drafted
         fresh, self._fresh = self._fresh, []
-        self._chance.between()
-        run = output, fresh, work, drafted, restored
-        self._reports.append([rank.run(*run) for rank in self.ranks])
-        self._ahead.append(Step(output, sampled))
-        self.counts["tokens"] += sum(states.end - start for _, start, states, _ in work)
+        self._chance.on_step_planned()
+        self._reports.append([rank.run(output, fresh, request_steps) for rank in self.ranks])
+        self._ahead.append(StepAhead(output, sampled))
+        self.counts["tokens"] += sum(step.states.end - step.start for step in request_steps)
         self.counts["blocks_copied"] += len(output.kv_cache_block_copies or ())
         self.counts["planned_ahead"] += len(self._ahead) > 1
-        return bool(work)
+        return bool(request_steps)
 
-    def _update(self, step: Step) -> list[str]:
-        """The scheduler takes the results of a step; returns the requests that it answers."""
+    def _update(self, step: StepAhead) -> list[str]:
+        """Let the scheduler take the results of a step. Returns the requests that it answers."""
         output, names = step.output, list(step.sampled)
         due = len(self._reports) > self._lag + len(self._ahead)
         report = self._report() if due else KVConnectorOutput()
@@ -788,15 +813,15 @@ class Engine:
             sampled_token_ids=list(step.sampled.values()),
             kv_connector_output=report,
         )
-        for told in self.scheduler.update_from_output(output, result).values():
-            if told.scheduler_stats is not None:
-                self.dashboard.take(told.scheduler_stats)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            if outputs.scheduler_stats is not None:
+                self.dashboard.take(outputs.scheduler_stats)
         if self._drafts and not self._ahead_max:
             proposed = {name: self.traced[name].drafts for name in names if name in self.traced}
             drafts = DraftTokenIds([*proposed], [*proposed.values()])
             self.scheduler.update_draft_token_ids(drafts)
-        if steps := self._chance.repeat():
-            self._repeats.append((self._steps + steps - 1, report))
+        if delay_steps := self._chance.repeat_delay():
+            self._repeats.append(RepeatedReport(self._steps + delay_steps - 1, report))
         answered = [
             name
             for name in names
@@ -806,11 +831,11 @@ class Engine:
             request = self.traced.pop(name).request
             assert request.status in ENDS, request.status
             self.counts["preemptions"] += request.num_preemptions
-            self.counts["stopped_ahead"] += any(name in other.sampled for other in self._ahead)
+            self.counts["stopped_ahead"] += any(name in ahead.sampled for ahead in self._ahead)
         return answered
 
     def _report(self) -> KVConnectorOutput:
-        """The oldest step's reports as vLLM's aggregation of all ranks."""
+        """Returns the oldest step's reports of all ranks, as vLLM aggregates them."""
         outputs = [
             ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output)
             for output in self._reports.popleft()
@@ -820,17 +845,17 @@ class Engine:
         return report
 
     def _repeat_due(self) -> None:
-        """Some reports reach the connector a second time."""
-        for at, repeated in self._repeats:
-            if at <= self._steps:
+        """Give the connector the reports that are due a second time."""
+        for repeated in self._repeats:
+            if repeated.step <= self._steps:
                 self.counts["repeated_reports"] += 1
-                self.connector.update_connector_output(repeated)
-        self._repeats = [entry for entry in self._repeats if entry[0] > self._steps]
+                self.connector.update_connector_output(repeated.report)
+        self._repeats = [repeated for repeated in self._repeats if repeated.step > self._steps]
 
-    def quiet(self) -> bool:
-        """Whether nothing that anybody waits for is under way in the workers.
+    def is_quiet(self) -> bool:
+        """Whether the workers have nothing under way that the scheduler role waits for.
 
-        A role that is switched off waits for no store, and the next one for none of its stores.
+        A role that is switched off waits for no store, and its successor for none of its stores.
         """
         outputs = [output for outputs in self._reports for output in outputs]
         is_on = self.saboteurs[0].guard.healthy
@@ -843,7 +868,7 @@ class Engine:
     # The daemon
 
     def settle(self) -> None:
-        """Wait until the daemon has answered everything, so that a seed repeats nearly the same."""
+        """Wait until the daemon has answered every message, so that a seed nearly repeats."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         for rank in self.ranks:
             reading = rank.side._weights.reading
@@ -866,13 +891,13 @@ class Engine:
             wait_readable(waiting, deadline)
 
     def cut(self) -> None:
-        """The connection ends under the scheduler role."""
+        """Cut the scheduler role's connection to the daemon."""
         sock = self.side._session.link._sock
         if sock is not None:
             sock.shutdown(socket.SHUT_RDWR)
 
     def barrier(self) -> dict[str, float] | None:
-        """Wait until the daemon has seen all that was sent; its values, or None without a link."""
+        """Wait until the daemon has seen every message. Returns its values, None without a link."""
         link = self.side._session.link
         deadline = time.monotonic() + DEADLINE_SECONDS
         if not link.send(Stats(BARRIER_ID), CLOCK.now):
@@ -898,7 +923,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End the session while connected: this process lives on, so workers must say `drained`."""
+        """End the session while connected. The process lives on, so workers must say `drained`."""
         # Or the connector keeps this engine and its memory.
         vars(hybridkv.connector.worker.copiers).update(HostCopier=HostCopier)
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -918,79 +943,7 @@ class Engine:
 
 @functools.cache
 def _digest(salt: int) -> str:
-    """That of the weights of a rank."""
+    """The digest of a rank's weights with this salt."""
     model = Weights()
     model.salt.fill_(salt)
     return digest_weights({"model": model}).digest
-
-
-SPECULATIVE = {"ngram": "qwen3_ngram", "eagle": "llama_eagle", "draft_model": "qwen3_draft"}
-SPECULATIVE_HYBRIDS = {"ngram": "qwen3next_ngram", "eagle": "qwen3next_mtp"}
-"""The bundled models whose configuration of speculation a method has."""
-
-
-@functools.cache
-def _base_config(name: str = "qwen3") -> Any:
-    """Of a small model: only what is proven of speculation depends on which it is."""
-    given = bundled_arguments(name)
-    option = "--speculative-config"
-    drafting = json.loads(given[given.index(option) + 1]) if option in given else None
-    arguments = EngineArgs(
-        model=str(bundled_models()[name]),
-        speculative_config=drafting,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        enforce_eager=True,
-        max_model_len=4096,
-        dtype="float32",
-        async_scheduling=False,
-    )
-    return arguments.create_engine_config()
-
-
-@functools.cache
-def _structured_output_manager() -> Any:
-    return StructuredOutputManager(_base_config())
-
-
-def _vllm_config(shape: Shape, socket_path: str, engine_id: str) -> Any:
-    drafting = shape.layout.drafting
-    known = SPECULATIVE_HYBRIDS if shape.layout.has_recurrent else SPECULATIVE
-    config = copy.copy(_base_config(known[drafting.method] if drafting else "qwen3"))
-    if drafting is not None:
-        speculative = config.speculative_config = copy.copy(config.speculative_config)
-        speculative.num_speculative_tokens = shape.drafts
-        speculative.disable_eagle_block_drop = not shape.is_block_dropped
-        speculative.disable_padded_drafter_batch = not shape.is_padded
-        draft = speculative.draft_model_config = copy.copy(speculative.draft_model_config)
-        draft.max_model_len = shape.drafter_tokens_max or shape.max_model_len
-    for part in ("model_config", "cache_config", "scheduler_config", "parallel_config"):
-        setattr(config, part, copy.copy(getattr(config, part)))
-    config.model_config.max_model_len = shape.max_model_len
-    config.cache_config.num_gpu_blocks = shape.num_blocks
-    config.cache_config.block_size = shape.layout.block_size
-    config.cache_config.prefix_cache_retention_interval = shape.retention
-    config.cache_config.prefix_match_unit = shape.match_unit
-    config.cache_config.mamba_cache_mode = "align" if shape.layout.has_recurrent else "none"
-    config.scheduler_config.max_num_batched_tokens = shape.budget
-    config.scheduler_config.max_num_seqs = shape.max_seqs
-    config.scheduler_config.max_model_len = shape.max_model_len
-    config.scheduler_config.async_scheduling = shape.is_async
-    config.parallel_config.tensor_parallel_size = shape.ranks
-    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="HybridKVConnector",
-        kv_connector_module_path="hybridkv.connector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        engine_id=engine_id,
-        kv_connector_extra_config={"server": f"unix://{socket_path}", **shape.settings},
-    )
-    return config
-
-
-@functools.cache
-def _hasher(hash_tokens: int) -> Any:
-    hash_fn = get_hash_fn_by_name("sha256")
-    init_none_hash(hash_fn)
-    return get_request_block_hasher(hash_tokens, hash_fn)

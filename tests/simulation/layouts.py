@@ -31,15 +31,15 @@ _FIELDS = {field.name for field in dataclasses.fields(MLAAttentionSpec)}
 # vLLM 0.30 has no such field, and each rank keeps bytes of its own.
 SAME_ON_ALL_RANKS = {"max_tp_shards": 1} if "max_tp_shards" in _FIELDS else {}
 KNOWS_DRAFT_LAYERS = "is_draft" in _FIELDS
-"""Whether vLLM marks the groups that have a drafter's layer; before 0.33 it went by positions."""
+"""Whether vLLM marks the groups that have a drafter's layer. Before 0.33 it counted positions."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How the blocks of all layers stand in memory."""
+    """The order of blocks, heads and layers in memory."""
 
     layout: KVCacheLayout
-    heads: int  # Of the attention layers that are not MLA.
+    heads: int  # Heads of the attention layers that are not MLA.
     split: bool  # Whether blocks are registered in halves, as for kernels that take small blocks.
 
 
@@ -48,12 +48,12 @@ ON_CPU = Placement(KVCacheLayout.LBHNC, 1, False)
 
 @dataclass(frozen=True)
 class Member:
-    """One group: `what` it is, tokens per block, its window, and words per token of each layer."""
+    """A KV cache group of a layout."""
 
-    what: str
-    block: int
-    window: int = 0
-    layers: tuple[int, ...] = (1,)
+    what: str  # The kind of the group, a case of `spec`.
+    block: int  # Tokens.
+    window: int = 0  # Tokens of a sliding window or of an attention chunk.
+    layers: tuple[int, ...] = (1,)  # Words per token of each layer.
 
     @property
     def is_recurrent(self) -> bool:
@@ -61,7 +61,7 @@ class Member:
         return self.what == "recurrent"
 
     def spec(self, words: int, heads: int) -> KVCacheSpec:
-        """vLLM's spec of one layer."""
+        """Returns vLLM's spec of one layer of the group."""
         attention: dict[str, Any] = {
             "block_size": self.block,
             "num_kv_heads": heads,
@@ -93,7 +93,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a model drafts: vLLM's method, and which layers of which groups are the drafter's."""
+    """vLLM's method of drafting, and the drafter's layers."""
 
     method: str
     layers: tuple[tuple[int, int], ...] = ()  # (gid, number of the layer in the group).
@@ -106,18 +106,18 @@ class Drafting:
 
     @property
     def lookahead(self) -> int:
-        """Tokens behind a position on which the drafter's bytes there depend."""
+        """Tokens after a position on which the drafter's bytes there depend."""
         return int(self.method == "eagle")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The groups of one model."""
+    """The KV cache groups of a model."""
 
     name: str
     members: tuple[Member, ...]
     weight: int = 4
-    """How often it is drawn, among all layouts."""
+    """The layout is drawn in proportion to its weight."""
     drafting: Drafting | None = None
 
     @property
@@ -130,7 +130,7 @@ class Layout:
 
     @property
     def unit(self) -> int:
-        """The engine's scheduler block."""
+        """The engine's scheduler block, in tokens: the least common multiple of all blocks."""
         return math.lcm(*(member.block for member in self.members))
 
     @property
@@ -153,15 +153,18 @@ class Layout:
 
     @property
     def state_tokens(self) -> int:
-        """Tokens per block of the recurrent groups, which is one number in vLLM; 1 = none is."""
+        """Tokens per block of the recurrent groups (one number in vLLM), or 1 without any."""
         return max((member.block for member in self.members if member.is_recurrent), default=1)
 
     def layer_names(self, gid: int) -> list[str]:
-        """The layers of a group."""
+        """Returns the names of a group's layers."""
         return [f"g{gid}.l{layer}" for layer in range(len(self.members[gid].layers))]
 
     def specs(self, placement: Placement) -> list[dict[str, KVCacheSpec]]:
-        """Of every layer by group and name; where blocks share places, their pages are padded."""
+        """Returns the spec of every layer, by group and name.
+
+        Where blocks of several layers share places, smaller pages are padded.
+        """
         groups: list[dict[str, Any]] = []
         for gid, member in enumerate(self.members):
             named = zip(self.layer_names(gid), member.layers, strict=True)
@@ -174,7 +177,7 @@ class Layout:
         return groups
 
     def placements(self) -> list[Placement]:
-        """Those that vLLM takes for these groups."""
+        """Returns the placements that vLLM takes for these groups."""
         found = []
         for layout in KVCacheLayout:
             for heads in (1, 2):
@@ -192,13 +195,16 @@ class Layout:
     def config(
         self, vllm_config: Any, num_blocks: int, worker: bool, placement: Placement = ON_CPU
     ) -> KVCacheConfig:
-        """vLLM's config of these groups; as in vLLM, only the worker's has each layer's spec."""
+        """Returns vLLM's config of these groups.
+
+        As in vLLM, only the `worker`'s config has the spec of each layer.
+        """
         specs = self.specs(placement)
         if vllm_config.speculative_config is not None:
-            more = {"num_speculative_blocks": vllm_config.num_speculative_tokens}
+            speculative_blocks = {"num_speculative_blocks": vllm_config.num_speculative_tokens}
             for gid, member in enumerate(self.members):
                 for name in specs[gid] if member.is_recurrent else ():
-                    specs[gid][name] = dataclasses.replace(specs[gid][name], **more)
+                    specs[gid][name] = dataclasses.replace(specs[gid][name], **speculative_blocks)
         drafting, speculative = self.drafting, vllm_config.speculative_config
         marked = drafting.marked if drafting else ()
         if drafting is not None and KNOWS_DRAFT_LAYERS:
@@ -228,7 +234,7 @@ class Layout:
         return config
 
     def kernel_blocks(self, placement: Placement) -> list[int]:
-        """Tokens in the blocks that are registered, by group; a padded page is never split."""
+        """Returns the tokens of a registered block, by group. A padded page is never split."""
         kernels = []
         for member, group in zip(self.members, self.specs(placement), strict=True):
             padded = any(getattr(spec, "page_size_padded", None) for spec in group.values())
@@ -237,7 +243,7 @@ class Layout:
         return kernels
 
     def blocks_for(self, tokens: int, budget: int, drafts: int = 0) -> int:
-        """Blocks that one request of this length may hold at once, with so many drafts."""
+        """Returns how many blocks a request of this length may hold at once, with its drafts."""
         needed = 0
         for member in self.members:
             whole = -(-tokens // member.block)
@@ -252,10 +258,6 @@ class Layout:
         return needed
 
 
-def _m(what: str, block: int, window: int = 0, layers: tuple[int, ...] = (1,)) -> Member:
-    return Member(what, block, window, layers)
-
-
 def _scaled(layout: Layout, factor: int, name: str) -> Layout:
     members = tuple(
         Member(
@@ -267,32 +269,43 @@ def _scaled(layout: Layout, factor: int, name: str) -> Layout:
 
 
 _TRUE = (
-    Layout("full", (_m("full", 16, layers=(1, 1)),)),
-    Layout("mistral", (_m("sliding", 16, 70),)),
-    Layout("gemma3", (_m("sliding", 128, 512), _m("sliding", 128, 512), _m("full", 128)), 1),
-    Layout("gemma4", (_m("sliding", 256, 512), _m("sliding", 256, 512), _m("full", 128)), 1),
-    Layout("gptoss", (_m("sliding", 128, 128), _m("full", 128)), 1),
-    Layout("llama4", (*(_m("chunked", 128, 512),) * 3, _m("full", 128)), 1),
+    Layout("full", (Member("full", 16, layers=(1, 1)),)),
+    Layout("mistral", (Member("sliding", 16, 70),)),
+    Layout(
+        "gemma3", (Member("sliding", 128, 512), Member("sliding", 128, 512), Member("full", 128)), 1
+    ),
+    Layout(
+        "gemma4", (Member("sliding", 256, 512), Member("sliding", 256, 512), Member("full", 128)), 1
+    ),
+    Layout("gptoss", (Member("sliding", 128, 128), Member("full", 128)), 1),
+    Layout("llama4", (*(Member("chunked", 128, 512),) * 3, Member("full", 128)), 1),
     Layout(
         "qwen3next",
-        (*(_m("recurrent", 256, layers=(3, 3)),) * 3, _m("full", 256, layers=(1, 1))),
+        (*(Member("recurrent", 256, layers=(3, 3)),) * 3, Member("full", 256, layers=(1, 1))),
         1,
     ),
-    Layout("qwen3next_1056", (*(_m("recurrent", 1056),) * 3, _m("full", 1056)), 1),
-    Layout("falconh1", (_m("full", 640), _m("recurrent", 640)), 1),
-    Layout("granite", (*(_m("recurrent", 640),) * 3, _m("full", 640)), 1),
-    Layout("lfm2", (*(_m("recurrent", 128),) * 3, _m("full", 128)), 1),
+    Layout("qwen3next_1056", (*(Member("recurrent", 1056),) * 3, Member("full", 1056)), 1),
+    Layout("falconh1", (Member("full", 640), Member("recurrent", 640)), 1),
+    Layout("granite", (*(Member("recurrent", 640),) * 3, Member("full", 640)), 1),
+    Layout("lfm2", (*(Member("recurrent", 128),) * 3, Member("full", 128)), 1),
     Layout(
-        "glm53", (_m("recurrent", 3584), _m("scratch", 4), _m("scratch", 64), _m("mla", 3584)), 1
+        "glm53",
+        (
+            Member("recurrent", 3584),
+            Member("scratch", 4),
+            Member("scratch", 64),
+            Member("mla", 3584),
+        ),
+        1,
     ),
     Layout(
         "deepseekv4",
         (
-            _m("mla_sliding", 64, 128),
-            _m("mla_sliding", 64, 128),
-            _m("mla", 256, layers=(2, 1)),
-            _m("mla_sliding", 4, 128),
-            _m("mla_sliding", 8, 128),
+            Member("mla_sliding", 64, 128),
+            Member("mla_sliding", 64, 128),
+            Member("mla", 256, layers=(2, 1)),
+            Member("mla_sliding", 4, 128),
+            Member("mla_sliding", 8, 128),
         ),
         1,
     ),
@@ -317,91 +330,114 @@ LAYOUTS = {
                 "deepseekv4": 2,
             }.items()
         ),
-        Layout("llama4_unaligned", (_m("chunked", 16, 72), _m("chunked", 16, 72), _m("full", 16))),
-        Layout("llama4_long", (_m("chunked", 16, 200), _m("full", 16))),
-        Layout("odd_window", (_m("sliding", 16, 33), _m("sliding", 16, 17), _m("full", 16))),
-        Layout("wide_full", (_m("full", 64), _m("sliding", 16, 40))),
-        Layout("all_sliding", (_m("sliding", 16, 40), _m("sliding", 32, 100))),
+        Layout(
+            "llama4_unaligned",
+            (Member("chunked", 16, 72), Member("chunked", 16, 72), Member("full", 16)),
+        ),
+        Layout("llama4_long", (Member("chunked", 16, 200), Member("full", 16))),
+        Layout(
+            "odd_window", (Member("sliding", 16, 33), Member("sliding", 16, 17), Member("full", 16))
+        ),
+        Layout("wide_full", (Member("full", 64), Member("sliding", 16, 40))),
+        Layout("all_sliding", (Member("sliding", 16, 40), Member("sliding", 32, 100))),
         Layout(
             "everything",
-            (_m("recurrent", 16), _m("full", 16), _m("sliding", 32, 50), _m("sliding", 48, 20)),
+            (
+                Member("recurrent", 16),
+                Member("full", 16),
+                Member("sliding", 32, 50),
+                Member("sliding", 48, 20),
+            ),
         ),
-        Layout("recurrent_fine", (_m("recurrent", 16), _m("full", 64))),
+        Layout("recurrent_fine", (Member("recurrent", 16), Member("full", 64))),
         *(
             Layout(f"{drafting.method}_{name}", members, 3, drafting)
             for name, members, drafting in (
-                ("full", (_m("full", 16, layers=(1, 1)),), Drafting("ngram")),
+                ("full", (Member("full", 16, layers=(1, 1)),), Drafting("ngram")),
                 (
                     "recurrent",
-                    (*(_m("recurrent", 16),) * 2, _m("full", 16, layers=(1, 1))),
+                    (*(Member("recurrent", 16),) * 2, Member("full", 16, layers=(1, 1))),
                     Drafting("ngram"),
                 ),
                 (
                     "recurrent_fine",
-                    (_m("recurrent", 8), _m("full", 16), _m("sliding", 16, 40)),
+                    (Member("recurrent", 8), Member("full", 16), Member("sliding", 16, 40)),
                     Drafting("ngram"),
                 ),
-                ("full", (_m("full", 16, layers=(1,) * 3),), Drafting("eagle", ((0, 2),))),
+                ("full", (Member("full", 16, layers=(1,) * 3),), Drafting("eagle", ((0, 2),))),
                 (
                     "full",
-                    (_m("full", 8, layers=(1,) * 4),),
+                    (Member("full", 8, layers=(1,) * 4),),
                     Drafting("draft_model", ((0, 2), (0, 3))),
                 ),
                 (
                     "unmarked",
-                    (_m("sliding", 8, 32, (1, 1)), _m("full", 8, layers=(1, 1))),
+                    (Member("sliding", 8, 32, (1, 1)), Member("full", 8, layers=(1, 1))),
                     Drafting("eagle", ((1, 1),)),
                 ),
                 (
                     "marked",
-                    (_m("sliding", 16, 32), _m("sliding", 16, 32), _m("full", 8, layers=(1, 1))),
+                    (
+                        Member("sliding", 16, 32),
+                        Member("sliding", 16, 32),
+                        Member("full", 8, layers=(1, 1)),
+                    ),
                     Drafting("eagle", ((2, 1),), (2,)),
                 ),
                 (
                     "apart",
-                    (_m("sliding", 8, 33, (1,)), _m("full", 16), _m("full", 8)),
+                    (Member("sliding", 8, 33, (1,)), Member("full", 16), Member("full", 8)),
                     Drafting("eagle", ((2, 0),), (2,)),
                 ),
                 (
                     "mismarked",
-                    (_m("full", 16, layers=(1, 1)), _m("sliding", 8, 40, (1, 1))),
+                    (Member("full", 16, layers=(1, 1)), Member("sliding", 8, 40, (1, 1))),
                     Drafting("eagle", ((1, 1),), (0,)),
                 ),
-                ("bare", (_m("sliding", 16, 32), _m("full", 8)), Drafting("eagle", (), (1,))),
+                (
+                    "bare",
+                    (Member("sliding", 16, 32), Member("full", 8)),
+                    Drafting("eagle", (), (1,)),
+                ),
                 (
                     "recurrent",
-                    (*(_m("recurrent", 16),) * 2, _m("full", 16, layers=(1, 1))),
+                    (*(Member("recurrent", 16),) * 2, Member("full", 16, layers=(1, 1))),
                     Drafting("eagle", ((2, 1),), (2,)),
                 ),
                 (
                     "recurrent_unmarked",
-                    (_m("recurrent", 16, layers=(1, 1)), _m("full", 16, layers=(1, 1, 1))),
+                    (Member("recurrent", 16, layers=(1, 1)), Member("full", 16, layers=(1, 1, 1))),
                     Drafting("eagle", ((1, 2),)),
                 ),
                 (
                     "recurrent_apart",
-                    (_m("recurrent", 16), _m("full", 16), _m("full", 16)),
+                    (Member("recurrent", 16), Member("full", 16), Member("full", 16)),
                     Drafting("eagle", ((2, 0),), (2,)),
                 ),
                 (
                     "recurrent_fine",
-                    (_m("recurrent", 8), _m("full", 16, layers=(1, 1)), _m("sliding", 16, 40)),
+                    (
+                        Member("recurrent", 8),
+                        Member("full", 16, layers=(1, 1)),
+                        Member("sliding", 16, 40),
+                    ),
                     Drafting("eagle", ((1, 1),), (1,)),
                 ),
                 (
                     "chunked",
-                    (_m("chunked", 8, 32, (1, 1)), _m("full", 8, layers=(1, 1))),
+                    (Member("chunked", 8, 32, (1, 1)), Member("full", 8, layers=(1, 1))),
                     Drafting("draft_model", ((0, 1), (1, 1))),
                 ),
                 (
                     "sliding",
-                    (_m("sliding", 16, 40), _m("full", 16, layers=(1, 1))),
+                    (Member("sliding", 16, 40), Member("full", 16, layers=(1, 1))),
                     Drafting("draft_model", ((1, 1),)),
                 ),
             )
         ),
     )
 }
-"""By name. `_small` ones are scaled; the seven before those that draft keep a model's hard parts,
-not its numbers. In "marked" and "apart" vLLM knows the drafter's group, in "mismarked" vLLM 0.32
-takes another one for it, and in "bare" the drafter reads the target's layers alone."""
+"""Layouts by name. Those with `_small` are scaled. The seven before those that draft keep the hard
+parts of a model, not its numbers. In "marked" and "apart" vLLM knows the drafter's group. In
+"mismarked" vLLM 0.32 takes another group for it. In "bare" the drafter reads the target's layers
+alone."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridkv.client.control import ControlClient
 from hybridkv.core.keys import HASH_BYTES
@@ -17,37 +18,61 @@ from hybridkv.tiers.disk.files import parse_name
 from tests.waiting import DEADLINE_SECONDS
 
 QUOTA_BYTES = 256 << 10
+DISK_THROUGH = "disk://{directory}/through?bytes=4MiB"
 DISK_BACK = "disk://{directory}/back?bytes=16MiB&write=back"
-ARENAS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "roomy": ("16MiB", ()),
-    "tight": ("1MiB", ()),
-    "shared": ("1MiB", ("--eviction", "lru", "--salt-quota", str(QUOTA_BYTES))),
-    "deep": ("1MiB", ("--tier", "disk://{directory}/through?bytes=4MiB", "--tier", DISK_BACK)),
+
+
+class DaemonOptions(NamedTuple):
+    """The memory and the options of a daemon's command line."""
+
+    ram: str
+    options: tuple[str, ...] = ()
+
+
+ARENAS = {
+    "roomy": DaemonOptions("16MiB"),
+    "tight": DaemonOptions("1MiB"),
+    "shared": DaemonOptions("1MiB", ("--eviction", "lru", "--salt-quota", str(QUOTA_BYTES))),
+    "deep": DaemonOptions("1MiB", ("--tier", DISK_THROUGH, "--tier", DISK_BACK)),
 }
-"""Size and options of each daemon."""
+"""The daemons of the simulation, by the name of their arena."""
+
+
+class ObjectName(NamedTuple):
+    """A group and a chunk hash: what names an object under one identity."""
+
+    gid: int
+    chunk_hash: bytes
+
+
+class SlotVersion(NamedTuple):
+    """A slot as long as it holds the same object."""
+
+    offset: int
+    generation: int
 
 
 class Clock:
-    """Stands in for the module `time`: moves only when the simulation says so."""
+    """Stands in for the module `time`. Only the simulation moves it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def monotonic(self) -> float:
-        """Seconds."""
+        """Returns the simulated time, in seconds."""
         return self.now
 
     def perf_counter(self) -> float:
-        """Seconds."""
+        """Returns the simulated time, in seconds."""
         return self.now
 
     def time_ns(self) -> int:
-        """Nanoseconds."""
+        """Returns the simulated time, in nanoseconds."""
         return round(self.now * 1e9)
 
 
 class Node:
-    """One daemon: it can be killed, stopped, cleared, and its arena tampered with."""
+    """A daemon process that seeds kill, stop and clear, and whose arena they tamper with."""
 
     def __init__(self, directory: Path, arena: str) -> None:
         ram, options = ARENAS[arena]
@@ -55,21 +80,21 @@ class Node:
         self._disks = directory / f"{arena}-disks"
         options = tuple(option.format(directory=self._disks) for option in options)
         self.is_deep = "--tier" in options
-        """Whether it has tiers below RAM; then a kill takes the arena with it."""
+        """Whether the daemon has tiers below RAM. Then `kill` takes its arena away too."""
         self._daemon = DaemonProcess(str(directory / f"{arena}.sock"), ram, options=options)
         self._control: ControlClient | None = None
         self.stopped = False
-        self.spoilt: set[tuple[int, int]] = set()
-        """(offset, generation) of slots whose bytes were changed from outside."""
+        self.spoilt: set[SlotVersion] = set()
+        """Slots whose bytes were changed from outside."""
 
     @property
     def socket_path(self) -> str:
-        """Where it listens."""
+        """The path of the daemon's socket."""
         return self._daemon.socket_path
 
     @property
     def control(self) -> ControlClient:
-        """A connection of our own, made anew after a kill."""
+        """A control connection. After a kill a new one is made."""
         if self._daemon.process is None:
             self._daemon.start()
         if self._control is None:
@@ -79,7 +104,7 @@ class Node:
         return self._control
 
     def fresh(self) -> None:
-        """What earlier seeds left is gone; raises AssertionError where something is still held."""
+        """Clear what earlier seeds left. Raises AssertionError where something is still held."""
         for name in ("sessions", "leases", "bytes_writing"):
             self._until(name, 0)
         if self.is_deep:
@@ -92,7 +117,7 @@ class Node:
         self.spoilt.clear()
 
     def kill(self) -> None:
-        """End it with -9 and start another, which goes on with its arena or the tiers below."""
+        """End the daemon with -9 and start another, which takes over its arena or its tiers."""
         self.resume()
         self._end()
         self._daemon.start()
@@ -108,31 +133,37 @@ class Node:
             self._control = None
 
     def stop(self) -> None:
-        """Stop it; returns when the kernel has."""
+        """Stop the daemon with SIGSTOP, and return once the kernel has stopped it."""
         assert self._daemon.process is not None
         self._daemon.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._daemon.process.pid, os.WSTOPPED)
         self.stopped = True
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Let a stopped daemon go on."""
         if self.stopped:
             assert self._daemon.process is not None
             self._daemon.process.send_signal(signal.SIGCONT)
             self.stopped = False
 
-    def on_disk(self, namespace: bytes) -> set[tuple[int, bytes]]:
-        """(gid, chunk hash) of the objects that directories have under an identity."""
+    def on_disk(self, namespace: bytes) -> set[ObjectName]:
+        """Returns the objects that the daemon's directories have under an identity."""
         names = (parse_name(path.name) for path in self._disks.rglob("*.*"))
         keys = [name.key for name in names if name is not None]
         return {
-            (int.from_bytes(key[2 * HASH_BYTES :], "big"), key[HASH_BYTES : 2 * HASH_BYTES])
+            ObjectName(
+                gid=int.from_bytes(key[2 * HASH_BYTES :], "big"),
+                chunk_hash=key[HASH_BYTES : 2 * HASH_BYTES],
+            )
             for key in keys
             if key.startswith(namespace)
         }
 
     def flip(self, rng: random.Random, count: int) -> int:
-        """Flip a bit in some committed slots: payload, checksum or generation; returns how many."""
+        """Flip a bit of the payload, checksum or generation of up to `count` slots.
+
+        Returns in how many committed slots there is a flipped bit.
+        """
         welcome = self.control.welcome
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         slots = list(committed_slots(arena.memory))
@@ -144,12 +175,12 @@ class Node:
                 (payload + rng.randrange(header.part_bytes), offset + checksum_offset(rank) + 3)
             )
             arena.memory[at] ^= 1 << rng.randrange(1, 8)
-            self.spoilt.add((offset, header.generation))
+            self.spoilt.add(SlotVersion(offset, header.generation))
         arena.close()
         return len(chosen)
 
     def close(self) -> None:
-        """End it."""
+        """End the daemon."""
         self.resume()
         if self._control is not None:
             self._control.__exit__()
@@ -162,7 +193,7 @@ class Node:
 
 
 def wait_readable(descriptors: list[int], deadline: float) -> None:
-    """Return when one of them can be read; raises AssertionError past the deadline."""
+    """Return when a descriptor can be read. Raises AssertionError past the deadline."""
     left = deadline - time.monotonic()
     assert left > 0, "the daemon does not answer"
     select.select(descriptors, [], [], left)

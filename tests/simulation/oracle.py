@@ -6,6 +6,7 @@ memory is the content of its token, mixed with a constant of the place it is in.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,45 +23,45 @@ _AHEAD = 0x2545F4914F
 
 
 def token_of(content: int) -> int:
-    """The token that the model gives behind one of this content."""
+    """The token that the model gives after a token of this content."""
     return content % 1998 + 2
 
 
 class Content:
-    """The content of a request's tokens, by position; `salt` has what else its bytes depend on."""
+    """The content of a request's tokens, by position. `salt` stands for the weights."""
 
     def __init__(self, tokens: Sequence[int], salt: int = 0) -> None:
-        self._tokens = tokens
+        self.tokens = tokens
         self._last = 7 + salt
         self._known = 0
         self._words = np.zeros(1024, np.int64)
 
     def ahead(self, start: int, end: int, next_token: int | None = None) -> Words:
-        """What a drafter makes of tokens [start, end), each with the token behind it.
+        """Returns what a drafter makes of tokens [start, end), each with the token after it.
 
-        `next_token` is the one that it takes for that behind the last; None = the request's own.
+        `next_token` is what it takes for the token after the last, or None for the request's own.
         """
-        following = np.array(self._tokens[start + 1 : end + 1], np.int64)
+        following = np.array(self.tokens[start + 1 : end + 1], np.int64)
         if next_token is not None:
             following = np.append(following[: end - start - 1], next_token)
         mixed: Words = self.upto(end)[start:] ^ (following * _AHEAD)
         return mixed
 
     def guess(self, count: int) -> list[int]:
-        """The `count` tokens that the model would give behind those that it has by now."""
-        last, tokens = int(self.upto(len(self._tokens))[-1]), []
+        """Returns the `count` tokens that the model would give after those of the request."""
+        last, tokens = int(self.upto(len(self.tokens))[-1]), []
         for _ in range(count):
             tokens.append(token_of(last))
             last = (last * 1_000_003 + tokens[-1] + 11) % _PRIME
         return tokens
 
     def upto(self, count: int) -> Words:
-        """The first `count` contents."""
+        """Returns the contents of the first `count` tokens."""
         if count > self._known:
             while count > len(self._words):
                 self._words = np.concatenate([self._words, np.zeros_like(self._words)])
             last, fresh = self._last, []
-            for token in self._tokens[self._known : count]:
+            for token in self.tokens[self._known : count]:
                 last = (last * 1_000_003 + token + 11) % _PRIME
                 fresh.append(last)
             self._words[self._known : count] = fresh
@@ -79,17 +80,17 @@ class GroupWords:
     layers: list[Words]
     rank: int = 0
     drafter: frozenset[int] = frozenset()  # The layers that are the drafter's.
-    lookahead: int = 0  # Tokens behind a position on which the drafter's bytes there depend.
+    lookahead: int = 0  # Tokens after a position on which the drafter's bytes there depend.
 
     def expected(self, layer: int, content: Content, positions: slice) -> Words:
-        """What a layer holds of these tokens, all of whose next ones are known."""
+        """Returns the words of a layer for these tokens, which all have a next token."""
         start, end = positions.start, positions.stop
         is_ahead = layer in self.drafter and self.lookahead
         words = content.ahead(start, end) if is_ahead else content.upto(end)[start:]
         return self.mixed(layer, words)
 
     def mixed(self, layer: int, content: Words) -> Words:
-        """What tokens of this content look like in a layer: `[..., token, head, word]`."""
+        """Returns the words of a layer for this content: `[..., token, head, word]`."""
         place = (self.rank * 16 + self.group.gid) * 16 + layer + 1
         heads, words = self.layers[layer].shape[2:]
         within = np.arange(heads * words).reshape(heads, words)
@@ -97,56 +98,73 @@ class GroupWords:
         return mixed
 
 
+class StateSpan(NamedTuple):
+    """The tokens that a step of one request computes: [start, known_end), then its drafts."""
+
+    start: int
+    known_end: int
+    drafts: int
+    accepted: int  # Drafts that are right.
+
+
 @dataclass(frozen=True)
 class StateStep:
-    """Where a step of one request finds recurrent states and leaves them; columns of block tables.
+    """Columns of block tables in which a step finds recurrent states and leaves them.
 
-    As in vLLM's V1 model runner: the states behind the last known token and behind each draft stand
+    As in vLLM's V1 model runner, the states after the last known token and after each draft stand
     in consecutive columns from `first` on. After the step, the state at a block's end that accepted
     tokens reach is copied to that block's own column.
     """
 
-    source: int  # The column of the state behind all tokens before the step; -1 = there are none.
+    source: int  # The column of the state after all tokens before the step; -1 = there are none.
     first: int
-    known_end: int  # Behind the last token of the step that is no draft.
+    known_end: int  # The end of the step's tokens that are no drafts.
     drafts: int
     accepted: int
 
     @property
     def end(self) -> int:
-        """Behind the last token of the step that counts."""
+        """The end of the step's tokens that count."""
         return self.known_end + self.accepted
 
 
 @dataclass
 class StatePlace:
-    """Where the state of a running request stands, in block tables of one block size."""
+    """The columns of the block tables in which a running request has its state."""
 
     column: int = -1  # -1 = the request has not run yet.
-    accepted: int = 0  # The state is in the column so many places behind `column`.
+    accepted: int = 0  # The state is so many columns after `column`.
 
-    def step(self, size: int, start: int, known_end: int, drafts: int, accepted: int) -> StateStep:
-        """A step over the tokens from `start` on; the state's place is then where it leaves it."""
-        first = (known_end + drafts - 1) // size
-        source = self.column + self.accepted if self.column >= 0 else (start - 1) // size
-        end = (known_end + accepted) // size * size
-        is_back = end >= known_end and end // size - 1 == first
-        self.column, self.accepted = first, 0 if is_back else accepted
-        return StateStep(source if start else -1, first, known_end, drafts, accepted)
+    def step(self, span: StateSpan, block_tokens: int) -> StateStep:
+        """Returns where a step over these tokens finds and leaves states, and keeps the place."""
+        first = (span.known_end + span.drafts - 1) // block_tokens
+        source = (span.start - 1) // block_tokens
+        if self.column >= 0:
+            source = self.column + self.accepted
+        end = (span.known_end + span.accepted) // block_tokens * block_tokens
+        is_back = end >= span.known_end and end // block_tokens - 1 == first
+        self.column, self.accepted = first, 0 if is_back else span.accepted
+        return StateStep(
+            source=source if span.start else -1,
+            first=first,
+            known_end=span.known_end,
+            drafts=span.drafts,
+            accepted=span.accepted,
+        )
 
 
 @dataclass(frozen=True)
 class DraftedStep:
-    """What a step with a drafter does beside computing a request's own tokens."""
+    """The part of a step that a drafter adds to a request's own tokens."""
 
-    computed_end: int  # Behind the last draft that the target's layers compute.
-    drafted_end: int  # Behind the last token that the drafter's layers compute.
+    computed_end: int  # The end of the drafts that the target's layers compute.
+    drafted_end: int  # The end of the tokens that the drafter's layers compute.
     is_drafted: bool  # Whether vLLM runs the drafter in this step.
-    next_token: int | None  # What the drafter takes for the token behind those computed.
+    next_token: int | None  # What the drafter takes for the token after those computed.
 
 
 class Oracle:
-    """One rank's memory, and the model that reads and writes it."""
+    """Writes a rank's memory as a model would, and checks every byte that one would read."""
 
     def __init__(self, groups: Sequence[GroupWords]) -> None:
         self.groups = groups
@@ -159,7 +177,7 @@ class Oracle:
         table: Sequence[Sequence[int]],
         states: "StateStep | None" = None,
     ) -> None:
-        """All that computing token `start` reads is its own: `states`, or else attention."""
+        """Check all bytes that computing token `start` reads, of `states` or else of attention."""
         for words in self.groups:
             group = words.group
             is_recurrent = group.kind is GroupKind.RECURRENT
@@ -176,20 +194,20 @@ class Oracle:
     def write(
         self,
         content: Content,
-        start: int,
-        end: int,
+        computed: range,
         table: Sequence[Sequence[int]],
         states: StateStep,
         drafts: "DraftedStep | None" = None,
     ) -> None:
-        """What computing tokens [start, end) leaves in the cache."""
+        """Write what computing these tokens leaves in the cache."""
+        start, end = computed.start, computed.stop
         for words in self.groups:
             size = words.group.tokens_per_block
             if words.group.kind is GroupKind.RECURRENT:
                 self._write_states(words, content, table[words.group.gid], states)
                 continue
             if drafts is not None:
-                self._spoil(words, start, end, table[words.group.gid], drafts)
+                self._spoil(words, end, table[words.group.gid], drafts)
             positions = np.arange(start, end)
             blocks = np.array(table[words.group.gid], np.int64)[positions // size]
             offsets, fresh = positions % size, content.upto(end)[start:]
@@ -206,16 +224,16 @@ class Oracle:
                 view[blocks, offsets] = words.mixed(layer, mixed)
 
     def check_drafter(
-        self, name: str, content: Content, first: int, end: int, table: Sequence[Sequence[int]]
+        self, name: str, content: Content, loaded: range, table: Sequence[Sequence[int]]
     ) -> int:
-        """What a load left in the drafter's layers of [first, end) is what computing would leave.
+        """Check that a load left in the drafter's layers what computing would have left there.
 
-        Returns how many blocks there are.
+        Returns how many blocks it compared.
         """
         count = 0
-        for words in (one for one in self.groups if one.drafter):
+        for words in (group_words for group_words in self.groups if group_words.drafter):
             size, blocks = words.group.tokens_per_block, table[words.group.gid]
-            for number in range(first // size, end // size):
+            for number in range(loaded.start // size, loaded.stop // size):
                 whole = slice(number * size, (number + 1) * size)
                 for layer in sorted(words.drafter) if blocks[number] else ():
                     view = words.layers[layer][blocks[number]]
@@ -230,7 +248,7 @@ class Oracle:
     def _write_states(
         self, words: GroupWords, content: Content, table: Sequence[int], states: StateStep
     ) -> None:
-        """The states behind the last known token and behind each draft."""
+        """Write the states after the last known token and after each draft."""
         for draft in range(states.drafts + 1):
             tokens, block = states.known_end + draft, table[states.first + draft]
             assert block, f"no block in group {words.group.gid} for the state at {tokens}"
@@ -239,8 +257,8 @@ class Oracle:
                 if draft <= states.accepted:
                     view[block] = words.mixed(layer, content.upto(tokens)[-1:])
 
-    def verified(self, table: Sequence[Sequence[int]], states: StateStep) -> None:
-        """The tokens of a step are sampled: the state at a block's end goes to that block."""
+    def on_tokens_accepted(self, table: Sequence[Sequence[int]], states: StateStep) -> None:
+        """Copy the state at a block's end to that block, as vLLM does once tokens are sampled."""
         for words in self.groups:
             if words.group.kind is not GroupKind.RECURRENT:
                 continue
@@ -254,9 +272,9 @@ class Oracle:
                 view[block] = view[blocks[states.first + end - states.known_end]]
 
     def _spoil(
-        self, words: GroupWords, start: int, end: int, table: Sequence[int], drafts: "DraftedStep"
+        self, words: GroupWords, end: int, table: Sequence[int], drafts: "DraftedStep"
     ) -> None:
-        """Behind token `end` are the bytes of drafts that were rejected or not verified yet."""
+        """Write from token `end` on the bytes of drafts that were rejected or not verified yet."""
         size = words.group.tokens_per_block
         for layer, view in enumerate(words.layers):
             is_drafters = layer in words.drafter
@@ -322,7 +340,7 @@ class Oracle:
 
 
 def read_by(group: Group, token: int) -> range:
-    """Tokens whose cached content computing `token` reads; the oracle has this rule of its own."""
+    """Tokens whose cached content is read to compute `token`: a rule that is the oracle's own."""
     first = {
         GroupKind.FULL: 0,
         GroupKind.SLIDING: token - group.window_tokens + 1,

@@ -1,4 +1,4 @@
-"""A router that believes an engine's KV events, and a dashboard that adds its statistics up."""
+"""A router that believes an engine's KV events, and a dashboard that adds up its statistics."""
 
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,31 +12,38 @@ from hybridkv.connector import HybridKVConnector
 from hybridkv.connector.stats import HybridKVStats
 
 
-class Believed(NamedTuple):
+class AnnouncedBlock(NamedTuple):
     """A block that the engine said its external cache has."""
 
     parent: ExternalBlockHash | None
     tokens: tuple[int, ...]
 
 
+class AnnouncedPrefix(NamedTuple):
+    """A prefix whose blocks a medium has, as the engine's events say."""
+
+    block_hashes: list[ExternalBlockHash]
+    tokens: list[int]
+
+
 class Router:
-    """What is believed, by medium and block hash."""
+    """The announced blocks, by medium and block hash."""
 
     def __init__(self) -> None:
-        self.media: dict[str, dict[ExternalBlockHash, Believed]] = {"CPU": {}, "STORAGE": {}}
+        self.media: dict[str, dict[ExternalBlockHash, AnnouncedBlock]] = {"CPU": {}, "STORAGE": {}}
         self.was_cleared = False
-        """vLLM clears all media at once; a later event may then follow an unknown block."""
+        """True once vLLM cleared all media. A later event may then follow an unknown block."""
         self.counts: Counter[str] = Counter()
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:
-        """Take a batch; raises AssertionError where it contradicts what was said before."""
+        """Take a batch of events. Raises AssertionError where it contradicts earlier ones."""
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.was_cleared = True
                 for blocks in self.media.values():
                     blocks.clear()
             elif isinstance(event, BlockStored) and event.medium in self.media:
-                self._stored(event, self.media[event.medium])
+                self._on_stored(event, self.media[event.medium])
             elif isinstance(event, BlockRemoved) and event.medium in self.media:
                 blocks = self.media[event.medium]
                 for name in event.block_hashes:
@@ -46,7 +53,9 @@ class Router:
                     blocks.pop(name, None)
                 self.counts["heard_removed"] += len(event.block_hashes)
 
-    def _stored(self, event: BlockStored, blocks: dict[ExternalBlockHash, Believed]) -> None:
+    def _on_stored(
+        self, event: BlockStored, blocks: dict[ExternalBlockHash, AnnouncedBlock]
+    ) -> None:
         size, parent = event.block_size, event.parent_block_hash
         assert parent is None or self.was_cleared or self.reach(event.medium).get(parent), (
             "a hole in a chain of prefixes"
@@ -56,32 +65,34 @@ class Router:
         assert len(event.extra_keys) == len(event.block_hashes)
         for at, name in enumerate(event.block_hashes):
             assert name not in blocks, "a block is stored twice"
-            blocks[name] = Believed(parent, tuple(event.token_ids[at * size : (at + 1) * size]))
+            tokens = tuple(event.token_ids[at * size : (at + 1) * size])
+            blocks[name] = AnnouncedBlock(parent, tokens)
             parent = name
         self.counts["heard_stored"] += len(event.block_hashes)
         self.counts["heard_storage"] += len(event.block_hashes) * (event.medium == "STORAGE")
 
-    def reach(self, medium: str | None) -> Mapping[ExternalBlockHash, Believed]:
+    def reach(self, medium: str | None) -> Mapping[ExternalBlockHash, AnnouncedBlock]:
         """The blocks of a medium, with those of the media above it."""
         below = self.media["STORAGE"] if medium == "STORAGE" else {}
         return ChainMap(self.media["CPU"], below)
 
-    def chains(self, medium: str) -> Iterator[tuple[list[ExternalBlockHash], list[int]]]:
-        """(blocks, tokens) of every prefix of which a medium has the last block.
+    def chains(self, medium: str) -> Iterator[AnnouncedPrefix]:
+        """Yields every prefix of which a medium has the last block.
 
-        Those of which vLLM cleared a block are left out.
+        Prefixes of which vLLM cleared a block are left out.
         """
-        believed = self.reach(medium)
-        inner = {one.parent for one in believed.values()}
+        announced = self.reach(medium)
+        inner = {block.parent for block in announced.values()}
         for name in self.media[medium]:
             names = [name]
-            while (parent := believed[names[-1]].parent) in believed:
+            while (parent := announced[names[-1]].parent) in announced:
                 assert parent is not None
                 names.append(parent)
             assert parent is None or self.was_cleared
             if parent is None and name not in inner:
                 names.reverse()
-                yield names, [token for one in names for token in believed[one].tokens]
+                tokens = [token for name in names for token in announced[name].tokens]
+                yield AnnouncedPrefix(names, tokens)
 
 
 class Dashboard:
@@ -93,7 +104,7 @@ class Dashboard:
         self.by_source: Counter[str] = Counter()
 
     def take(self, stats: SchedulerStats) -> None:
-        """One step's."""
+        """Add the statistics of one step."""
         if stats.kv_connector_stats is not None:
             self.add(stats.kv_connector_stats)
         connector = stats.connector_prefix_cache_stats
@@ -107,15 +118,15 @@ class Dashboard:
             )
 
     def add(self, payload: Mapping[str, Any]) -> None:
-        """A payload of the connector's."""
+        """Add a payload of the connector, as it comes out of another process."""
         travelled = HybridKVConnector.build_kv_connector_stats(dict(payload))
         assert isinstance(travelled, HybridKVStats)
         self.stats.aggregate(travelled)
 
     def check(self, counters: Mapping[str, float], faulted: bool) -> None:
-        """Everything that was counted has arrived, once; raises AssertionError.
+        """Check that each count of `counters` has arrived exactly once.
 
-        Where a hook `faulted`, a load may be of an unknown source: it failed.
+        After a fault of a hook (`faulted`) a load that failed may have no known source.
         """
         arrived = self.stats.data["counters"]
         assert {name for name, value in counters.items() if value} == set(arrived)

@@ -10,7 +10,8 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from hybridkv.core.coverage import stored_blocks
-from tests.simulation.engine import CLOCK, Chance, Engine, Shape
+from tests.simulation.configs import Shape
+from tests.simulation.engine import CLOCK, Chance, Engine
 from tests.simulation.layouts import LAYOUTS
 from tests.simulation.node import Node
 from tests.simulation.world import draw
@@ -33,19 +34,19 @@ NAMES = (
 CHUNKS = 4
 STEPS_MAX = 500
 LIE = 5
-"""What the bytes of a liar depend on besides the tokens; its weights say that it is nothing."""
+"""The salt of a liar's bytes. The digest of its weights is that of salt 0."""
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    made = Node(tmp_path_factory.mktemp("audits"), "roomy")
-    yield made
-    made.close()
+    node = Node(tmp_path_factory.mktemp("audits"), "roomy")
+    yield node
+    node.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> Iterator[None]:
-    """What was there before is not looked through for each test."""
+    """Objects of imported modules are not looked through for each test."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -84,15 +85,15 @@ def shape_of(name: str, device: int | None = None) -> Shape:
 
 
 class Served:
-    """One engine, on its own."""
+    """An engine that answers one prompt at a time."""
 
     def __init__(self, shape: Shape, node: Node, name: str, salt: int = 0) -> None:
         chance = Chance(
-            late=lambda: 0,
-            behind=lambda: 0,
-            shed=lambda: False,
-            repeat=lambda: 0,
-            between=lambda: None,
+            load_delay=lambda: 0,
+            store_delay=lambda: 0,
+            sheds_store=lambda: False,
+            repeat_delay=lambda: 0,
+            on_step_planned=lambda: None,
         )
         self.engine = Engine(shape, node, name, chance, 0)
         self._salt = salt
@@ -109,10 +110,10 @@ class Served:
         return all(pool.offsets for pool in self.engine.side._stores.credits._pools.values())
 
     def ask(self, tokens: list[int], stores_all: bool = False) -> int:
-        """Answer a prompt; the tokens that were loaded for it.
+        """Answer a prompt. Returns how many of its tokens were loaded.
 
-        With `stores_all` no step begins without write slots: a state is stored in its step or not
-        at all.
+        With `stores_all` every step begins with write slots. Otherwise a state whose step has none
+        would not be stored at all.
         """
         self._requests += 1
         before = self.counted("tokens_loaded")
@@ -131,7 +132,7 @@ class Served:
             if stores_all:
                 until(self.has_slots, "there are write slots")
             self.engine.step()
-            if not self.engine.is_busy() and self.engine.quiet():
+            if not self.engine.is_busy() and self.engine.is_quiet():
                 break
         else:
             raise AssertionError("the request is never answered")
@@ -145,9 +146,9 @@ class Served:
 
 
 def stored(node: Node, shape: Shape, tokens: list[int]) -> None:
-    """The daemon has a prompt, of an engine that is gone.
+    """Store a prompt in the daemon with an engine that then ends.
 
-    That copied on the host: the staging of a device may have no room for what a step computes.
+    The engine copies on the host: a device's staging may have no room for what a step computes.
     """
     node.fresh()
     first = Served(replace(shape, device=None), node, "first")
@@ -191,9 +192,9 @@ def test_an_engine_that_computes_other_bytes_is_cut_off_at_its_first_hit(
         assert liar.counted("lookups_audit") == 1
         values = node.control.stats().values
         assert values["audits_differed"] - before.get("audits_differed", 0) == 1
-        # What it computed before the verdict may be there: objects behind the hit.
-        more = values["objects_stored"] - before["objects_stored"]
-        assert more <= len(shape.layout.members)
+        # What it computed before the verdict may be there: objects after the hit.
+        new_objects = values["objects_stored"] - before["objects_stored"]
+        assert new_objects <= len(shape.layout.members)
         assert not values["leases"]
     finally:
         liar.engine.close()
@@ -205,7 +206,7 @@ def test_an_engine_that_computes_other_bytes_is_cut_off_at_its_first_hit(
 def test_an_engine_that_computes_the_same_bytes_is_served_on(
     name: str, device: int | None, node: Node
 ) -> None:
-    """All groups are compared, states too; the first hit is a chunk shorter, the next is not."""
+    """All groups are compared, states too. The first hit is a chunk shorter, the next is not."""
     shape = shape_of(name, device)
     tokens = prompt_of(shape)
     stored(node, shape, tokens)

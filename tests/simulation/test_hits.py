@@ -1,8 +1,8 @@
 """Our hits next to those of vLLM's own cache managers, over the same drawn set of stored objects.
 
-vLLM's block pool gets exactly the blocks of the objects. Its names say nothing of the token behind
-a block, so a drafter costs its hits a block behind their end in each group of a drafter
-(`disable_eagle_block_drop` off), and ours cost it nothing.
+vLLM's block pool gets exactly the blocks of the objects. Its block hashes do not depend on the
+token after a block. So with a drafter, each of its hits needs one block more after its end in each
+group of the drafter (`disable_eagle_block_drop` off). Ours need none.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from vllm import SamplingParams
@@ -26,8 +26,9 @@ from hybridkv.core.coverage import largest_hit, stored_blocks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.vllm.layout import group_geometry
-from tests.simulation.engine import _hasher, _vllm_config
+from tests.simulation.configs import block_hasher, config_of
 from tests.simulation.layouts import KNOWS_DRAFT_LAYERS, LAYOUTS, WORD, Layout
+from tests.simulation.node import ObjectName
 from tests.simulation.world import draw
 
 pytestmark = pytest.mark.engine
@@ -43,7 +44,7 @@ NAMES = sorted(
 
 @dataclass(frozen=True)
 class Stored:
-    """An object of one prompt."""
+    """A stored object of one of the prompts."""
 
     prompt: int  # Which of the prompts it is of.
     gid: int
@@ -58,8 +59,8 @@ class Case:
         shape = draw(random.Random(0), layout, 0).shape
         self.configs = {}
         for is_dropped in (False, True):
-            one = dataclasses.replace(shape, is_block_dropped=is_dropped)
-            config = _vllm_config(one, "/nowhere", "engine")
+            dropping_shape = dataclasses.replace(shape, is_block_dropped=is_dropped)
+            config = config_of(dropping_shape, "/nowhere", "engine")
             self.configs[is_dropped] = layout.config(config, 2, worker=False)
         kv_config = self.configs[False]
         self.unit, self.hash_tokens = layout.unit, kv_config.hash_block_size
@@ -94,7 +95,7 @@ class Case:
         return stem[:kept] + rng.choices(range(2, 9), k=rng.choice((1, 1, chunk // 2, chunk)))
 
     def _chunks(self, tokens: list[int]) -> int:
-        """Chunks that have a name."""
+        """Returns how many chunks of a prompt have a name."""
         known = len(tokens) - self.geometry.lookahead_tokens
         return known // self.geometry.chunk_tokens
 
@@ -105,8 +106,8 @@ class Case:
         return [named[at : at + HASH_BYTES] for at in range(0, len(named), HASH_BYTES)]
 
     def request(self, tokens: list[int], hasher: Any = None) -> Request:
-        """vLLM's request."""
-        hasher = hasher or _hasher(self.hash_tokens)
+        """vLLM's request of these tokens."""
+        hasher = hasher or block_hasher(self.hash_tokens)
         params = SamplingParams(max_tokens=1)
         return Request("asked", tokens, params, None, block_hasher=hasher)
 
@@ -117,23 +118,25 @@ class Case:
 
     @cached_property
     def matching(self) -> list[Stored]:
-        """The stored objects whose tokens, with those that they depend on, are the prompt's."""
+        """The stored objects whose tokens, with those they depend on, are the asked prompt's."""
         chunk, ahead = self.geometry.chunk_tokens, self.geometry.lookahead_tokens
         return [
-            one
-            for one in self.stored
-            if self.asked[: (end := (one.chunk + 1) * chunk + ahead)]
-            == self.prompts[one.prompt][:end]
+            stored
+            for stored in self.stored
+            if self.asked[: (end := (stored.chunk + 1) * chunk + ahead)]
+            == self.prompts[stored.prompt][:end]
         ]
 
     @cached_property
     def hit(self) -> int:
-        """Tokens of our hit, which goes by names alone."""
+        """Tokens of our hit, which depends on names alone."""
         asked, named = self.names(self.asked), [self.names(tokens) for tokens in self.prompts]
-        present = {(one.gid, named[one.prompt][one.chunk]) for one in self.stored}
+        present = {
+            ObjectName(stored.gid, named[stored.prompt][stored.chunk]) for stored in self.stored
+        }
         chunks = min(self.limit // self.geometry.chunk_tokens, len(asked))
         masks = [
-            bytes((group.gid, name) in present for name in asked[:chunks])
+            bytes(ObjectName(group.gid, name) in present for name in asked[:chunks])
             for group in self.geometry.groups
         ]
         return largest_hit(self.geometry, masks, chunks) * self.geometry.chunk_tokens
@@ -153,9 +156,16 @@ class Case:
         """vLLM's managers over the blocks of these objects."""
         found = VllmHits(self, is_dropped, hasher, ahead)
         for number, tokens in enumerate(self.prompts):
-            mine = [one for one in objects if one.prompt == number]
+            mine = [stored for stored in objects if stored.prompt == number]
             found.add(self.request(tokens, hasher), mine)
         return found
+
+
+class PresentBlock(NamedTuple):
+    """A block that vLLM's pool has, by its name."""
+
+    gid: int
+    block_hash: bytes
 
 
 class VllmHits:
@@ -166,7 +176,7 @@ class VllmHits:
         blocks = sum(len(tokens) for tokens in case.prompts) * len(config.kv_cache_groups)
         config.num_blocks = blocks // case.hash_tokens + 2
         self._request = case.request(case.asked, hasher)
-        more = {"num_hash_lookahead_tokens": ahead} if ahead else {}
+        lookahead = {"num_hash_lookahead_tokens": ahead} if ahead else {}
         self.coordinator = get_kv_cache_coordinator(
             kv_cache_config=config,
             max_model_len=4096,
@@ -178,38 +188,45 @@ class VllmHits:
             pcp_world_size=1,
             scheduler_block_size=case.unit,
             hash_block_size=case.hash_tokens,
-            **more,
+            **lookahead,
         )
         self.pool: BlockPool = self.coordinator.block_pool
-        self.present: set[tuple[int, bytes]] = set()
+        self.present: set[PresentBlock] = set()
 
     def add(self, request: Request, objects: list[Stored]) -> None:
         """The blocks of a prompt's objects."""
         geometry = self._case.geometry
         for group in geometry.groups:
-            for one in objects:
-                if one.gid != group.gid:
+            for stored in objects:
+                if stored.gid != group.gid:
                     continue
-                for number in stored_blocks(geometry, group, one.chunk):
+                for number in stored_blocks(geometry, group, stored.chunk):
                     (block,) = self.pool.get_new_blocks(1)
                     table = [self.pool.null_block] * number + [block]
-                    size = group.tokens_per_block
-                    self.pool.cache_full_blocks(request, table, number, number + 1, size, group.gid)
-                    end = (number + 1) * size // self._case.hash_tokens
-                    self.present.add((group.gid, bytes(request.block_hashes[end - 1])))
+                    self.pool.cache_full_blocks(
+                        request,
+                        table,
+                        num_cached_blocks=number,
+                        num_full_blocks=number + 1,
+                        block_size=group.tokens_per_block,
+                        kv_cache_group_id=group.gid,
+                    )
+                    end = (number + 1) * group.tokens_per_block // self._case.hash_tokens
+                    block_hash = bytes(request.block_hashes[end - 1])
+                    self.present.add(PresentBlock(group.gid, block_hash))
 
     def tokens(self, limit: int) -> int:
-        """Of the longest hit that is not above the limit."""
+        """Tokens of the longest hit that is not above the limit."""
         found: int = self.coordinator.find_longest_cache_hit(self._request.block_hashes, limit)[1]
         return found
 
     def may_end(self, end: int) -> bool:
-        """Whether a hit may end there."""
+        """Whether a hit may end at `end`."""
         return self.tokens(end) == end
 
     @cached_property
     def dropping(self) -> set[int]:
-        """The groups from which vLLM drops a block behind a hit."""
+        """The groups from which vLLM drops a block after a hit."""
         coordinator = self.coordinator
         if not isinstance(coordinator, HybridKVCacheCoordinator):
             return set(coordinator.eagle_group_ids)
@@ -227,28 +244,30 @@ class VllmHits:
         It does where a run of blocks begins the prompt and is shorter than a window.
         """
         return any(
-            group.gid in self.dropping and group.window_tokens and size < self._case.unit
-            for group, size in ((one, one.tokens_per_block) for one in self._case.geometry.groups)
+            group.gid in self.dropping
+            and group.window_tokens
+            and group.tokens_per_block < self._case.unit
+            for group in self._case.geometry.groups
         )
 
     def is_proven(self, end: int) -> bool:
-        """Whether the block behind it is there in each group from which vLLM drops one."""
+        """Whether the block after `end` is there in each group from which vLLM drops one."""
         case, hashes = self._case, self._request.block_hashes
         is_hybrid = isinstance(self.coordinator, HybridKVCacheCoordinator)
         known = len(hashes) * case.hash_tokens if is_hybrid else case.limit
         for group in case.geometry.groups:
-            behind = end + group.tokens_per_block
+            next_end = end + group.tokens_per_block
             if group.gid not in self.dropping:
                 continue
-            name = bytes(hashes[behind // case.hash_tokens - 1]) if behind <= known else b""
-            if (group.gid, name) not in self.present:
+            name = bytes(hashes[next_end // case.hash_tokens - 1]) if next_end <= known else b""
+            if PresentBlock(group.gid, name) not in self.present:
                 return False
         return True
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hit_is_that_of_vllms_managers_over_the_same_objects(name: str) -> None:
-    """Of those with the names of the prompt; a drafter's names have the token behind a chunk."""
+    """The objects have the prompt's names. With a drafter, a name depends on the next token."""
     hits = 0
     for seed in range(CASES):
         case = Case(LAYOUTS[name], seed)
@@ -265,7 +284,7 @@ def test_a_hit_is_that_of_vllms_managers_over_the_same_objects(name: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("eagle")])
 def test_a_hit_is_longer_than_vllms_by_what_it_drops(name: str) -> None:
-    """vLLM's ends at the last place behind which each group of a drafter has a block."""
+    """vLLM's hit ends at the last place after which each group of a drafter has a block."""
     longer = 0
     for seed in range(CASES):
         case = Case(LAYOUTS[name], seed)

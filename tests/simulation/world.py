@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import xor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import vllm
@@ -28,18 +28,19 @@ from hybridkv.core.coverage import largest_hit, stored_blocks
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
-from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset, short_hash, slot_bytes
+from hybridkv.shm.slots import committed_slots, payload_offset, short_hash, slot_bytes
 from hybridkv.vllm.preflight import NAMED_LATE
-from tests.simulation.engine import CLOCK, PAUSE_STEPS, Chance, Engine, Shape, Traced
+from tests.simulation.configs import Shape
+from tests.simulation.engine import CLOCK, PAUSE_STEPS, Chance, Engine, Traced
 from tests.simulation.layouts import LAYOUTS, Layout
-from tests.simulation.node import ARENAS, Node
-from tests.simulation.oracle import Content, GroupWords, block_tokens
+from tests.simulation.node import ARENAS, Node, ObjectName, SlotVersion
+from tests.simulation.oracle import Content, GroupWords, Words, block_tokens
 from tests.waiting import DEADLINE_SECONDS
 
 STEPS_MAX = 4000
 FAULTS_UNTIL = STEPS_MAX // 2
 """Most seeds take a hundred steps. Weight updates preempt all requests, and may keep them from
-ending before this step; afterwards the requests must end."""
+ending before this step. Afterwards the requests must end."""
 FAULTS = (
     "reset",
     "flush",
@@ -56,22 +57,22 @@ FAULTS = (
     "shed",
 )
 FAULT_RATE = 0.3
-"""How often a seed has each of the faults at all, so that seeds differ."""
+"""The share of seeds that have a fault at all, for each fault, so that seeds differ."""
 KILL_RATE = 0.05
 """A daemon takes a third of a second to start, so few seeds kill it."""
 HOOKS_RATE = 0.25
-"""How many seeds break hooks; FAULTS_MAX of them switch a role off."""
+"""The share of seeds that break hooks. FAULTS_MAX faults switch a role off."""
 TAILS_RATE = 0.6
-"""How many seeds of layouts that can have hits inside a block have them."""
+"""The share of seeds with hits inside a block, where the layout can have them."""
 STUCK_STEPS = 500
 SALTS = (0, 3, 5)
-"""What the bytes of an engine depend on, as its weights say; 0 at the start."""
+"""The salts of an engine's weights, on which its bytes depend. 0 is the first."""
 VOCABULARY = range(2, 2000)
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a seed decided before it began."""
+    """The sizes, faults and settings that a seed draws before it begins."""
 
     shape: Shape
     arena: str
@@ -86,17 +87,17 @@ class Draw:
     lag: int
     """Steps by which the workers' reports come late."""
     hooks: random.Random
-    """Draws faults of hooks, where `hook_rate` is above 0, beside all other draws."""
+    """Draws faults of hooks where `hook_rate` is above 0. No other draw depends on it."""
     hook_rate: float
     """Faults of hooks in each step."""
     hook_faults: int
-    """How many of them switch a role off."""
+    """How many faults of hooks switch a role off."""
     turns: random.Random | None
-    """Draws next turns of prompts, beside all other draws; None = hits end at whole blocks."""
+    """Draws next turns of prompts alone. None = hits end at whole blocks."""
 
 
 def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
-    """Sizes around what the layout makes interesting."""
+    """Draw a seed's sizes, near those at which its layout changes its behaviour."""
     hooks = random.Random(f"hooks of {seed}")
     drafting = random.Random(f"drafts of {seed}")
     if layout is None:
@@ -188,22 +189,55 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
     )
 
 
+class Prefix(NamedTuple):
+    """The first `end` tokens of a content."""
+
+    content: Content
+    end: int
+
+    @property
+    def words(self) -> Words:
+        """The contents of the prefix's tokens."""
+        return self.content.upto(self.end)
+
+
+class NamedPrefix(NamedTuple):
+    """A prefix with the hash of its last block."""
+
+    block_hash: bytes
+    prefix: Prefix
+
+
+class Progress(NamedTuple):
+    """The number of tokens an engine has computed, and the step in which that changed."""
+
+    tokens: int
+    step: int
+
+
+class ChunkName(NamedTuple):
+    """An identity and a chunk hash: what names a chunk in the arena."""
+
+    namespace: bytes
+    chunk_hash: bytes
+
+
 @dataclass
 class Site:
-    """An engine of this world and what its bytes depend on."""
+    """An engine of this world, and the tokens that its hashes name."""
 
     engine: Engine
     salt: int = 0
-    names: dict[bytes, tuple[Content, int]] = field(default_factory=dict)
-    """Block hash to the tokens it names, with the present weights."""
-    ever: dict[bytes, tuple[Content, int]] = field(default_factory=dict)
-    """The same with any weights: where these change back, what was announced may be so again."""
+    """The weights' salt."""
+    names: dict[bytes, Prefix] = field(default_factory=dict)
+    """The prefix that each block hash names, with the present weights."""
+    names_ever: dict[bytes, Prefix] = field(default_factory=dict)
+    """The same with any weights: if weights come back, their blocks may be announced again."""
     ahead: dict[bytes, set[bytes]] = field(default_factory=dict)
-    """The chunk hashes that were made of a block hash, each with another token behind it."""
-    progress: tuple[int, int] = (0, 0)
-    """Tokens computed so far, and since which step."""
+    """The chunk hashes that were made of a block hash, each with another token after it."""
+    progress: Progress = Progress(0, 0)
     done: list[list[int]] = field(default_factory=list)
-    """All tokens of some answered requests, for the next turn."""
+    """All tokens of answered requests, for next turns."""
 
 
 class World:
@@ -214,12 +248,12 @@ class World:
         self._seeds = 0
 
     def close(self) -> None:
-        """End the daemons."""
+        """End the daemons of all arenas."""
         for node in self._nodes.values():
             node.close()
 
     def run(self, seed: int, layout: Layout | None = None) -> dict[str, Any]:
-        """Every count of one seed."""
+        """Run one seed, and return its counts."""
         rng = random.Random(seed)
         drawn = draw(rng, layout, seed)
         if seed % 3 == 2:
@@ -253,7 +287,7 @@ class World:
 
 
 class _Life:
-    """One seed, from its first request to its audits."""
+    """The run of one seed, from its first request to its audits."""
 
     def __init__(self, rng: random.Random, drawn: Draw, node: Node, name: str) -> None:
         self._rng = rng
@@ -261,13 +295,19 @@ class _Life:
         self._node = node
         self.counts: Counter[str] = Counter()
         self.sites: list[Site] = []
-        self._names: dict[tuple[bytes, bytes], tuple[Content, int]] = {}
-        """(namespace, chunk hash) to the tokens it names."""
+        self._names: dict[ChunkName, Prefix] = {}
+        """The tokens that each chunk's name stands for."""
         for number in range(drawn.engines):
             shape = drawn.shape
             if number:
                 shape = dataclasses.replace(shape, num_blocks=shape.num_blocks + rng.randrange(20))
-            chance = Chance(self._late, self._behind, self._shed, self._repeat, self._between)
+            chance = Chance(
+                load_delay=self._load_delay,
+                store_delay=self._store_delay,
+                sheds_store=self._sheds_store,
+                repeat_delay=self._repeat_delay,
+                on_step_planned=self._on_step_planned,
+            )
             self.sites.append(Site(Engine(shape, node, f"{name}.{number}", chance, drawn.lag)))
         self._geometry: Geometry = self.sites[0].engine.geometry
         chunk = self._geometry.chunk_tokens
@@ -294,8 +334,8 @@ class _Life:
             for site in self.sites:
                 self._step(site)
                 self._check_progress(site, step)
-            busy = any(s.engine.is_busy() or not s.engine.quiet() for s in self.sites)
-            idle = 0 if busy or self._requests < due else idle + 1
+            is_busy = any(s.engine.is_busy() or not s.engine.is_quiet() for s in self.sites)
+            idle = 0 if is_busy or self._requests < due else idle + 1
             if idle == 2 and due == drawn.requests:
                 break
             if idle == 2:
@@ -337,22 +377,22 @@ class _Life:
 
     # What happens
 
-    def _late(self) -> int:
+    def _load_delay(self) -> int:
         return self._rng.choice((0, 0, 1, 3, 7)) if "late" in self._drawn.faults else 0
 
-    def _behind(self) -> int:
+    def _store_delay(self) -> int:
         return self._rng.choice((0, 1, 1, 2, 9)) if "behind" in self._drawn.faults else 0
 
-    def _repeat(self) -> int:
+    def _repeat_delay(self) -> int:
         rng = self._rng
         return rng.choice((1, 2, 6)) if "repeat" in self._drawn.faults and rng.random() < 0.2 else 0
 
-    def _shed(self) -> bool:
-        shed = "shed" in self._drawn.faults and self._rng.random() < 0.2
-        self.counts["shed"] += shed
-        return shed
+    def _sheds_store(self) -> bool:
+        is_shed = "shed" in self._drawn.faults and self._rng.random() < 0.2
+        self.counts["shed"] += is_shed
+        return is_shed
 
-    def _between(self) -> None:
+    def _on_step_planned(self) -> None:
         rng, faults = self._rng, sorted(self._drawn.faults & {"flip", "clear", "kill", "cut"})
         if faults and rng.random() < self._drawn.fault_rate / 4 and not self._node.stopped:
             self._harm(rng.choice(faults), rng.choice(self.sites), 0)
@@ -387,13 +427,13 @@ class _Life:
         prompt = stem[: max(0, kept)]
         if rng.random() < 0.3 or not prompt:
             prompt = prompt + rng.choices(VOCABULARY, k=rng.choice((1, 5, chunk // 2 + 1, chunk)))
-        done = [tokens for other in self.sites for tokens in other.done[-3:]]
+        done = [tokens for each_site in self.sites for tokens in each_site.done[-3:]]
         # What another engine answered after this one's turn: it has more than what is here.
         further = [t for t in done if any(t[: len(d)] == d != t for d in site.done)]
         if turns is not None and done and turns.random() < 0.7:
             # The next turn of a prompt whose end inside a block was stored, here or elsewhere.
-            more = turns.choices(VOCABULARY, k=turns.randrange(1, 2 * chunk))
-            prompt = [*turns.choice(further or done), *more]
+            next_turn = turns.choices(VOCABULARY, k=turns.randrange(1, 2 * chunk))
+            prompt = [*turns.choice(further or done), *next_turn]
         prompt = prompt[: self._room]
         self._requests += 1
         generated = rng.choice(
@@ -441,12 +481,12 @@ class _Life:
             self._harm(what, site, step)
 
     def _harm(self, what: str, site: Site, step: int) -> None:
-        """To the daemon, or to the way there."""
+        """Do a fault to the daemon, or to a connection to it."""
         node, rng = self._node, self._rng
         if not node.stopped:
             # So that what the daemon has seen by then does not depend on the machine's speed.
-            for other in self.sites:
-                other.engine.barrier()
+            for each_site in self.sites:
+                each_site.engine.barrier()
         if what == "cut":
             site.engine.cut()
             self.counts[what] += 1
@@ -463,7 +503,7 @@ class _Life:
             self.counts[what] += 1
 
     def _intermission(self) -> None:
-        """Nothing runs, so that what is cached can be lost on one side alone."""
+        """Clear one cache while nothing runs: the engine's own, or the daemon's."""
         what = self._drawn.intermission
         if what == "engine":
             for site in self.sites:
@@ -478,7 +518,7 @@ class _Life:
         self._node.control.clear()
 
     def _abort(self, site: Site) -> None:
-        """Of the requests in the state that few are in."""
+        """Abort a request of a drawn state, so that rare states are aborted as well."""
         by_state: dict[str, list[str]] = {}
         for name, traced in site.engine.traced.items():
             tracked = site.engine.side._requests.by_id.get(name)
@@ -492,10 +532,10 @@ class _Life:
             self.counts[f"abort_{state}"] += 1
 
     def _new_weights(self, site: Site) -> None:
-        """Like a trainer's update of the weights: all is computed again, with other bytes.
+        """Update the weights as a trainer does: everything is computed again, with other bytes.
 
-        Trainers reset the cache before or after it, with steps of a paused engine between, and
-        write by vLLM's method or by code of their own. Weights come back too.
+        A trainer resets the cache before or after the update, with steps of a paused engine
+        between. It writes by vLLM's method or by code of its own. Weights come back too.
         """
         engine, rng = site.engine, self._rng
         self._drain(site)
@@ -534,11 +574,11 @@ class _Life:
         self._take(site, site.engine.step)
 
     def _drain(self, site: Site) -> None:
-        """vLLM preempts all requests only where no step is under way."""
+        """End every step that is under way: only then does vLLM preempt all requests."""
         self._take(site, site.engine.drain)
 
     def _take(self, site: Site, work: Callable[[], list[str]]) -> None:
-        """Do `work`, which answers requests, and name what it adds to them."""
+        """Do `work`, which returns the requests it answers, and name the tokens it adds to them."""
         traced = dict(site.engine.traced)
         self._name(site, traced)
         answered = work()
@@ -548,17 +588,17 @@ class _Life:
             self.counts["answered"] += 1
 
     def _check_progress(self, site: Site, step: int) -> None:
-        """Only running requests give blocks back: loads that fill the pool would wait for ever."""
+        """Check that loads do not fill the pool: only running requests give blocks back."""
         engine = site.engine
-        if engine.counts["tokens"] != site.progress[0]:
-            site.progress = engine.counts["tokens"], step
+        if engine.counts["tokens"] != site.progress.tokens:
+            site.progress = Progress(engine.counts["tokens"], step)
         holding = engine.holding()
-        stuck = (
-            step - site.progress[1] > STUCK_STEPS
-            and engine.quiet()
+        is_stuck = (
+            step - site.progress.step > STUCK_STEPS
+            and engine.is_quiet()
             and not engine.scheduler.running
         )
-        assert not (stuck and holding > 1), (
+        assert not (is_stuck and holding > 1), (
             f"{holding} requests hold the blocks that each of them needs to run"
         )
 
@@ -569,19 +609,19 @@ class _Life:
         for traced in requests.values():
             hashes, tokens = traced.request.block_hashes, traced.request.all_token_ids
             known = min(len(hashes), (len(tokens) - self._geometry.lookahead_tokens) // unit)
-            for index in range(traced.named, len(hashes)):
-                named = traced.content, (index + 1) * unit
-                name = bytes(hashes[index])
-                site.names[name] = site.ever[name] = named
+            for index in range(traced.named_blocks, len(hashes)):
+                prefix = Prefix(traced.content, (index + 1) * unit)
+                block_hash = bytes(hashes[index])
+                site.names[block_hash] = site.names_ever[block_hash] = prefix
                 if index < known:
-                    ahead = tokens[named[1]] if self._geometry.lookahead_tokens else 0
-                    looking = _looking_ahead(name, ahead)
-                    site.ahead.setdefault(name, set()).add(looking)
-                    self._names[site.engine.true_namespace, looking] = named
-            traced.named = known
+                    next_token = tokens[prefix.end] if self._geometry.lookahead_tokens else 0
+                    chunk_hash = _looking_ahead(block_hash, next_token)
+                    site.ahead.setdefault(block_hash, set()).add(chunk_hash)
+                    self._names[ChunkName(site.engine.true_namespace, chunk_hash)] = prefix
+            traced.named_blocks = known
 
     def _audit(self) -> None:
-        """Nothing is held, nothing faulted, and neither the engine nor the daemon keeps a lie."""
+        """Check that nothing is held, no hook faulted, and no cache has wrong bytes."""
         for site in self.sites:
             engine = site.engine
             engine.fresh()
@@ -598,7 +638,7 @@ class _Life:
                 f"stores are never settled: {list(side._stores._storing)}"
             )
             for saboteur in engine.saboteurs:
-                assert not saboteur.others, f"hooks faulted: {saboteur.others}"
+                assert not saboteur.unexpected, f"hooks faulted: {saboteur.unexpected}"
                 self.counts["hook"] += saboteur.fired
                 self.counts["begun_anew"] += saboteur.guard.counters["begun_anew"]
             assert not engine.connector.counters.get("audits_differed"), "a false alarm"
@@ -628,17 +668,17 @@ class _Life:
         self._audit_arena()
 
     def _audit_statistics(self, site: Site) -> None:
-        """Every count has arrived."""
+        """Check that every count has arrived at the dashboard."""
         engine = site.engine
         engine.step_idle()
         stats = engine.connector.get_kv_connector_stats()
         if stats is not None:
             engine.dashboard.add(stats.to_dict())
-        faulted = any(saboteur.fired for saboteur in engine.saboteurs)
-        engine.dashboard.check(engine.connector.counters, faulted)
+        has_faulted = any(saboteur.fired for saboteur in engine.saboteurs)
+        engine.dashboard.check(engine.connector.counters, has_faulted)
 
-    def _audit_storage(self, site: Site, present: set[tuple[int, bytes]]) -> None:
-        """As `_audit_router`, once the daemon has told what directories have lost."""
+    def _audit_storage(self, site: Site, present: set[ObjectName]) -> None:
+        """As `_audit_router` for directories, once the daemon has told what they have lost."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while site.engine.router.media["STORAGE"]:
             try:
@@ -651,38 +691,46 @@ class _Life:
             site.engine.barrier()
             site.engine.step_idle()
 
-    def _audit_router(self, site: Site, medium: str, present: set[tuple[int, bytes]]) -> None:
-        """A reader of the engine's events would find what they say of a medium."""
+    def _audit_router(self, site: Site, medium: str, present: set[ObjectName]) -> None:
+        """Check that lookups would hit every prefix that the engine's events announce."""
         engine, geometry = site.engine, self._geometry
         names = {
-            maybe_convert_block_hash(BlockHash(name)): (name, *named)
-            for name, named in site.ever.items()
+            maybe_convert_block_hash(BlockHash(block_hash)): NamedPrefix(block_hash, prefix)
+            for block_hash, prefix in site.names_ever.items()
         }
-        for chain, tokens in engine.router.chains(medium):
-            _, content, boundary = names[chain[-1]]
-            assert len(tokens) == boundary, "the tokens of a prefix"
-            assert list(content._tokens[:boundary]) == tokens
-            plain = [names[one][0] for one in chain if names[one][2] % geometry.chunk_tokens == 0]
-            # What a prompt looks up that goes on behind the chain with the token of some other one.
+        for announced in engine.router.chains(medium):
+            tokens, prefix = announced.tokens, names[announced.block_hashes[-1]].prefix
+            assert len(tokens) == prefix.end, "the tokens of a prefix"
+            assert list(prefix.content.tokens[: prefix.end]) == tokens
+            chain = [names[block_hash] for block_hash in announced.block_hashes]
+            chunk_ends = [
+                named.block_hash for named in chain if named.prefix.end % geometry.chunk_tokens == 0
+            ]
+            # The token after the prefix is that of any prompt that went on there.
             hits = []
-            for last in site.ahead.get(plain[-1], {plain[-1]}):
-                ends = [
-                    _looking_ahead(one, tokens[at * geometry.chunk_tokens])
+            for last in site.ahead.get(chunk_ends[-1], {chunk_ends[-1]}):
+                chunk_hashes = [
+                    _looking_ahead(block_hash, tokens[at * geometry.chunk_tokens])
                     if geometry.lookahead_tokens
-                    else one
-                    for at, one in enumerate(plain[:-1], 1)
+                    else block_hash
+                    for at, block_hash in enumerate(chunk_ends[:-1], 1)
                 ]
                 masks = [
-                    bytes((group.gid, one) in present for one in (*ends, last))
+                    bytes(
+                        ObjectName(group.gid, chunk_hash) in present
+                        for chunk_hash in (*chunk_hashes, last)
+                    )
                     for group in geometry.groups
                 ]
-                hits.append(largest_hit(geometry, masks, len(plain)) * geometry.chunk_tokens)
-            assert boundary in hits, f"{boundary} tokens are announced, a lookup would hit {hits}"
+                hits.append(largest_hit(geometry, masks, len(chunk_ends)) * geometry.chunk_tokens)
+            assert prefix.end in hits, (
+                f"{prefix.end} tokens are announced, a lookup would hit {hits}"
+            )
             self.counts["announced_chains"] += 1
             self.counts["announced_storage"] += medium == "STORAGE"
 
-    def _present(self, namespace: bytes) -> set[tuple[int, bytes]]:
-        """(gid, chunk hash) of the objects that the daemon has under an identity."""
+    def _present(self, namespace: bytes) -> set[ObjectName]:
+        """Returns the objects that the daemon has in RAM under an identity."""
         welcome = self._node.control.welcome
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         try:
@@ -690,11 +738,13 @@ class _Life:
         finally:
             arena.close()
         return {
-            (header.gid, header.chunk_hash) for header in headers if header.namespace == namespace
+            ObjectName(header.gid, header.chunk_hash)
+            for header in headers
+            if header.namespace == namespace
         }
 
     def _audit_engine(self, site: Site) -> None:
-        """Each block that a later request could hit in the engine holds what its hash says."""
+        """Check that each block that the engine could hit holds what its hash says."""
         for rank in site.engine.ranks:
             groups = {words.group.gid: words for words in rank.oracle.groups}
             for block in site.engine.pool.blocks:
@@ -706,81 +756,77 @@ class _Life:
                 if words is None:
                     continue
                 boundary = block.block_hash_num_tokens
-                content, named = site.names[bytes(get_block_hash(block.block_hash))]
-                assert named == boundary, (
-                    f"block {block.block_id} is named for {named} tokens and holds {boundary}"
+                prefix = site.names[bytes(get_block_hash(block.block_hash))]
+                assert prefix.end == boundary, (
+                    f"block {block.block_id} is named for {prefix.end} tokens and holds {boundary}"
                 )
-                holds = rank.oracle.holds(words, block.block_id, content, boundary)
-                assert holds, (
+                assert rank.oracle.holds(words, block.block_id, prefix.content, boundary), (
                     f"block {block.block_id} of group {words.group.gid} at {boundary} "
                     "is cached and wrong"
                 )
                 self.counts["blocks_audited"] += 1
 
     def _audit_arena(self) -> None:
-        """Each object that a lookup could find holds what its name says, and names its parent."""
+        """Check that each object in RAM holds what its name says, and names its parent."""
         welcome = self._node.control.welcome
-        tags = {
-            (identity, short_hash(name)): named for (identity, name), named in self._names.items()
+        by_short_hash = {
+            (name.namespace, short_hash(name.chunk_hash)): prefix
+            for name, prefix in self._names.items()
         }
-        taken: Counter[int] = Counter()
+        tenant_bytes: Counter[int] = Counter()
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         try:
             for offset, header in committed_slots(arena.memory):
-                if (offset, header.generation) in self._node.spoilt:
+                if SlotVersion(offset, header.generation) in self._node.spoilt:
                     continue
-                named = self._names.get((header.namespace, header.chunk_hash))
-                assert named is not None, (
+                prefix = self._names.get(ChunkName(header.namespace, header.chunk_hash))
+                assert prefix is not None, (
                     f"the object at {offset} has a name that nothing was computed for"
                 )
-                before = (
-                    tags.get((header.namespace, header.parent_short))
+                parent = (
+                    by_short_hash.get((header.namespace, header.parent_short))
                     if header.parent_short
-                    else (named[0], 0)
+                    else Prefix(prefix.content, 0)
                 )
-                assert before is not None, (
+                assert parent is not None, (
                     f"the object at {offset} comes after a chunk that nobody knows"
                 )
                 chunk_tokens = self._geometry.chunk_tokens
-                assert before[1] == (named[1] - 1) // chunk_tokens * chunk_tokens
-                assert np.array_equal(before[0].upto(before[1]), named[0].upto(before[1]))
-                taken[header.tenant] += slot_bytes(header.part_bytes, header.parts)
+                assert parent.end == (prefix.end - 1) // chunk_tokens * chunk_tokens
+                assert np.array_equal(parent.words, prefix.words[: parent.end])
+                tenant_bytes[header.tenant] += slot_bytes(header.part_bytes, header.parts)
                 start = offset + payload_offset(header.parts)
                 for rank in range(header.parts):
-                    part = arena.memory[
-                        start + rank * header.part_bytes : start + (rank + 1) * header.part_bytes
-                    ]
-                    self._audit_part(header, rank, np.frombuffer(part, np.int64).copy(), *named)
+                    part_start = start + rank * header.part_bytes
+                    part = arena.memory[part_start : part_start + header.part_bytes]
+                    numbers = np.frombuffer(part, np.int64).copy()
+                    self._audit_part(header.gid, rank, numbers, prefix)
                 self.counts["objects_audited"] += 1
                 self.counts["objects_of_tenants"] += header.tenant != 0
         finally:
             arena.close()
         quota = self._node.quota_bytes
-        assert quota is None or all(size <= quota for tenant, size in taken.items() if tenant), (
-            taken
-        )
-        assert set(taken) <= {0, tenant_of("a"), tenant_of("b")}
+        assert quota is None or all(
+            size <= quota for tenant, size in tenant_bytes.items() if tenant
+        ), tenant_bytes
+        assert set(tenant_bytes) <= {0, tenant_of("a"), tenant_of("b")}
 
-    def _audit_part(
-        self, header: SlotHeader, rank: int, part: Any, content: Content, boundary: int
-    ) -> None:
-        words = next(
-            w for w in self.sites[0].engine.ranks[rank].oracle.groups if w.group.gid == header.gid
-        )
-        chunk, rest = divmod(boundary, self._geometry.chunk_tokens)
-        group = words.group
-        if rest:
+    def _audit_part(self, gid: int, rank: int, part: Any, prefix: Prefix) -> None:
+        oracle = self.sites[0].engine.ranks[rank].oracle
+        words = next(words for words in oracle.groups if words.group.gid == gid)
+        chunk, tail_tokens = divmod(prefix.end, self._geometry.chunk_tokens)
+        if tail_tokens:
             assert self._drawn.shape.match_unit, "no match unit is set"
-            is_right = _is_tail(words, content, boundary, part)
+            is_right = _is_tail(words, prefix, part)
             self.counts["tails_audited"] += 1
         else:
-            positions = stored_blocks(self._geometry, group, chunk - 1)
-            is_right = np.array_equal(part, _stored(words, content, positions))
-        assert is_right, f"the object of group {group.gid}, rank {rank}, at {boundary} is wrong"
+            positions = stored_blocks(self._geometry, words.group, chunk - 1)
+            is_right = np.array_equal(part, _stored(words, prefix.content, positions))
+        assert is_right, f"the object of group {gid}, rank {rank}, at {prefix.end} is wrong"
 
 
 def _stored(words: GroupWords, content: Content, positions: range) -> Any:
-    """The words of one rank's part of an object: layer, block, and a block's in memory's order."""
+    """The words of one rank's part of an object: by layer, then block, then as in memory."""
     size = words.group.tokens_per_block
     cells = slice(positions.start * size, positions.stop * size)
     if words.group.kind is GroupKind.RECURRENT:
@@ -793,15 +839,15 @@ def _stored(words: GroupWords, content: Content, positions: range) -> Any:
     return np.concatenate(layers)
 
 
-def _is_tail(words: GroupWords, content: Content, boundary: int, part: Any) -> bool:
-    """Whether one rank's part of a tail's object is right, up to the tail's end."""
-    cells, at = block_tokens(words.group, boundary), 0
+def _is_tail(words: GroupWords, prefix: Prefix, part: Any) -> bool:
+    """Whether one rank's part of a tail's object is right, up to the prefix's end."""
+    cells, at = block_tokens(words.group, prefix.end), 0
     for layer, view in enumerate(words.layers):
         order = sorted((1, 2, 3), key=view.strides.__getitem__, reverse=True)
         shape = [view.shape[axis] for axis in order]
         size = int(np.prod(shape))
         block = part[at : at + size].reshape(shape).transpose(np.argsort(order))
-        expected = words.expected(layer, content, cells)
+        expected = words.expected(layer, prefix.content, cells)
         held = block[: len(expected)]
         if not np.array_equal(held, np.broadcast_to(expected, held.shape)):
             return False
@@ -810,10 +856,13 @@ def _is_tail(words: GroupWords, content: Content, boundary: int, part: Any) -> b
 
 
 def _looking_ahead(name: bytes, token: int) -> bytes:
-    """The chunk hash of a block hash and the token behind it."""
+    """Returns the chunk hash of a block hash and the token after it.
+
+    For token 0 that is the block hash: (h, 0) -> h.
+    """
     return bytes(map(xor, name, token.to_bytes(len(name), "little")))
 
 
 def _salt(site: Site, request: Request) -> int:
-    """What the bytes of a request depend on besides its tokens."""
+    """Returns the salt of a request's bytes: of the weights and of its tenant."""
     return site.salt + {None: 0, "a": 1 << 50, "b": 1 << 51}[request.cache_salt]

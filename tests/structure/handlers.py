@@ -11,12 +11,12 @@ NO = "not counted: "
 
 
 class Handler(NamedTuple):
-    """One handler of the sources."""
+    """An `except` clause or `suppress` in the sources."""
 
     function: str
     """The qualified name of the function that contains it, without the module."""
     clause: str
-    """As in `suppress(OSError)` or `except Exception`."""
+    """Its text, as `suppress(OSError)` or `except Exception`."""
     reason: str
     """Why the handler may catch what it catches."""
     counter: str
@@ -537,7 +537,7 @@ HANDLERS = (
         "Ctrl-C is how a user leaves the display.",
         NO + "it is the usual end",
     ),
-    # What the package offers for tests
+    # The package's parts for tests
     Handler(
         "DaemonProcess.start",
         "suppress(subprocess.TimeoutExpired)",

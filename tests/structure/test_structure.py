@@ -23,7 +23,7 @@ class Clause(NamedTuple):
     function: str
     """The qualified name of the function around it, without the module."""
     text: str
-    """As in `suppress(OSError)` or `except Exception`."""
+    """The clause itself, as `suppress(OSError)` or `except Exception`."""
     raises: bool
     """The clause has a `raise`, perhaps under a condition."""
 
@@ -85,8 +85,12 @@ def similar_names(paths: Iterable[str]) -> list[tuple[str, str]]:
         parts = PurePath(path).with_suffix("").parts
         for depth, name in enumerate(parts):
             members[parts[:depth]].add(name)
-    pairs = [pair for names in members.values() for pair in combinations(sorted(names), 2)]
-    return [pair for pair in pairs if differ_by_one_letter(*pair)]
+    return [
+        (first, second)
+        for names in members.values()
+        for first, second in combinations(sorted(names), 2)
+        if differ_by_one_letter(first, second)
+    ]
 
 
 def differ_by_one_letter(first: str, second: str) -> bool:

@@ -270,7 +270,7 @@ VALUES: Mapping[str, str] = {
     "VLLM_USAGE_SOURCE": "some",
     "VLLM_XLA_CACHE_PATH": "{directory}",
 }
-"""Values of variables whose default is no number; a number is raised by one, a switch turned."""
+"""Values of variables whose default is no number. A number is raised by one, a switch turned."""
 
 UNTRIED_VARIABLES: Reasons = {
     "They make other processes, or say which one this is.": "LOCAL_RANK "

@@ -20,7 +20,7 @@ REQUEST_SECONDS = 120.0
 
 
 def main() -> None:
-    """One engine after the other; those with variables first, before vLLM reads any."""
+    """Run one engine after the other. Those with variables come before vLLM reads any."""
     for name in ("torch", "transformers"):
         importlib.import_module(name)
     cases = [json.loads(line) for line in sys.stdin]
@@ -69,7 +69,7 @@ def _probed(arguments: Sequence[str], adapter: str) -> dict[str, Any]:
     engine.add_request("r", tokens, sampling, lora_request=lora)
     deadline, generated = time.monotonic() + REQUEST_SECONDS, 0
     while generated < GENERATED_TOKENS - 1:
-        generated = sum(len(one.outputs[0].token_ids) for one in engine.step())
+        generated = sum(len(output.outputs[0].token_ids) for output in engine.step())
         assert time.monotonic() < deadline, "the request is never answered"
     facts = core.scheduler.connector._scheduler._session.facts
     return {"identity": fingerprint(facts).hex(), "facts": facts, "kv": _kv(core.scheduler)}

@@ -6,7 +6,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
 
 class Unchanged(LogitsProcessor):
-    """For `--logits-processors`."""
+    """A logits processor for `--logits-processors`."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         """As vLLM calls it."""
@@ -18,4 +18,4 @@ class Unchanged(LogitsProcessor):
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """There is no state."""
+        """Do nothing: there is no state."""

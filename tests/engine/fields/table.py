@@ -209,7 +209,7 @@ FACT_VARIABLES = (
     "VLLM_USE_V2_MODEL_RUNNER VLLM_VIDEO_LOADER_BACKEND VLLM_XLA_USE_SPMD "
     "VLLM_XPU_FORCE_N_CONTIG_WEIGHT VLLM_XPU_INC_WNA16_BACKEND VLLM_ZENTORCH_WEIGHT_PREPACK"
 )
-"""Of `vllm.envs`: they choose kernels, data types or what a block's bytes mean."""
+"""Variables of `vllm.envs`: they choose kernels, data types or what a block's bytes mean."""
 
 OTHER_VARIABLES: Reasons = {
     LOGS: "FLA_CI_ENV LLGUIDANCE_LOG_LEVEL OTEL_EXPORTER_OTLP_TRACES_ENDPOINT "

@@ -49,17 +49,17 @@ from tests.engine.support import LOOKUP_TIMEOUT_MS, arguments_of, is_served, pro
 from tests.waiting import DEADLINE_SECONDS, until
 
 RAM = "128MiB"
-CHUNKS, MORE_TOKENS = 3, 20  # A prompt has so many whole chunks, and tokens behind them.
+CHUNKS, MORE_TOKENS = 3, 20  # A prompt has so many whole chunks, and tokens after them.
 MAX_TOKENS = 6
 TURN_TOKENS = 100  # New in a second turn.
 WRONG_BITS = 0x41
 Answer = Mapping[str, Any]
-"""What hybridkv.lab.runner says of a request."""
+"""The answer of hybridkv.lab.runner to a request."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an object is in the arena."""
+    """The place of an object in the arena."""
 
     offset: int
     header: SlotHeader
@@ -78,7 +78,7 @@ class Arms:
         self._connector: Any = engine.engine_core.engine_core.scheduler.connector
 
     def run(self, case: Case) -> Served:
-        """All of them, one after the other."""
+        """Run all arms, one after the other."""
         with self._control() as control:
             (engine,) = control.engines()
         chunk = engine.geometry.chunk_tokens
@@ -106,12 +106,12 @@ class Arms:
         )
 
     def _second_turn(self, chunk: int) -> Turn:
-        """A hit behind the last whole block of the first turn, whose end is inside a block."""
+        """A hit beyond the last whole block of the first turn, which ends inside a block."""
         first = prompt(2, CHUNKS * chunk + chunk // 2)
         second = [*first, *prompt(3, TURN_TOKENS)]
         self._answer(first)
         own = self._answer(second)
-        # Of the second turn nothing is left.
+        # Nothing is left of the second turn.
         with self._control() as control:
             control.clear()
         self._forget()
@@ -161,7 +161,7 @@ class Arms:
                 if header.namespace == namespace
             ]
         after = {place.header.parent_short: short_hash(place.header.chunk_hash) for place in stored}
-        name = 0  # Of what is before the first chunk.
+        name = 0  # The name before the first chunk.
         for _ in range(chunks):
             name = after[name]
         last = [place for place in stored if short_hash(place.header.chunk_hash) == name]
@@ -191,10 +191,10 @@ class Arms:
 
 
 def _flip(memory: memoryview, place: Place, is_signed: bool) -> None:
-    """Change the last byte of an object's first half; a second time changes it back.
+    """Change the last byte of an object's first half. A second call changes it back.
 
-    It is the high byte of a float32 and of a bfloat16 alike, and of the last token of a head in a
-    layer, since a window does not reach the first token of its first block.
+    It is the high byte of a float32 and of a bfloat16 alike. It belongs to the last token of a head
+    in a layer, because a window does not reach the first token of its first block.
     """
     header = place.header
     parts, part_bytes = header.parts, header.part_bytes
@@ -205,7 +205,7 @@ def _flip(memory: memoryview, place: Place, is_signed: bool) -> None:
 
 
 def _report(name: str, socket_path: str) -> CaseReport:
-    """A case; what ends it is in the report."""
+    """Run a case. Returns its report, with the error that ended it."""
     case, started = CASES[name], time.monotonic()
     served, skipped, error = None, "", ""
     if case.only_since_032 and int(vllm.__version__.split(".")[1]) < 32:
@@ -225,7 +225,7 @@ def _report(name: str, socket_path: str) -> CaseReport:
 
 
 def _fork(name: str, socket_path: str, connection: Connection) -> None:
-    """In a fork: send the report, and end at once, since nobody needs the engine any more."""
+    """Run a case in a fork, send its report, and end at once: nobody needs the engine any more."""
     connection.send_bytes(msgspec.json.encode(_report(name, socket_path)))
     os._exit(0)
 
@@ -257,7 +257,7 @@ def _forked(name: str, daemon: DaemonProcess) -> CaseReport:
 
 
 def main() -> int:
-    """Run the cases that are named, or all; 1 where something is wrong."""
+    """Run the named cases, or all. Returns 1 where something is wrong."""
     is_right = True
     with (
         tempfile.TemporaryDirectory(prefix="matrix-") as directory,

@@ -33,4 +33,4 @@ CASES: Mapping[str, Case] = {
         "qwen3next", ("--prefix-match-unit=32",), True, "hits inside a block are not served"
     ),
 }
-"""By name: each kind of attention and of recurrent layer, drafters, and hits inside a block."""
+"""Cases by name: each kind of attention and recurrent layer, drafters, and hits inside a block."""

@@ -13,7 +13,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     failed_loads: int
     same_tokens: bool
     same_logprobs: bool
-    same_drafts: bool  # What a drafter proposed in each step, and how much of it was accepted.
+    same_drafts: bool  # The drafts of each step, and how many of them were accepted.
 
     @property
     def is_same(self) -> bool:
@@ -22,19 +22,19 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A second turn, whose hit ends inside a block; `hit` is next to the engine's own."""
+    """A second turn, whose hit ends inside a block, and is compared with the own hit."""
 
-    own_tokens: int  # Of the engine's own hit.
+    own_tokens: int  # Tokens of the engine's own hit.
     hit: Compared
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of the requests of one engine."""
+    """The results of one engine's requests."""
 
     chunk_tokens: int
     groups: int
     drafted_tokens: int | None  # During the engine's own hit; None without a drafter.
-    own_tokens: int  # What the engine's own prefix cache has of the prompt.
+    own_tokens: int  # Tokens of the prompt that the engine's own prefix cache has.
     hit: Compared  # From outside, next to the engine's own hit.
     blind: dict[int, Compared]
     """The same where one byte of a group's last object is wrong and signed, by gid."""
@@ -43,7 +43,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the matrix."""
+    """The report of a case, a line of the matrix."""
 
     case: str
     seconds: float

@@ -29,36 +29,35 @@ START = payload_offset(1)
 
 
 class WireEngine:
-    """One engine; a loss of the daemon is as if nothing was there."""
+    """An engine of the wire alone. Without a daemon it finds nothing, and goes on."""
 
     def __init__(self, socket_path: str, directory: str) -> None:
-        self._place = socket_path, directory
+        self._socket_path, self._directory = socket_path, directory
         self._connected: ExitStack | None = None
         self._scheduler: ControlClient
         self._arena: Arena
 
     def obey(self, word: str) -> dict[str, object]:
-        """Do as one of the words says."""
+        """Do what a word says; returns the line that is printed."""
         try:
             if self._connected is None:
                 self._connect()
-            told: dict[str, object] = getattr(self, f"_{word}")()
-            return told
+            answer: dict[str, object] = getattr(self, f"_{word}")()
+            return answer
         except DaemonUnreachableError as error:
             self._lose()
             return {"hits": 0, "stored": 0, "why": str(error)}
 
     def _connect(self) -> None:
-        socket_path, directory = self._place
         lock = new_lock()
         worker = Hello(1, PROTOCOL_VERSION, "worker", "e", lock=lock)
         with ExitStack() as stack:
-            copying = stack.enter_context(ControlClient(socket_path, hello=worker))
+            copying = stack.enter_context(ControlClient(self._socket_path, hello=worker))
             self._scheduler = stack.enter_context(
-                ControlClient(socket_path, hello=engine_hello("e"))
+                ControlClient(self._socket_path, hello=engine_hello("e"))
             )
             welcome = copying.welcome
-            path = arena_seen(welcome.arena_path, directory)
+            path = arena_seen(welcome.arena_path, self._directory)
             self._arena = attach_arena(path, welcome.arena_bytes, pid=welcome.pid, lock=lock)
             stack.callback(self._arena.close)
             self._connected = stack.pop_all()
@@ -81,12 +80,12 @@ class WireEngine:
         found = self._scheduler.call(Lookup(5, 9, HASHES))
         assert isinstance(found, Found)
         offsets = unpack_u64(found.offsets)
-        right = all(
+        is_right = all(
             bytes(self._part(offset)) == bytes([number + 1]) * PART
             for number, offset in enumerate(offsets)
         )
         self._scheduler.tell(Release(9))
-        return {"hits": found.chunks, "right": right}
+        return {"hits": found.chunks, "right": is_right}
 
     def _hold(self) -> dict[str, object]:
         take(self._scheduler)
@@ -97,8 +96,8 @@ class WireEngine:
 
 
 def main() -> None:
-    """See above."""
-    engine = WireEngine(*sys.argv[1:])
+    socket_path, directory = sys.argv[1:]
+    engine = WireEngine(socket_path, directory)
     for line in sys.stdin:
         print(json.dumps(engine.obey(line.strip())), flush=True)
 

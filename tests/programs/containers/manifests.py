@@ -17,14 +17,22 @@ PAGE = ROOT / "docs" / "containers.md"
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """The resources of a manifest."""
+    """Returns the resources of a manifest."""
     return list(yaml.safe_load_all(path.read_text()))
 
 
 def pods(path: Path) -> list[dict[str, Any]]:
-    """The specifications of all pods of a manifest."""
+    """Returns the specifications of all pods of a manifest."""
     found = [document["spec"] for document in documents(path)]
     return [spec["template"]["spec"] if "template" in spec else spec for spec in found]
+
+
+class VolumePath(NamedTuple):
+    """A path in a volume."""
+
+    volume: str
+    """The node's path of the volume, or the name of a volume of the pod."""
+    path: str
 
 
 class Container(NamedTuple):
@@ -35,76 +43,79 @@ class Container(NamedTuple):
 
     @property
     def user(self) -> int:
-        """The user that it runs as."""
+        """The id of the user that the container runs as."""
         own: dict[str, int] = self.spec.get("securityContext", {})
         pods: dict[str, int] = self.pod["securityContext"]
         return (pods | own)["runAsUser"]
 
     @property
     def mounts(self) -> dict[str, str]:
-        """The name of a volume by its path here."""
-        return {one["mountPath"]: one["name"] for one in self.spec["volumeMounts"]}
+        """The name of each volume, by its path in the container."""
+        return {mount["mountPath"]: mount["name"] for mount in self.spec["volumeMounts"]}
 
     @property
     def probe(self) -> list[str]:
-        """The command by which it is known to serve."""
+        """The command that succeeds once the container serves."""
         probe = self.spec.get("startupProbe") or self.spec["readinessProbe"]
         words: list[str] = probe["exec"]["command"]
         return words
 
-    def place(self, path: str) -> tuple[str, str]:
-        """Where a path really is: its volume on the node or of the pod, and the rest."""
+    def place(self, path: str) -> VolumePath:
+        """Returns the volume that a path of the container is in, and the path within."""
         volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
         for at, name in self.mounts.items():
             if f"{path}/".startswith(f"{at}/"):
                 volume = volumes[name]
                 real = volume["hostPath"]["path"] if "hostPath" in volume else name
-                return real, path.removeprefix(at)
+                return VolumePath(real, path.removeprefix(at))
         raise AssertionError(f"{path} is in no volume")
 
 
 def containers(path: Path, name: str) -> list[Container]:
-    """Every container of that name, also those that are started first."""
+    """Returns every container of that name, with those that are started first."""
     return [
-        Container(pod, one)
+        Container(pod, container)
         for pod in pods(path)
-        for one in [*pod.get("initContainers", ()), *pod["containers"]]
-        if one["name"] == name
+        for container in [*pod.get("initContainers", ()), *pod["containers"]]
+        if container["name"] == name
     ]
 
 
 def served(arguments: list[str]) -> argparse.Namespace:
-    """The options of `hybridkv serve`."""
+    """Returns the options that `hybridkv serve` makes of its arguments."""
     assert arguments[0] == "serve"
     parser = argparse.ArgumentParser()
-    for one in run_serve[0]:
-        assert isinstance(one, tuple)
-        name, more = one
-        parser.add_argument(name, **more)
+    for option in run_serve[0]:
+        assert isinstance(option, tuple)
+        name, keywords = option
+        parser.add_argument(name, **keywords)
     return parser.parse_args(arguments[1:])
 
 
 def transfer_config(engine: Container) -> dict[str, Any]:
-    """What vLLM gets as --kv-transfer-config."""
+    """Returns the --kv-transfer-config of an engine's container."""
     arguments = engine.spec["args"]
     config: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
     return config
 
 
 def instructions(dockerfile: Path = DOCKERFILE) -> dict[str, str]:
-    """What follows each instruction of the Dockerfile; of those that come twice, the last."""
+    """Returns the rest of the line of each instruction of the Dockerfile.
+
+    Of an instruction that comes twice it is the last.
+    """
     lines = dockerfile.read_text().splitlines()
     steps = [line.split(" ", 1) for line in lines if line and not line.startswith("#")]
     return dict(steps)
 
 
 def image_variables() -> dict[str, str]:
-    """The environment that the image gives."""
-    return dict(one.split("=") for one in instructions()["ENV"].split())
+    """Returns the environment that the image gives."""
+    return dict(word.split("=") for word in instructions()["ENV"].split())
 
 
 def page_commands() -> Iterator[list[str]]:
-    """The words of each `docker run` of the page."""
+    """Yields the words of each `docker run` of the page."""
     for line in PAGE.read_text().replace("\\\n", " ").splitlines():
         if line.startswith("docker run "):
             yield line.split()

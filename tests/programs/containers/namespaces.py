@@ -24,7 +24,7 @@ from tests.programs.containers.manifests import ROOT, Container, image_variables
 from tests.waiting import DEADLINE_SECONDS, has_ended, until
 
 SCALE = 1024
-"""Volumes and caches are so many times smaller than in the manifests."""
+"""How many times smaller volumes and caches are than in the manifests."""
 HOME = "/run/home"
 _BIN = Path(sys.executable).parent
 _PACKAGE = "/run/package"
@@ -33,17 +33,23 @@ _IMAGE = {
     **{path: path for path in sorted({str(ROOT), sys.prefix, sys.base_prefix, _PACKAGES})},
     str(Path(hybridkv.__file__).parents[1]): _PACKAGE,
 }
-"""What stands for the image, and its place there: the container's user may not see where it is."""
+"""The machine's directories that stand for the image, each with its place in the container.
+
+A container's user may not be permitted to read the directories above them.
+"""
 _FIRST = f"""
 set -e
 cd /mnt
 mount -t tmpfs -o mode=755 tmpfs .
 cd /mnt
-for one in /*; do
-  if [ -L "$one" ]; then cp -P "$one" .; continue; fi
-  [ -d "$one" ] || continue
-  mkdir ".$one"
-  [ "$one" = /run ] || [ "$one" = /mnt ] || [ "$one" = /root ] || mount --rbind "$one" ".$one"
+for entry in /*; do
+  if [ -L "$entry" ]; then cp -P "$entry" .; continue; fi
+  [ -d "$entry" ] || continue
+  mkdir ".$entry"
+  case "$entry" in
+    /run | /mnt | /root) ;;
+    *) mount --rbind "$entry" ".$entry" ;;
+  esac
 done
 mkdir -m 1777 .{HOME}
 mount -t tmpfs -o mode=1777,size=64m tmpfs ./dev/shm
@@ -58,11 +64,11 @@ pivot_root . .before
 umount -l /.before
 exec "$@"
 """
-"""What makes the root: `REAL PLACE` of each volume, then `--` and the command."""
+"""A shell script that makes the root: `REAL PLACE` of each volume, then `--` and the command."""
 
 
 class RunningContainer:
-    """A container whose command runs."""
+    """A container whose command was started."""
 
     def __init__(
         self, process: "subprocess.Popen[bytes]", has_own_pids: bool, user: int, log: Path
@@ -75,7 +81,7 @@ class RunningContainer:
         if has_own_pids:
             until(lambda: bool(self._child()) or self.has_ended, "its first process is there")
         self.pid = self._child() if has_own_pids else process.pid
-        """Its first process, as the machine counts."""
+        """The number of the container's first process on the machine."""
 
     def _child(self) -> int:
         with contextlib.suppress(OSError):
@@ -84,18 +90,18 @@ class RunningContainer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its command has ended."""
+        """Whether the container's command has ended."""
         return self.process.poll() is not None
 
     def kill(self) -> None:
-        """End it with -9."""
+        """End the container with -9."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self.process.wait(DEADLINE_SECONDS)
         until(lambda: has_ended(self.pid), "it is gone")
 
     def execute(self, words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        """A command in it, as `kubectl exec` and probes run one."""
+        """Run a command in the container, as `kubectl exec` and probes do."""
         pids = ["--pid"] if self._has_own_pids else []
         ids = [f"--setuid={self._user}", f"--setgid={self._user}"]
         command = ["nsenter", f"--target={self.pid}", "--mount", *pids, *ids, "--", *words]
@@ -109,16 +115,23 @@ class RunningContainer:
         )
 
 
-def variables(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a container of the image."""
+def variables(extra_variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns the environment of a container of the image."""
     kept = {name: text for name, text in os.environ.items() if name != "XDG_RUNTIME_DIR"}
     path = {"PATH": f"{_BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{_PACKAGE}:{ROOT}"}
     home = {"HOME": HOME, "TMPDIR": HOME}
-    return {**kept, **path, **home, **image_variables(), "NODE_NAME": "node-1", **(more or {})}
+    return {
+        **kept,
+        **path,
+        **home,
+        **image_variables(),
+        "NODE_NAME": "node-1",
+        **(extra_variables or {}),
+    }
 
 
 class Machine:
-    """A node: what its pods' volumes really are; a context manager."""
+    """A node whose pods have real volumes, as a context manager."""
 
     def __init__(
         self,
@@ -127,9 +140,9 @@ class Machine:
         has_own_users: bool = False,
         given: Mapping[str, Path] | None = None,
     ) -> None:
-        """Pods have process ids of their own, or users, or not. Skips where that is forbidden.
+        """Give pods process ids or users of their own, or not. Skips where that is forbidden.
 
-        `given` are volumes by name that are something else than what the manifest says.
+        `given` are volumes by name that differ from those of the manifest.
         """
         self._given = given or {}
         self._directory = directory
@@ -141,7 +154,7 @@ class Machine:
         if subprocess.run(tried, capture_output=True, check=False).returncode:
             pytest.skip("needs the right to make namespaces")
         self._has_own_pids = has_own_pids
-        self.ends = contextlib.ExitStack()  # What happens when the machine is no more.
+        self.ends = contextlib.ExitStack()  # Called when the machine ends.
         self._volumes: dict[Path, None] = {}
 
     def __enter__(self) -> "Machine":
@@ -151,10 +164,10 @@ class Machine:
         self.ends.close()
 
     def volume(self, container: Container, name: str) -> Path:
-        """Where a volume really is; it is made where there is none yet, as the kubelet does."""
+        """Returns the directory of a volume. A new one is made as the kubelet makes it."""
         if name in self._given:
             return self._given[name]
-        (spec,) = (one for one in container.pod["volumes"] if one["name"] == name)
+        (spec,) = (volume for volume in container.pod["volumes"] if volume["name"] == name)
         if "hostPath" in spec:
             return self._of_node(Path(spec["hostPath"]["path"]), spec["hostPath"]["type"])
         path = self._directory / "pod" / name
@@ -188,11 +201,11 @@ class Machine:
         return real
 
     def log_path(self, name: str) -> Path:
-        """The log of the containers of that name."""
+        """Returns the log of the containers of that name."""
         return self._directory / f"{name}.log"
 
     def command(self, container: Container, words: Sequence[str]) -> list[str]:
-        """The command line by which `words` are the first process of a container."""
+        """Returns the command line by which `words` are a container's first process."""
         volumes = [word for mount in _IMAGE.items() for word in mount]
         for place, name in container.mounts.items():
             volumes += str(self.volume(container, name)), place
@@ -209,14 +222,14 @@ class Machine:
         stdin: IO[bytes] | int = subprocess.DEVNULL,
         stdout: IO[bytes] | int | None = None,
     ) -> RunningContainer:
-        """Start a container with a command; its output is its log unless it is asked for."""
+        """Start a container with a command, whose output goes to its log or to `stdout`."""
         log = self.log_path(container.spec["name"])
-        with log.open("ab") as said:
+        with log.open("ab") as log_file:
             process = subprocess.Popen(
                 self.command(container, words),
                 stdin=stdin,
-                stdout=said if stdout is None else stdout,
-                stderr=said,
+                stdout=log_file if stdout is None else stdout,
+                stderr=log_file,
                 env=variables(),
             )
         return self.adopt(container, process, log)
@@ -224,7 +237,10 @@ class Machine:
     def adopt(
         self, container: Container, process: "subprocess.Popen[bytes]", log: Path
     ) -> RunningContainer:
-        """A container that `process` began with a `command`; it ends with the machine."""
+        """Returns the container of a `process` that was started with a `command`.
+
+        It ends with the machine.
+        """
         running = RunningContainer(process, self._has_own_pids, container.user, log)
         self.ends.enter_context(process)
         self.ends.callback(running.kill)

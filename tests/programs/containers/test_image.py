@@ -24,8 +24,8 @@ def lint(text: str) -> list[str]:
     """The codes of what hadolint has against a Dockerfile."""
     hadolint = str(Path(sys.executable).with_name("hadolint"))
     command = [hadolint, "--no-fail", "--disable-ignore-pragma", "--format=json", "-"]
-    said = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
-    return [one["code"] for one in json.loads(said.stdout)]
+    hadolint_run = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    return [finding["code"] for finding in json.loads(hadolint_run.stdout)]
 
 
 def test_the_linter_has_nothing_against_it() -> None:

@@ -38,8 +38,8 @@ def test_a_wrong_resource_is_seen() -> None:
         kubernetes_validate.validate(pod, VERSIONS[-1], strict=True)
 
 
-def _where(one: Container, socket_path: str, directory: str) -> tuple[object, ...]:
-    return one.user, one.place(socket_path), one.place(directory)
+def _where(container: Container, socket_path: str, directory: str) -> tuple[object, ...]:
+    return container.user, container.place(socket_path), container.place(directory)
 
 
 @named
@@ -47,14 +47,16 @@ def test_engine_and_daemon_have_one_user_one_socket_and_one_memory(path: Path) -
     for pod in pods(path):
         assert pod["volumes"]
     (daemon,), (engine,) = containers(path, "hybridkv"), containers(path, "vllm")
-    for one in (daemon, engine):
-        assert {*one.mounts.values()} <= {volume["name"] for volume in one.pod["volumes"]}
+    for container in (daemon, engine):
+        assert {*container.mounts.values()} <= {
+            volume["name"] for volume in container.pod["volumes"]
+        }
     options = served(daemon.spec["args"])
     assert daemon.probe == ["hybridkv", "ping", "--socket", options.socket]
     limit = parse_size(daemon.spec["resources"]["limits"]["memory"] + "B", "memory")
     assert limit >= parse_size(options.ram, "ram") + (2 << 30)
     place = _where(daemon, options.socket, options.shm_dir)
-    assert daemon.place(options.socket)[1].count("/") == 2, (
+    assert daemon.place(options.socket).path.count("/") == 2, (
         "a volume's own directory is not private"
     )
     config = transfer_config(engine)
@@ -84,7 +86,7 @@ def test_the_name_of_the_node_is_the_nodes(path: Path) -> None:
     """
     for daemon in containers(path, "hybridkv"):
         options = served(daemon.spec["args"])
-        variables = {one["name"]: one for one in daemon.spec.get("env", ())}
+        variables = {variable["name"]: variable for variable in daemon.spec.get("env", ())}
         assert options.node == "$(NODE_NAME)"
         source = variables["NODE_NAME"]["valueFrom"]["fieldRef"]["fieldPath"]
         assert source == "spec.nodeName"

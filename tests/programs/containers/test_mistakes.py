@@ -35,20 +35,20 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def a_daemon() -> Container:
-    """The sidecar of the manifest, which a test may change."""
+    """Returns the sidecar of the manifest, which a test may change."""
     (found,) = containers(SIDECAR, "hybridkv")
     assert served(found.spec["args"]).socket == SOCKET
     return copy.deepcopy(found)
 
 
 def start(machine: Machine, daemon: Container, ram: str = "16MiB") -> RunningContainer:
-    """Start the daemon with less memory; it may end."""
+    """Start the daemon with less memory. It may end by itself."""
     words = [f"--ram={ram}" if word.startswith("--ram=") else word for word in daemon.spec["args"]]
     return machine.start(daemon, ["hybridkv", *words])
 
 
 def serves(machine: Machine, daemon: Container, ram: str = "16MiB") -> RunningContainer:
-    """Start a daemon, which answers."""
+    """Start a daemon, and wait until it answers."""
     running = start(machine, daemon, ram)
     until(lambda: running.has_ended or not running.execute(daemon.probe).returncode, "it serves")
     assert not running.has_ended, running.log.read_text()
@@ -56,7 +56,7 @@ def serves(machine: Machine, daemon: Container, ram: str = "16MiB") -> RunningCo
 
 
 def idle(machine: Machine, container: Container) -> RunningContainer:
-    """A container in which commands can be executed."""
+    """Start a container in which commands can be executed."""
     running = machine.start(container, ["sleep", "infinity"])
     command = Path(f"/proc/{running.pid}/comm")
     until(lambda: command.read_text() == "sleep\n", "its root and its user are there")
@@ -64,7 +64,7 @@ def idle(machine: Machine, container: Container) -> RunningContainer:
 
 
 def refusal(running: RunningContainer) -> str:
-    """The last line of a daemon that does not start."""
+    """Returns the last line of a daemon that does not start."""
     assert running.process.wait(DEADLINE_SECONDS) == REFUSED
     text = running.log.read_text()
     assert "Traceback" not in text
@@ -72,29 +72,29 @@ def refusal(running: RunningContainer) -> str:
 
 
 def arena_of(running: RunningContainer) -> str:
-    """The name of a daemon's arena."""
+    """Returns the name of a daemon's arena."""
     done = running.execute(["hybridkv", "stats", "--json", "--socket", SOCKET])
     return Path(json.loads(done.stdout)["arena"]).name
 
 
 def test_pods_with_one_directory_keep_their_own_memory(tmp_path: Path) -> None:
-    """Both have the socket's path, each in a volume of its own; either may end at any time."""
+    """Both have the socket's path, each in a volume of its own. Either may end at any time."""
     shared, daemon = tmp_path / "shared", a_daemon()
     with mounted("tmpfs", shared, "1g"):
         shared.chmod(0o1777)
         (tmp_path / "a").mkdir()
         (tmp_path / "b").mkdir()
         with (
-            Machine(tmp_path / "a", given={"memory": shared}) as one,
-            Machine(tmp_path / "b", given={"memory": shared}) as other,
+            Machine(tmp_path / "a", given={"memory": shared}) as first_machine,
+            Machine(tmp_path / "b", given={"memory": shared}) as second_machine,
         ):
-            first, second = serves(one, daemon), serves(other, daemon)
+            first, second = serves(first_machine, daemon), serves(second_machine, daemon)
             arenas = [arena_of(first), arena_of(second)]
             first.kill()
             second.kill()
-            assert arena_of(serves(other, daemon)) == arenas[1]
+            assert arena_of(serves(second_machine, daemon)) == arenas[1]
             assert sorted(path.name for path in shared.iterdir()) == sorted(arenas)
-            assert arena_of(serves(one, daemon)) == arenas[0]
+            assert arena_of(serves(first_machine, daemon)) == arenas[0]
 
 
 def test_a_memory_without_a_place_is_taken_over(machine: Machine) -> None:
@@ -116,9 +116,9 @@ def test_a_memory_without_a_place_is_taken_over(machine: Machine) -> None:
 def test_a_volume_that_is_too_small(machine: Machine, ram: str, size: str) -> None:
     """The second has no room for the tables alone. The size that is named works."""
     daemon = a_daemon()
-    said = refusal(start(machine, daemon, ram))
-    assert f"ram={ram} with its tables is larger than the {size} free in /hybridkv" in said
-    works = said.partition('; "')[2].partition('" works, or give the container more')[0]
+    message = refusal(start(machine, daemon, ram))
+    assert f"ram={ram} with its tables is larger than the {size} free in /hybridkv" in message
+    works = message.partition('; "')[2].partition('" works, or give the container more')[0]
     serves(machine, daemon, works)
 
 
@@ -129,11 +129,13 @@ def test_a_limit_of_memory_counts_the_cache(tmp_path: Path) -> None:
     daemon = a_daemon()
     daemon.spec["volumeMounts"].append({"name": "limit", "mountPath": LIMIT})
     with Machine(tmp_path, given={"limit": limit}) as machine:
-        said = refusal(start(machine, daemon, "64MiB"))
-        assert "ram=64MiB is larger than the container's memory limit of 48MiB" in said
-        assert said.endswith('"12MiB" works')
+        message = refusal(start(machine, daemon, "64MiB"))
+        assert "ram=64MiB is larger than the container's memory limit of 48MiB" in message
+        assert message.endswith('"12MiB" works')
         running = serves(machine, daemon, "32MiB")
-        (line,) = [one for one in running.log.read_text().splitlines() if "leaves no room" in one]
+        (line,) = [
+            line for line in running.log.read_text().splitlines() if "leaves no room" in line
+        ]
         assert " WARNING ram=32MiB leaves no room for the daemon" in line
         assert line.endswith("memory limit of 48MiB; a limit of 160.5MiB works")
 
@@ -143,12 +145,12 @@ def test_another_user_is_told_which_one_works(machine: Machine) -> None:
     serves(machine, daemon)
     (engine,) = containers(SIDECAR, "vllm")
     engine.pod["securityContext"]["runAsUser"] = 1001
-    other = idle(machine, engine)
-    done = other.execute(["hybridkv", "ping", "--socket", SOCKET])
+    engine_container = idle(machine, engine)
+    done = engine_container.execute(["hybridkv", "ping", "--socket", SOCKET])
     assert done.returncode == REFUSED
-    (said,) = done.stderr.splitlines()
-    assert "belongs to user id 1000" in said
-    assert "user id 1001" in said
+    (message,) = done.stderr.splitlines()
+    assert "belongs to user id 1000" in message
+    assert "user id 1001" in message
 
 
 @pytest.mark.parametrize("volume", ["socket", "memory"])
@@ -157,23 +159,23 @@ def test_a_volume_that_is_not_the_users(tmp_path: Path, volume: str) -> None:
     (roots := tmp_path / "roots").mkdir(mode=0o755)
     with mounted("tmpfs", roots, "1g"), Machine(tmp_path, given={volume: roots}) as machine:
         roots.chmod(0o755)
-        said = refusal(start(machine, a_daemon()))
+        message = refusal(start(machine, a_daemon()))
     assert {
         "socket": "socket: directory /run/hybridkv/own cannot be made (Permission denied)",
         "memory": "shm-dir: you may not make files in /hybridkv",
-    }[volume] in said
-    assert said.endswith("works")
+    }[volume] in message
+    assert message.endswith("works")
 
 
 def test_a_socket_of_a_dead_daemon(machine: Machine) -> None:
     daemon = a_daemon()
     first = serves(machine, daemon)
     (engine,) = containers(SIDECAR, "vllm")
-    other = idle(machine, engine)
+    engine_container = idle(machine, engine)
     first.kill()
     assert (machine.volume(daemon, "socket") / "own" / "daemon.sock").is_socket()
-    done = other.execute(["hybridkv", "ping", "--socket", SOCKET])
+    done = engine_container.execute(["hybridkv", "ping", "--socket", SOCKET])
     assert done.returncode == REFUSED
     assert "nothing listens there" in done.stderr
     serves(machine, daemon)
-    assert not other.execute(["hybridkv", "ping", "--socket", SOCKET]).returncode
+    assert not engine_container.execute(["hybridkv", "ping", "--socket", SOCKET]).returncode

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pytest
 
@@ -32,29 +32,37 @@ from tests.waiting import until
 
 MODEL, CHUNK = "gemma3", 128
 PROMPTS = [prompt(seed, 400) for seed in (1, 2)]
+
+
+class Namespaces(NamedTuple):
+    """The namespaces of its own that a container has."""
+
+    has_own_pids: bool
+    has_own_users: bool
+
+
 WAYS = {
-    "own pids": (True, False),
-    "shared pids": (False, False),
-    "own pids and users": (True, True),
+    "own pids": Namespaces(has_own_pids=True, has_own_users=False),
+    "shared pids": Namespaces(has_own_pids=False, has_own_users=False),
+    "own pids and users": Namespaces(has_own_pids=True, has_own_users=True),
 }
-"""Whether containers have process ids and a user namespace of their own."""
 FREE = "hybridkv stop --free"
 
 
 class Engine(Protocol):
-    """A container's engine."""
+    """An engine of a container, of the wire or of vLLM."""
 
     running: RunningContainer
 
     def store(self) -> None:
-        """Have the cache hold what `hits` asks for."""
+        """Store what `hits` asks for."""
 
     def hits(self) -> bool:
-        """Whether the cache had it; the answer is right in any case."""
+        """Whether the cache has the prompts. The answer must be right in any case."""
 
 
 class WireEngine:
-    """tests.programs.containers.client."""
+    """An engine that is tests.programs.containers.client."""
 
     def __init__(self, machine: Machine, container: Container, answers: dict[str, Any]) -> None:
         settings = parse_settings(transfer_config(container)["kv_connector_extra_config"])
@@ -68,28 +76,26 @@ class WireEngine:
         )
 
     def does(self, word: str) -> dict[str, Any]:
-        """What it says to a word."""
-        asked, told = self.running.process.stdin, self.running.process.stdout
-        assert asked is not None
-        assert told is not None
-        asked.write(f"{word}\n".encode())
-        asked.flush()
-        line = told.readline()
+        """Send a word. Returns the answer."""
+        stdin, stdout = self.running.process.stdin, self.running.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(f"{word}\n".encode())
+        stdin.flush()
+        line = stdout.readline()
         assert line, self.running.log.read_text()
-        said: dict[str, Any] = json.loads(line)
-        return said
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def store(self) -> None:
-        """See Engine."""
         assert self.does("store")["stored"] > 0
         assert self.hits()
         assert self.does("hold") == {"held": True}
 
     def hits(self) -> bool:
-        """See Engine."""
-        said = self.does("look")
-        assert said.get("right", True)
-        return bool(said["hits"])
+        answer = self.does("look")
+        assert answer.get("right", True)
+        return bool(answer["hits"])
 
 
 class VllmEngine(EngineProcess):
@@ -120,11 +126,9 @@ class VllmEngine(EngineProcess):
         self.info = self.end("starting")
 
     def store(self) -> None:
-        """See Engine."""
         assert not self.hits()
 
     def hits(self) -> bool:
-        """See Engine."""
         forget(self)
         results = [self.run(each, max_tokens=4)[0] for each in PROMPTS]
         answers = [result["tokens"] for result in results]
@@ -133,7 +137,7 @@ class VllmEngine(EngineProcess):
 
 
 class Followed:
-    """The page, as far as it was followed."""
+    """The state of a pod of the page."""
 
     def __init__(self, machine: Machine, manifest: Path) -> None:
         self.machine = machine
@@ -160,16 +164,16 @@ class Followed:
         return daemon
 
     def restart_daemon(self) -> None:
-        """kill -9 of the daemon was before: the kubelet starts its container again."""
+        """Start the daemon's container again, as the kubelet does after its end."""
         self.daemon = self._start_daemon()
 
     def stats(self) -> dict[str, Any]:
-        """What the daemon says of itself, asked in its container."""
+        """Returns the daemon's values, asked in its container."""
         socket_path = str(self.options.socket)
         done = self.daemon.execute(["hybridkv", "stats", "--json", "--socket", socket_path])
         assert done.returncode == 0, done.stderr
-        told: dict[str, Any] = json.loads(done.stdout)
-        return told
+        values: dict[str, Any] = json.loads(done.stdout)
+        return values
 
     def is_free(self) -> bool:
         """Whether nobody holds write slots or a session."""
@@ -178,7 +182,7 @@ class Followed:
         return not any(held)
 
     def volumes(self) -> list[Path]:
-        """Every file of both volumes."""
+        """Returns every file of both volumes."""
         real = [
             self.machine.volume(self.daemon_spec, name) for name in self.daemon_spec.mounts.values()
         ]
@@ -204,12 +208,13 @@ def followed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Followe
     manifest, way = request.param
     if os.geteuid() != 0:
         pytest.skip("needs root to act as another user")
-    with Machine(tmp_path, *WAYS[way]) as machine:
+    namespaces = WAYS[way]
+    with Machine(tmp_path, namespaces.has_own_pids, namespaces.has_own_users) as machine:
         yield Followed(machine, manifest)
 
 
 def follow(page: Followed, engine_of: Callable[..., Engine]) -> None:
-    """The life of a pod: hits, and the end of either side by -9."""
+    """Follow the life of a pod: hits, and the end of either side by -9."""
     answers: dict[str, Any] = {}
     first = engine_of(page.machine, page.engine_spec, answers)
     first.store()
@@ -245,7 +250,7 @@ def test_an_engine_of_the_wire(followed: Followed) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "followed", [one for one in CASES if "users" not in str(one.id)], indirect=True
+    "followed", [case for case in CASES if "users" not in str(case.id)], indirect=True
 )
 def test_vllm(followed: Followed) -> None:
     follow(followed, VllmEngine)

@@ -165,7 +165,7 @@ def test_an_engine_starts_where_the_daemon_it_names_is_of_another_version(
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from hybridkv.connector import HybridKVConnector
-    from tests.simulation.engine import Shape, _vllm_config
+    from tests.simulation.configs import Shape, config_of
     from tests.simulation.layouts import LAYOUTS, ON_CPU
 
     layout = LAYOUTS["full"]
@@ -181,7 +181,7 @@ def test_an_engine_starts_where_the_daemon_it_names_is_of_another_version(
         placement=ON_CPU,
         settings=settings,
     )
-    config = _vllm_config(shape, str(socket_path), "e")
+    config = config_of(shape, str(socket_path), "e")
     with others(socket_path, 1, -1):
         kv_config = layout.config(config, 64, worker=False)
         HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config).shutdown()

@@ -66,7 +66,8 @@ def make_roles(socket_path: str) -> Roles:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from hybridkv.connector import HybridKVConnector
-    from tests.simulation.engine import Rank, Shape, _vllm_config
+    from tests.simulation.configs import Shape, config_of
+    from tests.simulation.engine import Rank
     from tests.simulation.layouts import LAYOUTS, ON_CPU
 
     layout = LAYOUTS[LAYOUT]
@@ -77,7 +78,7 @@ def make_roles(socket_path: str) -> Roles:
     }
     settings["hybrid_chunk_size"] = 2 * layout.unit
     shape = Shape(layout, BLOCKS, 4 * layout.unit + 1, layout.unit, 4, None, 1, ON_CPU, settings)
-    config = _vllm_config(shape, socket_path, "e")
+    config = config_of(shape, socket_path, "e")
     rank = Rank(shape, config, 0)
     scheduler = HybridKVConnector(
         config, KVConnectorRole.SCHEDULER, layout.config(config, BLOCKS, worker=False)
@@ -164,7 +165,8 @@ def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
 
     import hybridkv.vllm.seams
     from hybridkv.connector import HybridKVConnector
-    from tests.simulation.engine import Rank, Shape, _vllm_config
+    from tests.simulation.configs import Shape, config_of
+    from tests.simulation.engine import Rank
     from tests.simulation.layouts import LAYOUTS, ON_CPU
 
     layout = LAYOUTS[name]
@@ -173,7 +175,7 @@ def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
     settings["hybrid_chunk_size"] = layout.unit
     shape = Shape(layout, BLOCKS, length, budget, 4, None, 1, ON_CPU, settings, is_async, drafts=3)
     monkeypatch.setattr(hybridkv.vllm.seams, "has_wrong_drafted_states", lambda: False)
-    config = _vllm_config(shape, daemon.socket_path, "e")
+    config = config_of(shape, daemon.socket_path, "e")
     kv_config = layout.config(config, BLOCKS, worker=False)
     rank = Rank(shape, config, 0)
     scheduler = HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config)
@@ -201,7 +203,8 @@ def test_an_engine_whose_prompts_have_no_whole_chunk_serves_without_the_cache(
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
     from hybridkv.connector import HybridKVConnector
-    from tests.simulation.engine import Rank, Shape, _vllm_config
+    from tests.simulation.configs import Shape, config_of
+    from tests.simulation.engine import Rank
     from tests.simulation.layouts import LAYOUTS, ON_CPU
 
     layout = LAYOUTS["gemma3_small"]
@@ -212,7 +215,7 @@ def test_an_engine_whose_prompts_have_no_whole_chunk_serves_without_the_cache(
         "hybrid_chunk_size": 4 * unit,
     }
     shape = Shape(layout, BLOCKS, 3 * unit, unit, 4, None, 1, ON_CPU, settings)
-    config = _vllm_config(shape, daemon.socket_path, "e")
+    config = config_of(shape, daemon.socket_path, "e")
     kv_config = layout.config(config, BLOCKS, worker=False)
     rank = Rank(shape, config, 0)
     scheduler = HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config)

@@ -47,7 +47,8 @@ class Served:
 
         from hybridkv.connector import HybridKVConnector
         from hybridkv.connector.messages import StepReport
-        from tests.simulation.engine import Rank, Shape, _vllm_config
+        from tests.simulation.configs import Shape, config_of
+        from tests.simulation.engine import Rank
         from tests.simulation.layouts import LAYOUTS, ON_CPU
 
         layout = LAYOUTS[LAYOUT]
@@ -58,7 +59,7 @@ class Served:
         }
         chosen["hybrid_chunk_size"] = layout.unit
         shape = Shape(layout, BLOCKS, 1 << 20, 512, 4, None, 1, ON_CPU, chosen)
-        config = _vllm_config(shape, daemon.socket_path, f"e {algorithm}")
+        config = config_of(shape, daemon.socket_path, f"e {algorithm}")
         config.cache_config.prefix_caching_hash_algo = self.algorithm = algorithm
         rank = Rank(shape, config, 0)
         self.connector = HybridKVConnector(

@@ -364,13 +364,14 @@ def test_sources_make_up_what_is_loaded(by_tier: dict[str, int], more: int) -> N
 def test_a_worker_tells_its_own_faults_once(tmp_path: Path) -> None:
     """The scheduler role exports them; a plan that is nonsense makes one."""
     from hybridkv.connector.messages import LoadPlan, StepPlan
-    from tests.simulation.engine import Rank, Shape, _vllm_config
+    from tests.simulation.configs import Shape, config_of
+    from tests.simulation.engine import Rank
     from tests.simulation.layouts import LAYOUTS, ON_CPU
 
     settings: dict[str, object] = {"weights_identity": "simulated"}
     loads = {"r": LoadPlan("", ())}
     shape = Shape(LAYOUTS["full"], 8, 256, 64, 2, None, 1, ON_CPU, settings)
-    connector = Rank(shape, _vllm_config(shape, f"{tmp_path}/none.sock", "e"), 0).connector
+    connector = Rank(shape, config_of(shape, f"{tmp_path}/none.sock", "e"), 0).connector
     for faults in (1, 2):
         plan = StepPlan(reserved_bytes=None, loads=loads)  # type: ignore[arg-type]
         connector.bind_connector_metadata(plan)

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from tests.simulation.engine import _base_config, _hasher, _structured_output_manager
+from tests.simulation.configs import base_config, block_hasher, structured_output_manager
 from tests.simulation.layouts import LAYOUTS
 from tests.unit.multi.scripted import SCRIPTS, Script
 
@@ -57,7 +57,7 @@ def multi_config(
     **extra: Any,
 ) -> Any:
     """vLLM's configuration with MultiConnector over these."""
-    config = copy.copy(_base_config())
+    config = copy.copy(base_config())
     for part in ("model_config", "cache_config", "scheduler_config", "parallel_config"):
         setattr(config, part, copy.copy(getattr(config, part)))
     config.cache_config.block_size = layout.block_size
@@ -99,7 +99,7 @@ class MultiEngine:
         self.scheduler: Any = Scheduler(
             vllm_config=config,
             kv_cache_config=groups,
-            structured_output_manager=_structured_output_manager(),
+            structured_output_manager=structured_output_manager(),
             block_size=layout.unit,
             hash_block_size=groups.hash_block_size,
             log_stats=True,
@@ -113,7 +113,7 @@ class MultiEngine:
         )
         self.now = 1000.0
         self.connector.part.clock = lambda: self.now
-        self._hasher = _hasher(groups.hash_block_size)
+        self._hasher = block_hasher(groups.hash_block_size)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         self._names = 0
         self.steps = 0

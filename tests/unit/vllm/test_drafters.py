@@ -12,7 +12,7 @@ from hybridkv.core.findings import Verdict
 from hybridkv.vllm import seams
 from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
 from hybridkv.vllm.preflight import group_findings
-from tests.simulation.layouts import _m
+from tests.simulation.layouts import Member
 
 NO_MATCH_UNIT = {"cache_config": SimpleNamespace(prefix_match_unit=None)}
 
@@ -123,9 +123,9 @@ def refused(
 def test_groups_that_drafts_cannot_be_restored_for_are_refused() -> None:
     """Recurrent ones, chunked local ones under EAGLE, and those that vLLM does not cache."""
 
-    full = _m("full", 16).spec(1, 1)
-    chunked, scratch = _m("chunked", 16, 64).spec(1, 1), _m("scratch", 16).spec(1, 1)
-    recurrent = _m("recurrent", 16).spec(1, 1)
+    full = Member("full", 16).spec(1, 1)
+    chunked, scratch = Member("chunked", 16, 64).spec(1, 1), Member("scratch", 16).spec(1, 1)
+    recurrent = Member("recurrent", 16).spec(1, 1)
     assert refused("eagle", full, cached=[0]) == []
     assert refused(None, recurrent, scratch, full, cached=[0, 2]) == []
     assert refused("draft_model", chunked, full, cached=[0, 1]) == []
@@ -169,8 +169,8 @@ def test_recurrent_states_are_served_where_they_were_proven(
     """With and without a drafter's layers; vLLM's CPU build fails with drafts by itself."""
     monkeypatch.setattr(vllm, "__version__", case.version)
     monkeypatch.setattr(seams, "has_wrong_drafted_states", lambda: case.has_wrong_states)
-    recurrent = replace(_m("recurrent", 16).spec(1, 1), num_speculative_blocks=case.blocks)
-    sentences = refused(method, _m("full", 16).spec(1, 1), recurrent, **case.changes)
+    recurrent = replace(Member("recurrent", 16).spec(1, 1), num_speculative_blocks=case.blocks)
+    sentences = refused(method, Member("full", 16).spec(1, 1), recurrent, **case.changes)
     assert len(sentences) == bool(case.what)
     for sentence in sentences:
         assert case.what in sentence
@@ -184,8 +184,8 @@ def test_a_drafter_over_recurrent_states_is_served_without_padding_alone(
     """vLLM pads for asynchronous scheduling, and then no prompt of several steps is stored."""
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
     monkeypatch.setattr(seams, "has_wrong_drafted_states", lambda: False)
-    full = _m("full", 16).spec(1, 1)
-    recurrent = replace(_m("recurrent", 16).spec(1, 1), num_speculative_blocks=3)
+    full = Member("full", 16).spec(1, 1)
+    recurrent = replace(Member("recurrent", 16).spec(1, 1), num_speculative_blocks=3)
     (sentence,) = refused(method, full, recurrent, is_async=True)
     assert "asynchronous scheduling" in sentence
     assert sentence.endswith('"disable_padded_drafter_batch":true works')

@@ -11,7 +11,7 @@ from hybridkv.vllm.blocks import block_bytes
 from hybridkv.vllm.identity import identity_facts
 from hybridkv.vllm.layout import LayerLayout, build_geometry, worker_layout
 from tests.kv_memory import BLOCKS, CACHES, Cache, full, layers, state
-from tests.simulation.engine import _base_config
+from tests.simulation.configs import base_config
 
 pytestmark = pytest.mark.engine
 
@@ -62,7 +62,7 @@ def test_a_single_head_has_one_order() -> None:
 
 def test_how_a_state_is_arranged_is_a_part_of_the_identity() -> None:
     """It is registered as bytes; vLLM has a setting for the order of its dims."""
-    config, settings = _base_config(), Settings(weights_identity="any")
+    config, settings = base_config(), Settings(weights_identity="any")
 
     def facts(*shape: int) -> dict[str, object]:
         spec = dataclasses.replace(state(128, 4096, 4096), shapes=(shape,))

@@ -7,7 +7,7 @@ import vllm
 
 from hybridkv.core.findings import Verdict
 from hybridkv.vllm.preflight import group_findings
-from tests.simulation.layouts import _m
+from tests.simulation.layouts import Member
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_states_that_vllm_names_twice_are_refused(
 ) -> None:
     """With asynchronous scheduling vLLM 0.30 copies a later state under a match unit's name."""
     monkeypatch.setattr(vllm, "__version__", version)
-    specs = _m("full", 16).spec(1, 1), _m("recurrent", 16).spec(1, 1)
+    specs = Member("full", 16).spec(1, 1), Member("recurrent", 16).spec(1, 1)
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
     config = SimpleNamespace(kv_cache_groups=groups, prefix_cacheable_group_ids=[0, 1])
     engine = SimpleNamespace(
