@@ -38,11 +38,11 @@ def check_daemon(daemon: Daemon) -> None:
 def check_demotion(demotion: Demotion, arena_bytes: int) -> list[Slot]:
     """What is held for tiers: for each of them its share of the arena at most, or one object."""
     all_held: list[Slot] = []
-    for tier, leaving in zip(demotion._tiers, demotion._leaving, strict=True):
-        writing = (job.items for job in demotion._writing if job.tier == tier.number)
+    for tier, leaving in zip(demotion._tiers, demotion.leaving, strict=True):
+        writing = (job.items for job in demotion.writing if job.tier == tier.number)
         items = [*leaving, *chain.from_iterable(writing)]
         held = sum(item.record.size_bytes for item in items)
-        assert held == demotion._held_bytes[tier]
+        assert held == demotion.held_bytes[tier]
         assert held <= arena_bytes // HELD_SHARE or len(items) == 1
         all_held += [item.slot for item in items if item.slot is not None]
     return all_held
@@ -153,10 +153,10 @@ def free_runs(extents: Extents) -> list[tuple[int, int]]:
 
 def check_disk(tier: DiskTier) -> None:
     """The index and the files of a directory tier that nobody uses meanwhile."""
-    index = tier._index
+    index = tier.index
     with index.lock:
         _check_files(index)
-        home = tier._writers.home
+        home = tier.writers.home
         files = *home.glob("??/*"), *home.glob(f"{TMP}/*/*")
         real = sum(path.stat().st_blocks * BLOCK_BYTES for path in files)
         assert real <= index.held_bytes
@@ -165,10 +165,10 @@ def check_disk(tier: DiskTier) -> None:
 def _check_files(index: FileIndex) -> None:
     ours = index.ours.values()
     check_queue(index._order, index._may_go, index.ours)
-    taken = sum(file.taken_bytes for file in ours) + sum(index._strays.values())
+    taken = sum(file.taken_bytes for file in ours) + sum(index.strays.values())
     assert taken == index._taken_bytes <= index.max_bytes
     assert not index.writing_bytes
     assert not index.ours.keys() & index.others.keys()
     assert index._doubled <= index.ours.keys() | index.others.keys()
-    assert not index._strays.keys() & {file.path for file in ours}
+    assert not index.strays.keys() & {file.path for file in ours}
     assert +index._children == Counter(file.parent for file in ours)

@@ -350,12 +350,7 @@ class World:
         held = (
             *(promotion._lookups, promotion._reads, promotion._finds),
             *promotion._turns.values(),
-            *(
-                +promotion._reading_bytes,
-                demotion._writing,
-                +demotion._held_bytes,
-                *demotion._leaving,
-            ),
+            *(+promotion._reading_bytes, demotion.writing, +demotion.held_bytes, *demotion.leaving),
         )
         assert not any(held), f"LEAK: {held}"
         self._audit_vaults()

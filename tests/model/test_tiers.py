@@ -520,7 +520,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert not self.daemon.promotion._reads
         assert not any(self.daemon.promotion._turns.values())
         assert not any(self.daemon.promotion._damaged.values())
-        assert not +self.daemon.demotion._held_bytes
+        assert not +self.daemon.demotion.held_bytes
 
 
 TiersMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60)

@@ -285,7 +285,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "tiers-hear-of-no-use",
         "tiers do not hear of what RAM hits, and nobody hears that they lost it",
-        "Demotion.read",
+        "Demotion.queue_hit",
         "due = [slot for slot in slots if self._now - slot.used_at >= USE_SECONDS]",
         "due = []",
         ("B35",),

@@ -342,7 +342,7 @@ HANDLERS = (
         NO + "a file that is gone does not belong to the report",
     ),
     Handler(
-        "_WriterCheck.check",
+        "_WriterCheck.check_all",
         "suppress(FileNotFoundError)",
         "A running daemon evicted the record before it could be proved.",
         NO + "a record that is gone does not belong to the report",

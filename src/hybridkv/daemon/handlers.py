@@ -84,7 +84,7 @@ class Daemon(DaemonState):
             tier.tick(now)
         if self.tiers:
             self._answer_ended(self.promotion.tick(now))
-            self.demotion.pump(now)
+            self.demotion.tick(now)
         self.later.extend(self.subscriptions.due(now))
         self.view.tick(now)
 
@@ -98,7 +98,7 @@ class Daemon(DaemonState):
         self.now = now
         tier = self.tiers[job.tier]
         was_open = tier.is_open
-        tier.finished(job, outcome, now)
+        tier.on_job_done(job, outcome, now)
         is_traced = job.kind in (JobKind.READ, JobKind.WRITE, JobKind.FIND)
         if self.spans is not None and is_traced:
             facts: dict[str, str | int] = {
@@ -110,15 +110,15 @@ class Daemon(DaemonState):
             self.spans.put(f"tier {job.kind}", (job.submitted_at, now), facts, error=error)
         match job.kind:
             case JobKind.READ:
-                self.demotion.stored(self.promotion.read(job, outcome, now))
+                self.demotion.queue_stored(self.promotion.on_read_done(job, outcome, now))
             case JobKind.FIND:
-                self.promotion.found(job, outcome)
+                self.promotion.on_find_done(job, outcome)
             case JobKind.WRITE:
-                self.demotion.finished(tier, job, outcome)
+                self.demotion.on_write_done(tier, job, outcome)
             case JobKind.USE:
-                self.demotion.used(tier, job, outcome)
+                self.demotion.on_use_done(tier, job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
-                self.demotion.opened(self.sessions.slots())
+                self.demotion.queue_all(self.sessions.slots())
 
     def handle(self, connection_id: int, request: Request, now: float = 0.0) -> Reply | None:
         """The reply to one request; None for a one-way message, and for a lookup that waits.
@@ -260,7 +260,7 @@ class Daemon(DaemonState):
                 needed = entries[need.start : need.stop]
                 # Every entry of a hit is whole.
                 slots += [entry[index] for entry in needed]  # type: ignore[index, misc]
-            self.demotion.read(slots)
+            self.demotion.queue_hit(slots)
             self.store.pin(slots)
             session.leases[asked.lease] = slots
             session.asked[asked.lease] = asked.asked_at, asked.tokens_per_second

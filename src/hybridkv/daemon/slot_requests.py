@@ -61,7 +61,7 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
             if is_stored:
                 state.counters["objects_stored"] += 1
                 state.counters["bytes_stored"] += slot.part_bytes * slot.parts
-                state.demotion.stored((slot,))
+                state.demotion.queue_stored((slot,))
         if not is_stored:
             state.subscriptions.missing(session.engine_connection, chunk_hash, group)
     state.counters["tokens_stored"] += request.tokens

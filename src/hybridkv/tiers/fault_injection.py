@@ -21,10 +21,10 @@ OPTIONS = ("rate", "latency", "fail", "lose", "damage", "seed")
 
 
 class InjectedTier(Tier):
-    """Another tier, made worse."""
+    """Wraps a tier and injects faults into its calls."""
 
     def __init__(self, tier: Tier, spec: TierSpec) -> None:
-        """`spec` is of the whole URL. Raises ConfigError for options that are no numbers."""
+        """`spec` describes the whole URL. Raises ConfigError for options that are no numbers."""
         self.name = tier.name
         self._tier = tier
         rate = spec.options.get("rate")
@@ -36,7 +36,7 @@ class InjectedTier(Tier):
         self._rng = random.Random(spec.options.get("seed"))
         self._lock = threading.Lock()
         self._free_at = 0.0
-        """When the bytes so far will have passed at the rate, by the monotonic clock."""
+        """When all bytes so far have passed at the rate, by the monotonic clock."""
 
     def open(self) -> None:
         self._tier.open()
@@ -86,7 +86,7 @@ class InjectedTier(Tier):
         return bool(share) and self._rng.random() < share
 
     def _pass(self, size: int) -> None:
-        """Take as long as `size` bytes do."""
+        """Sleep as long as `size` bytes take at the rate, and for the latency."""
         wait = self._latency
         if self._rate is not None:
             with self._lock:

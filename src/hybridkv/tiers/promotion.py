@@ -102,7 +102,7 @@ class Promotion:
                 self._leave(lookup)
                 self._store.unpin(lookup.held)
 
-    def found(self, job: TierJob, outcome: JobOutcome) -> None:
+    def on_find_done(self, job: TierJob, outcome: JobOutcome) -> None:
         """Take over what a tier said it has."""
         lookup, places = self._finds.pop(job)
         lookup.finding -= 1
@@ -113,7 +113,7 @@ class Promotion:
             if is_there:
                 lookup.located.setdefault(place, self._tiers[job.tier])
 
-    def read(self, job: TierJob, outcome: JobOutcome, now: float) -> list[Slot]:
+    def on_read_done(self, job: TierJob, outcome: JobOutcome, now: float) -> list[Slot]:
         """Take over what was read, or give up what was not; the new objects of the index."""
         tier = self._tiers[job.tier]
         touched: set[WaitingLookup] = set()

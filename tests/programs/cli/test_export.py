@@ -293,7 +293,7 @@ def test_nobody_takes_away_what_is_being_imported(
     real = DiskTier._write
 
     def write(self: DiskTier, *args: Any) -> int:
-        tier._writers._look_at = 0
+        tier.writers.look_due_at = 0
         tier.tend()
         during.append(sorted(path.name[:7] for path in (tmp_path / "to/objects").iterdir()))
         return real(self, *args)
@@ -303,7 +303,7 @@ def test_nobody_takes_away_what_is_being_imported(
         told = command(capsys, "import", file, "--disk", tmp_path / "to")[1]
     assert told["kept"] == 20
     assert all(names == ["here", "import-"] for names in during[1:])
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert [path.name for path in (tmp_path / "to/objects").iterdir()] == ["here"]
     check_disk(tier)
@@ -322,10 +322,10 @@ def test_an_import_shows_that_it_lives(
     real, silent = DiskTier._write, []
 
     def write(self: DiskTier, *args: Any) -> int:
-        alive = self._writers.home / "alive"
+        alive = self.writers.home / "alive"
         if alive.exists():
             silent.append(alive.stat().st_mtime < LOST_SECONDS)
-            self._writers._alive_at = 0
+            self.writers.alive_due_at = 0
             os.utime(alive, (1, 1))
         return real(self, *args)
 

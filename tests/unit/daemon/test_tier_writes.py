@@ -266,7 +266,7 @@ def test_what_was_to_be_written_to_a_tier_that_hangs_may_go(tmp_path: Path) -> N
         for index, group in enumerate(FULL.groups):
             slots = grant(node.daemon, 1, part_bytes(FULL, group, 0), 1, FULL.parts(group))
             commit(node.daemon, 1, slots, index, [first] * len(slots))
-    (leaving,) = node.daemon.demotion._leaving
+    (leaving,) = node.daemon.demotion.leaving
     slots_held = [item.slot for item in leaving]
     assert slots_held
     node.tick(0.6)

@@ -231,12 +231,12 @@ def test_what_a_lost_writer_left_is_taken_over_within_the_bound(tmp_path: Path) 
     tier.tend()
     assert (tmp_path / "objects/lost").exists(), "it may still live"
     os.utime(tmp_path / "objects/lost/alive", (1, 1))
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert not (tmp_path / "objects/lost").exists()
     assert 500 << 10 < real_bytes(tmp_path) <= 1 << 20
     check_disk(tier)
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     kept = [
         one
@@ -253,7 +253,7 @@ def test_two_daemons_of_one_name_do_not_write_over_each_other(tmp_path: Path) ->
     first = opened(tmp_path)
     first.tend()
     opened(tmp_path).tend()
-    first._writers._alive_at = 0
+    first.writers.alive_due_at = 0
     with pytest.raises(TierError, match="another daemon"):
         first.tend()
 
@@ -262,11 +262,11 @@ def test_a_writer_that_has_just_come_is_not_taken_over(tmp_path: Path) -> None:
     """It has made its directory, and had no time to say that it lives."""
     tier = opened(tmp_path)
     (tmp_path / "objects/new/tmp").mkdir(parents=True)
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert (tmp_path / "objects/new/tmp").exists()
     os.utime(tmp_path / "objects/new", (1, 1))
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert not (tmp_path / "objects/new").exists(), "but not for ever"
 
@@ -282,7 +282,7 @@ def test_a_writer_that_is_taken_over_while_it_comes_back_opens_all_the_same(tmp_
     def meanwhile(path: str | Path) -> list[str]:
         if Path(path).parent.name == "back" and next(turns, False):
             os.utime(tmp_path / "objects/back/alive", (1, 1))
-            other._writers._look_at = 0
+            other.writers.look_due_at = 0
             other.tend()
         return listdir(path)
 
@@ -297,7 +297,7 @@ def test_a_writer_that_was_silent_for_too_long_goes_on(tmp_path: Path) -> None:
     tier, other = opened(tmp_path), opened(tmp_path, "other")
     tier.put([sample(1).putting()])
     os.utime(tmp_path / "objects/here/alive", (1, 1))
-    other._writers._look_at = 0
+    other.writers.look_due_at = 0
     other.tend()
     assert isinstance(read(tier, sample(1)), MissingError)
     tier.tend()
@@ -314,7 +314,7 @@ def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
     )
     guest.open()
     guest.put([sample(1).putting()])
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert (tmp_path / "objects/guest").exists()
     opened(tmp_path, "lost")
@@ -322,7 +322,7 @@ def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
     guest.tend()
     assert (tmp_path / "objects/lost").exists(), "that is for those who stay"
     guest.leave()
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert [path.name for path in (tmp_path / "objects").iterdir()] == ["here"]
     assert read(tier, sample(1)) is None
@@ -568,7 +568,7 @@ def test_what_is_put_again_where_a_file_could_not_be_removed_stays(tmp_path: Pat
 def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     tier.put([sample(number).putting() for number in range(5)])
-    first = tier._index.ours[sample(0).key].path
+    first = tier.index.ours[sample(0).key].path
     with failing():
         tier.discard([sample(number).key for number in range(5)])
     with failing(first):
@@ -585,7 +585,7 @@ def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> Non
     tier = opened(tmp_path, size="256KiB")
     records = [sample(number, 9000) for number in range(12)]
     tier.put([one.putting() for one in records])
-    bad = [tier._index.ours[one.key].path for one in records if one.key in tier._index.ours][
+    bad = [tier.index.ours[one.key].path for one in records if one.key in tier.index.ours][
         : STUCK_MAX + 2
     ]
     with failing(*bad):
@@ -624,7 +624,7 @@ def test_what_is_put_while_the_directory_is_opened_again_is_known(
 
     def listed(home: Path) -> Iterator[tuple[str, FileName]]:
         yield from records(home)
-        if not tier._index.lock.locked():
+        if not tier.index.lock.locked():
             assert tier.put([sample(1).putting()]) == [None]
 
     with mock.patch("hybridkv.tiers.disk.index.records", listed):
@@ -647,11 +647,9 @@ def test_what_two_others_have_is_known_when_one_has_removed_it(
     for shard in tmp_path.glob("objects/?/??"):
         os.utime(shard, (1, 1))
     for _ in range(4):
-        tier._writers.look()
+        tier.writers.look()
     (home,) = [
-        other
-        for other in others
-        if tier._index.others[one.key].startswith(str(other._writers.home))
+        other for other in others if tier.index.others[one.key].startswith(str(other.writers.home))
     ]
     if remover == "we":
         tier.discard([one.key])
@@ -659,8 +657,8 @@ def test_what_two_others_have_is_known_when_one_has_removed_it(
         home.discard([one.key])
     if remover == "reader":
         assert isinstance(read(tier, one), MissingError)
-    tier._writers.look()
-    tier._writers.look()
+    tier.writers.look()
+    tier.writers.look()
     assert read(tier, one) is None
     check_disk(tier)
 
@@ -676,15 +674,15 @@ def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, fir
         for shard in tmp_path.glob("objects/other/??"):
             os.utime(shard, (1, 1))
         for _ in range(4 * first):
-            tier._writers.look()
+            tier.writers.look()
         return write(*args)
 
     with mock.patch.object(tier, "_write", slowly):
         tier.put([one.putting()])
     for _ in range(4 * (not first)):
-        tier._writers.look()
+        tier.writers.look()
     tier.discard([one.key])
-    tier._writers.look()
+    tier.writers.look()
     assert read(tier, one) is None
     check_disk(tier)
 
@@ -696,7 +694,7 @@ def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(
     tier, one = opened(tmp_path), sample(1)
     other, third = opened(tmp_path, "other"), opened(tmp_path, "third")
     other.put([one.putting()])
-    tier._writers.look()
+    tier.writers.look()
     real, turns = os.open, iter([True])
 
     def meanwhile(*args: Any) -> int:
@@ -705,7 +703,7 @@ def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(
             if elsewhere:
                 third.put([one.putting()])
                 os.utime(next(tmp_path.glob("objects/other/??")), (1, 1))
-                tier._writers.look()
+                tier.writers.look()
         return real(*args)
 
     with mock.patch("os.open", meanwhile):
@@ -725,7 +723,7 @@ def test_what_is_put_again_while_the_sweep_begins_stays(tmp_path: Path) -> None:
             yield from list(super().__iter__())
             assert tier.put([one.putting()]) == [None]
 
-    tier._index._strays = Listed(tier._index._strays)
+    tier.index.strays = Listed(tier.index.strays)
     tier.tend()
     assert read(tier, one) is None
     check_disk(tier)
@@ -735,17 +733,17 @@ def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_pa
     tier = opened(tmp_path, size="384KiB")
     samples = [sample(number, 9000) for number in range(4 * STUCK_MAX)]
     tier.put([one.putting() for one in samples])
-    bad = [tier._index.ours[one.key].path for one in samples[: 4 * STUCK_MAX : 2]]
+    bad = [tier.index.ours[one.key].path for one in samples[: 4 * STUCK_MAX : 2]]
     with failing(*bad):
         for number in range(30, 60):
             assert tier.put([sample(number, 9000).putting()]) == [None]
             check_disk(tier)
-        assert len(tier._index._strays) == len(bad)
+        assert len(tier.index.strays) == len(bad)
 
 
 def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_path: Path) -> None:
     tier = opened(tmp_path)
-    enter = tier._writers.enter
+    enter = tier.writers.enter
 
     def then() -> None:
         enter()
@@ -755,7 +753,7 @@ def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_pa
         ):
             assert isinstance(tier.put([sample(1).putting()])[0], TierError)
 
-    with mock.patch.object(tier._writers, "enter", then):
+    with mock.patch.object(tier.writers, "enter", then):
         tier.open()
     assert list(tmp_path.glob("objects/here/tmp/*/*"))
     check_disk(tier)
@@ -784,7 +782,7 @@ def test_a_file_that_alone_cannot_be_read_is_damaged(
     """`stuck`: it can neither be put aside nor removed."""
     tier, bad, sound = opened(tmp_path), sample(1), sample(2)
     tier.put([bad.putting(), sound.putting()])
-    path = tier._index.ours[bad.key].path
+    path = tier.index.ours[bad.key].path
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     with unreadable(number, path):
         assert [type(read(tier, bad)) for _ in range(3)] == [TierError] * 3, "nothing was read"
@@ -830,7 +828,7 @@ def test_an_error_that_says_nothing_of_the_file_does_not_damage_it(
 ) -> None:
     tier, one, other = opened(tmp_path), sample(1), sample(2)
     tier.put([one.putting(), other.putting()])
-    with unreadable(number, tier._index.ours[one.key].path):
+    with unreadable(number, tier.index.ours[one.key].path):
         for _ in range(3):
             assert type(read(tier, one)) is TierError
             assert read(tier, other) is None
@@ -842,7 +840,7 @@ def test_few_files_that_could_not_be_read_are_remembered(
     monkeypatch.setattr("hybridkv.tiers.disk.tier.UNREADABLE_MAX", 2)
     tier, samples = opened(tmp_path), [sample(number) for number in range(4)]
     tier.put([one.putting() for one in samples])
-    bad = [tier._index.ours[one.key].path for one in samples[:3]]
+    bad = [tier.index.ours[one.key].path for one in samples[:3]]
     with unreadable(errno.EIO, *bad):
         assert [type(read(tier, one)) for one in samples[:3]] == [TierError] * 3
         assert read(tier, samples[3]) is None
@@ -905,7 +903,7 @@ def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
     opened(tmp_path, "lost").put([one.putting() for one in samples])
     os.utime(tmp_path / "objects/lost/alive", (1, 1))
     tier = opened(tmp_path)
-    bad = os.path.basename(tier._index.others[samples[2].key])
+    bad = os.path.basename(tier.index.others[samples[2].key])
     real = getattr(os, call)
 
     def fails(path: Any, *args: Any, **options: Any) -> Any:
@@ -915,10 +913,10 @@ def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
 
     with mock.patch(f"os.{call}", fails):
         for _ in range(3):
-            tier._writers._look_at = 0
+            tier.writers.look_due_at = 0
             tier.tend()
         assert [read(tier, one) for one in samples] == [None] * 5, "it is read where it is"
-    assert len(tier._index.ours) == 4
+    assert len(tier.index.ours) == 4
     assert tier.gauges()["files_failed"] == 1, "and is not tried again each second"
     assert f"left as they are: 1 ({os.strerror(number)}: {tmp_path}" in caplog.text
     check_disk(tier)
@@ -957,7 +955,7 @@ def test_what_is_removed_while_it_is_taken_over_keeps_no_other_from_it(tmp_path:
 
     with mock.patch("os.rename", meanwhile):
         tier.tend()
-    assert len(tier._index.ours) == 2
+    assert len(tier.index.ours) == 2
     assert not list(tmp_path.glob("objects/lost*"))
     check_disk(tier)
 
@@ -976,7 +974,7 @@ def test_of_what_a_lost_writer_left_the_newest_is_taken_over(
     tier = opened(tmp_path, size="1MiB")
     tier.tend()
     names = [parse_name(path.name) for path in paths]
-    ages = [name is not None and name.key in tier._index.ours for name in names]
+    ages = [name is not None and name.key in tier.index.ours for name in names]
     kept = ages.count(True)
     assert kept > 3
     assert ages == [True] * kept + [False] * (20 - kept)
@@ -984,7 +982,7 @@ def test_of_what_a_lost_writer_left_the_newest_is_taken_over(
     assert told in caplog.text
     check_disk(tier)
     assert tier.put([sample(30, 100_000).putting()]) == [None]
-    ages = [name is not None and name.key in tier._index.ours for name in names]
+    ages = [name is not None and name.key in tier.index.ours for name in names]
     assert ages == [True] * (kept - 1) + [False] * (21 - kept), "the oldest goes first"
 
 

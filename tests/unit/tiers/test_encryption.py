@@ -113,7 +113,7 @@ def test_a_wrong_key_is_a_miss_that_is_counted_and_told_once(
         for one in samples:
             job = TierJob(JobKind.READ, 0, [JobItem(one.record, Slot(0, *one.record.shape, 5))])
             state.submit(job, 0.0)
-            state.finished(job, execute(tier, job, memory), 0.0)
+            state.on_job_done(job, execute(tier, job, memory), 0.0)
     assert state.counters["objects_undecodable"] == 3
     assert not state.counters["failures"] + state.counters["objects_damaged"]
     assert not state.is_shut
