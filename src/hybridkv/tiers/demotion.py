@@ -170,7 +170,7 @@ class Demotion:
         queue.append(queued)
 
     def _report_uses(self, tier: TierState, uses: deque[QueuedWrite]) -> None:
-        while uses and self._looks_left and tier.reads(self._now) and tier.has_thread(JobKind.USE):
+        while uses and self._looks_left and tier.may_read(self._now) and tier.has_thread(JobKind.USE):
             batch: list[QueuedWrite] = []
             while uses and self._looks_left and len(batch) < JOB_ITEMS_MAX:
                 self._looks_left -= 1
@@ -221,7 +221,7 @@ class Demotion:
     def _to_write(
         self, tier: TierState, slot: Slot, is_read: bool, is_admitted: bool = False
     ) -> JobItem | None:
-        """Returns the item of a write; None where the tier has it, or its hourly bound is used up."""
+        """Returns the item of a write; None where the tier has it, or does not admit it."""
         record = record_of(slot)
         is_suspect = record.name.key in tier.suspects
         slot.queued_in &= ~tier.bit
@@ -247,7 +247,7 @@ class Demotion:
         for slot, tier in late:
             if (slot.in_tiers | slot.queued_in) & tier.bit:
                 continue
-            if not (tier.writes(self._now) and self._has_room(tier, slot.size_bytes)):
+            if not (tier.may_write(self._now) and self._has_room(tier, slot.size_bytes)):
                 if slot is victim:
                     lost.append(tier)
                 continue
@@ -276,7 +276,7 @@ class Demotion:
                     break
                 items.append(leaving.popleft())
             self._write(tier, items)
-        if not tier.writes(self._now):
+        if not tier.may_write(self._now):
             # The tier became ill. It takes none of these objects, so they may be evicted.
             tier.counters["objects_shed"] += len(leaving)
             for item in leaving:
@@ -286,7 +286,7 @@ class Demotion:
     # Held slots
 
     def _takes(self, tier: TierState) -> bool:
-        return tier.writes(self._now) and tier.has_thread(JobKind.WRITE)
+        return tier.may_write(self._now) and tier.has_thread(JobKind.WRITE)
 
     def _write(
         self, tier: TierState, items: Sequence[JobItem], again: Sequence[QueuedWrite] = ()

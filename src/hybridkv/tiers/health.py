@@ -84,11 +84,11 @@ class TierState:
         """Whether the tier failed so often that only probes reach it."""
         return self._reading.is_open or self.writing.is_open
 
-    def reads(self, now: float) -> bool:
+    def may_read(self, now: float) -> bool:
         """Returns whether the tier may be read from now."""
         return self.is_open and not self.is_hung and self._reading.allows(now)
 
-    def writes(self, now: float) -> bool:
+    def may_write(self, now: float) -> bool:
         """Returns whether the tier may be written to now."""
         is_well = self.is_open and not self.is_hung and self.writing.allows(now)
         return is_well and self.spec.write is not WritePolicy.OFF

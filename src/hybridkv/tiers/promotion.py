@@ -75,7 +75,7 @@ class Promotion:
 
         `masks` are the presence masks of RAM, per group.
         """
-        tiers = [tier for tier in self._tiers if tier.reads(now)]
+        tiers = [tier for tier in self._tiers if tier.may_read(now)]
         if not tiers or len(self._lookups) >= WAITING_MAX:
             self._fall_short(lookup, ShortfallKind.CROWDED if tiers else ShortfallKind.TIERS_AWAY)
             return False
@@ -193,7 +193,7 @@ class Promotion:
             lookup.asked = next_finds(lookup)
             if not lookup.asked:
                 break
-            tiers = [tier for tier in self._tiers if tier.reads(now)]
+            tiers = [tier for tier in self._tiers if tier.may_read(now)]
             if not tiers:
                 self._fall_short(lookup, ShortfallKind.TIERS_AWAY)
                 lookup.unknown.clear()
@@ -205,11 +205,11 @@ class Promotion:
     def _take_turns(self, tier: TierState, now: float) -> None:
         """Ask the tier about lookups in turn while it has threads; give up all if it is ill."""
         turns = self._turns[tier]
-        while turns and (tier.has_thread(JobKind.FIND) or not tier.reads(now)):
+        while turns and (tier.has_thread(JobKind.FIND) or not tier.may_read(now)):
             lookup = next(iter(turns))
             del turns[lookup]
             lookup.finding -= 1
-            if not tier.reads(now):
+            if not tier.may_read(now):
                 self._fall_short(lookup, ShortfallKind.SILENT, tier=tier.name)
                 continue
             asked: dict[ObjectPlace, JobItem] = {}
@@ -276,7 +276,7 @@ class Promotion:
             tier = need.tier if known is None else known.need.tier
             if slot is not None:
                 self._hold(lookup, slot)
-            elif tier.is_hung or (known is None and not tier.reads(now)):
+            elif tier.is_hung or (known is None and not tier.may_read(now)):
                 self._fall_short(lookup, ShortfallKind.SILENT, tier=tier.name)
                 lookup.todo.clear()
                 break
@@ -351,7 +351,7 @@ class Promotion:
         key = lookup.request.name_of(need.group_index, need.at).key
         others = self._tiers[need.tier.number + 1 :] if came is not None else ()
         for tier in others:
-            if tier.reads(now) and tier.peek(key):
+            if tier.may_read(now) and tier.peek(key):
                 lookup.todo.appendleft(need._replace(tier=tier))
                 return
         lookup.todo.clear()

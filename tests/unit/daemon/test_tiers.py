@@ -306,10 +306,10 @@ def test_swapped_files_are_each_other_objects(tmp_path: Path) -> None:
     by_size: dict[int, list[Path]] = {}
     for path in tmp_path.glob("objects/*/??/*"):
         by_size.setdefault(path.stat().st_size, []).append(path)
-    one, other = next(paths for paths in by_size.values() if len(paths) > 1)[:2]
-    mine, theirs = one.read_bytes(), other.read_bytes()
-    one.write_bytes(theirs)
-    other.write_bytes(mine)
+    first, second = next(paths for paths in by_size.values() if len(paths) > 1)[:2]
+    mine, theirs = first.read_bytes(), second.read_bytes()
+    first.write_bytes(theirs)
+    second.write_bytes(mine)
     assert isinstance(node.ask(1, 2, 3), Pending)
     node.work()
     found = node.answer()
@@ -534,7 +534,7 @@ def test_a_tier_is_asked_in_rounds(end: str, monkeypatch: pytest.MonkeyPatch) ->
     node.jobs.clear()
     assert len(first.items) == 2
     if end == "is left alone":
-        monkeypatch.setattr(TierState, "reads", lambda *_: False)
+        monkeypatch.setattr(TierState, "may_read", lambda *_: False)
     node.finish(first, execute(node.daemon.tiers[0].tier, first, node.memory))
     if end == "fails":
         (second,) = node.jobs

@@ -13,8 +13,8 @@ from tests.layouts import LAYOUTS
 
 CHUNKS = 24
 OWN = [
-    Geometry((Group(0, GroupKind.FULL, 128, (60_000,)), *more), 128, 128, 128)
-    for more in (
+    Geometry((Group(0, GroupKind.FULL, 128, (60_000,)), *partial_groups), 128, 128, 128)
+    for partial_groups in (
         (Group(1, GroupKind.CHUNKED_LOCAL, 128, (30_000,), 512),),
         (Group(1, GroupKind.SLIDING, 128, (30_000,), 700),),
         (Group(1, GroupKind.RECURRENT, 128, (200_000,)),),
