@@ -7,6 +7,7 @@ the end nothing is held.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hypothesis import event, settings
 from hypothesis import strategies as st
@@ -55,6 +56,7 @@ from tests.chance import examples
 from tests.invariants import check_daemon
 from tests.model.test_daemon import CHUNKS, GEOMETRIES, PARENTS, PROMPTS, prompt_hashes
 from tests.unit.daemon.dict_tier import DictTier
+from tests.unit.daemon.tier_node import welcome
 
 Ref = tuple[int, int]
 """(offset, generation) of a slot."""
@@ -70,9 +72,24 @@ IDENTITIES = (b"1" * HASH_BYTES, b"2" * HASH_BYTES)
 PICK = st.integers(0, 99)
 
 
+class StoredName(NamedTuple):
+    """The name of an object that somebody stored."""
+
+    identity: bytes
+    group_index: int
+    chunk_hash: bytes
+
+
+class FinishedJob(NamedTuple):
+    """A job that a thread has finished, and that the loop has not heard of."""
+
+    job: TierJob
+    outcome: JobOutcome
+
+
 @dataclass(eq=False)
 class Engine:
-    """A connection of an engine."""
+    """The connection of an engine, with its leases and its lookups that wait."""
 
     number: int
     identity: bytes
@@ -99,7 +116,7 @@ def content(identity: bytes, group_index: int, chunk_hash: bytes, size: int) -> 
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """Two engines, and some tiers."""
+    """A daemon with two engines and one to three tiers."""
 
     @initialize(
         name=st.sampled_from(sorted(GEOMETRIES)),
@@ -119,8 +136,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.now = 100.0
         self.clock = 1 << 40
         self.numbers = 0
-        self.written: set[tuple[bytes, int, bytes]] = set()
-        """(identity, group index, chunk hash) of everything that was ever stored."""
+        self.written: set[StoredName] = set()
+        """The names of all objects that were ever stored."""
         self.spoilt: set[Ref] = set()
         """Objects whose bytes were changed in RAM."""
         self.promoted = 0
@@ -137,8 +154,7 @@ class TiersMachine(RuleBasedStateMachine):
             self.trailer.format()
         self.clock += 1 << 20
         self.jobs: list[TierJob] = []
-        self.done: list[tuple[TierJob, JobOutcome]] = []
-        """What threads have finished, and the loop was not told of."""
+        self.done: list[FinishedJob] = []
         store = Store(self.memory, self.clock, self.trailer)
         specs = [
             parse_tier(url.replace("sim://", f"sim://{at}"), "tier")
@@ -152,11 +168,7 @@ class TiersMachine(RuleBasedStateMachine):
             TierState(at, f"sim{at}", tier, spec, self.jobs.append)
             for at, (tier, spec) in enumerate(zip(self.tiers, specs, strict=True))
         ]
-        self.daemon = Daemon(
-            store,
-            Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", self.arena, self.arena, 1),
-            lines,
-        )
+        self.daemon = Daemon(store, welcome(self.arena), lines)
         if not fresh:
             self.daemon.sessions.recover(())
         store.grow(self.arena)
@@ -191,14 +203,14 @@ class TiersMachine(RuleBasedStateMachine):
                         JobKind.WRITE, 0, [JobItem(record, Slot(0, size, parts, prompt + 1))]
                     )
                     assert execute(tier, write, memory).errors == [None]
-                    self.written.add((identity, index, chunk_hash))
+                    self.written.add(StoredName(identity, index, chunk_hash))
 
     @rule(pick=PICK, prompt=st.integers(0, PROMPTS - 1), fresh=st.booleans())
     def come_up(self, pick: int, prompt: int, fresh: bool) -> None:
         """What happens where nothing goes wrong."""
         if fresh:
             self.live(fresh=True)
-        self.ask(pick, prompt, CHUNKS, 4, 30_000, 0)
+        self.ask(pick=pick, prompt=prompt, chunks=CHUNKS, lease=4, wait_ms=30_000, rate=0)
         self.go_on()
         assert not any(engine.waits for engine in self.engines), (
             "nothing more can come, and somebody waits"
@@ -223,12 +235,12 @@ class TiersMachine(RuleBasedStateMachine):
         self.numbers += 1
         self.daemon.sessions.connect(self.numbers)
         hello = Hello(
-            1,
-            PROTOCOL_VERSION,
-            "engine",
-            f"e{self.numbers}",
-            identity,
-            geometry_to_wire(self.geometry),
+            id=1,
+            version=PROTOCOL_VERSION,
+            role="engine",
+            engine_id=f"e{self.numbers}",
+            namespace=identity,
+            geometry=geometry_to_wire(self.geometry),
         )
         assert isinstance(self.daemon.handle(self.numbers, hello, self.now), Welcome)
         return Engine(self.numbers, identity, self.signs)
@@ -256,7 +268,7 @@ class TiersMachine(RuleBasedStateMachine):
         tenant=st.integers(0, 1),
     )
     def store(self, pick: int, prompt: int, chunks: int, tenant: int) -> None:
-        """As a connector does."""
+        """Store objects as a connector does, as far as slots are granted."""
         engine = self.engines[pick % len(self.engines)]
         for index, group in enumerate(self.geometry.groups):
             for chunk, chunk_hash in enumerate(prompt_hashes(prompt, chunks)):
@@ -276,7 +288,7 @@ class TiersMachine(RuleBasedStateMachine):
                 slot[payload_offset(parts) : payload_offset(parts) + len(whole)] = whole
                 if engine.signs:
                     sign(slot, part_digests(slot, size, parts), generation)
-                self.written.add((engine.identity, index, chunk_hash))
+                self.written.add(StoredName(engine.identity, index, chunk_hash))
                 commit = Commit(
                     granted.offsets,
                     granted.generations,
@@ -362,11 +374,11 @@ class TiersMachine(RuleBasedStateMachine):
 
     def run(self, job: TierJob) -> None:
         self.jobs.remove(job)
-        self.done.append((job, execute(self.tiers[job.tier], job, self.memory)))
+        self.done.append(FinishedJob(job, execute(self.tiers[job.tier], job, self.memory)))
 
     def deliver(self, at: int) -> None:
-        job, outcome = self.done.pop(at)
-        self.daemon.transferred(job, outcome, self.now)
+        finished = self.done.pop(at)
+        self.daemon.transferred(finished.job, finished.outcome, self.now)
         self.tick()
 
     @precondition(lambda self: self.jobs)
@@ -474,7 +486,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert all(wait.deadline > self.now - 0.02 for wait in waits.values()), "STALL"
         wakes_at = self.daemon.wakes_at()
         assert all(wakes_at <= wait.deadline for wait in waits.values()), "nobody wakes the loop"
-        for job in [*self.jobs, *(job for job, _ in self.done)]:
+        for job in [*self.jobs, *(finished.job for finished in self.done)]:
             if job.kind in (JobKind.READ, JobKind.WRITE):
                 for item in job.items:
                     assert item.slot is not None

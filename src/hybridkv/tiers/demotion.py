@@ -170,7 +170,9 @@ class Demotion:
         queue.append(queued)
 
     def _report_uses(self, tier: TierState, uses: deque[QueuedWrite]) -> None:
-        while uses and self._looks_left and tier.may_read(self._now) and tier.has_thread(JobKind.USE):
+        while (
+            uses and self._looks_left and tier.may_read(self._now) and tier.has_thread(JobKind.USE)
+        ):
             batch: list[QueuedWrite] = []
             while uses and self._looks_left and len(batch) < JOB_ITEMS_MAX:
                 self._looks_left -= 1
@@ -183,8 +185,11 @@ class Demotion:
                 self._use_jobs[job] = batch
                 tier.submit(job, self._now)
 
+    def _can_report(self, tier: TierState) -> bool:
+        return tier.may_read(self._now) and tier.has_thread(JobKind.USE)
+
     def _write_queued(self, tier: TierState, queue: deque[QueuedWrite]) -> None:
-        while queue and self._looks_left and self._takes(tier):
+        while queue and self._looks_left and self._can_write(tier):
             batch = self._batch(tier, queue)
             if not batch:
                 break
@@ -267,7 +272,7 @@ class Demotion:
         return [*self._back, *self._through] if is_answer else self._back
 
     def _write_leaving(self, tier: TierState, leaving: deque[JobItem]) -> None:
-        while leaving and self._takes(tier):
+        while leaving and self._can_write(tier):
             items = [leaving.popleft()]
             size, most = items[0].record.size_bytes, tier.job_bytes(JobKind.WRITE, self._now)
             while leaving and len(items) < JOB_ITEMS_MAX:
@@ -285,7 +290,7 @@ class Demotion:
 
     # Held slots
 
-    def _takes(self, tier: TierState) -> bool:
+    def _can_write(self, tier: TierState) -> bool:
         return tier.may_write(self._now) and tier.has_thread(JobKind.WRITE)
 
     def _write(

@@ -18,12 +18,12 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
 from hybridkv.tiers.record import record_of
-from hybridkv.wire.messages import PROTOCOL_VERSION, Clear, Found, Pending, Release, Welcome
+from hybridkv.wire.messages import Clear, Found, Pending, Release
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
 from tests.unit.daemon.harness import commit, engine, grant
-from tests.unit.daemon.tier_node import ARENA, FULL, Node, is_found, remote, stored
+from tests.unit.daemon.tier_node import ARENA, FULL, Node, is_found, remote, stored, welcome
 
 
 def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
@@ -34,9 +34,7 @@ def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
     line = TierState(0, "sim", tier, parse_tier("sim://0", "tier"), jobs.append)
     store = Store(memoryview(bytearray(arena)))
     store.grow(arena)
-    daemon = Daemon(
-        store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", arena, arena, 1), [line]
-    )
+    daemon = Daemon(store, welcome(arena), [line])
     engine(daemon, 1, LAYOUTS["qwen3"])
     size = part_bytes(LAYOUTS["qwen3"], LAYOUTS["qwen3"].groups[0], 0)
     namespace = next(iter(daemon.sessions.namespaces.values()))
@@ -299,9 +297,7 @@ def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
         TierState(number, f"disk{number or ''}", DiskTier(spec, "here"), spec, node.jobs.append)
         for number, spec in enumerate(specs)
     ]
-    node.daemon = Daemon(
-        store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", ARENA, ARENA, 1), lines
-    )
+    node.daemon = Daemon(store, welcome(ARENA), lines)
     node.daemon.sessions.recover(())
     node.tick()
     node.work()
@@ -317,7 +313,8 @@ def hit(node: Node, *numbers: int) -> list[Slot]:
     node.work()
     node.daemon.handle(1, Release(7), node.now)
     refs = zip(unpack_u64(found.offsets), unpack_u64(found.generations), strict=True)
-    return [slot for ref in refs if (slot := node.daemon.store.get(*ref)) is not None]
+    slots = (node.daemon.store.get(offset, generation) for offset, generation in refs)
+    return [slot for slot in slots if slot is not None]
 
 
 @pytest.mark.parametrize("policy", ["through", "back"])

@@ -28,6 +28,19 @@ FINDS_MAX, READS_MAX = LIMITS[JobKind.FIND], LIMITS[JobKind.READ]
 FULL = LAYOUTS["qwen3next"]
 
 
+def welcome(arena_bytes: int) -> Welcome:
+    """Returns the greeting of a daemon with an arena of this size, which no file has."""
+    return Welcome(
+        id=0,
+        version=PROTOCOL_VERSION,
+        boot="boot",
+        arena_path="/nowhere",
+        arena_bytes=arena_bytes,
+        slots_bytes=arena_bytes,
+        pid=1,
+    )
+
+
 class Node:
     """A daemon over tiers; `work` does what their threads would."""
 
@@ -48,9 +61,7 @@ class Node:
             TierState(number, f"disk{number or ''}", make(spec, name), spec, self.jobs.append)
             for number, spec in enumerate(specs)
         ]
-        self.daemon = Daemon(
-            store, Welcome(0, PROTOCOL_VERSION, "boot", "/nowhere", arena, arena, 1), lines
-        )
+        self.daemon = Daemon(store, welcome(arena), lines)
         store.grow(arena)
         self.tick()
         self.work()
@@ -87,8 +98,14 @@ class Node:
                 if size:
                     (slot,) = grant(self.daemon, connection, size, 1, geometry.parts(group))
                     self.fill(slot, size, geometry.parts(group), content(index, number))
-                    name = connection, [slot], index, [number]
-                    commit(self.daemon, *name, eviction_class=eviction_class)
+                    commit(
+                        self.daemon,
+                        connection,
+                        [slot],
+                        index,
+                        [number],
+                        eviction_class=eviction_class,
+                    )
         self.tick()
 
     def store_if_room(self, geometry: Geometry, numbers: list[int], works: bool = True) -> None:
@@ -129,7 +146,8 @@ class Node:
             assert slot is not None
             assert slot.entry is not None
             memory = self.memory[offset : offset + slot.size_bytes]
-            assert is_signed(memory, part_digests(memory, *slot.shape), generation)
+            digests = part_digests(memory, slot.part_bytes, slot.parts)
+            assert is_signed(memory, digests, generation)
             value = content(slot.group_index, slot.entry.chunk_hash[0])
             start = payload_offset(slot.parts)
             assert set(memory[start : start + slot.part_bytes * slot.parts]) == {value}

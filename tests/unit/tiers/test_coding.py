@@ -49,7 +49,7 @@ def widths(encoded: memoryview, sample: SampleObject) -> list[int]:
     """The width of each block of an encoded record."""
     header = read_encoded(encoded)
     assert header is not None
-    at, end = HEADER_BYTES + 8 + 8 * sample.record.parts, HEADER_BYTES + header[1].body_bytes
+    at, end = HEADER_BYTES + 8 + 8 * sample.record.parts, HEADER_BYTES + header.encoding.body_bytes
     found = []
     while at < end:
         found.append(encoded[at])
@@ -125,7 +125,7 @@ def sealed(image: bytes) -> bytes:
     """An encoded record with the digest that its bytes have."""
     header = read_encoded(image)
     assert header is not None
-    end = HEADER_BYTES + header[1].body_bytes
+    end = HEADER_BYTES + header.encoding.body_bytes
     content = image[HEADER_BYTES + 8 : end]
     return image[:HEADER_BYTES] + xxh3_64_digest(content) + content + image[end:]
 
@@ -151,7 +151,7 @@ def another() -> tuple[memoryview, Encoding]:
     assert encoded is not None
     header = read_encoded(encoded)
     assert header is not None
-    return encoded, header[1]
+    return encoded, header.encoding
 
 
 def test_a_body_of_another_record_is_damaged() -> None:
@@ -190,7 +190,7 @@ def test_any_body_is_damaged_and_nothing_else(noise: bytes) -> None:
     sample, image = encoded_sample()
     header = read_encoded(image)
     assert header is not None
-    body = noise.ljust(header[1].body_bytes, b"\1")[: header[1].body_bytes]
+    body = noise.ljust(header.encoding.body_bytes, b"\1")[: header.encoding.body_bytes]
     forged = image[:HEADER_BYTES] + body + bytes(-(HEADER_BYTES + len(body)) % SLOT_ALIGN)
     for changed in (forged, sealed(forged)):
         assert isinstance(through_tier(changed, sample), DamagedError)

@@ -54,7 +54,9 @@ def test_nothing_of_the_payload_is_seen_and_no_two_are_alike() -> None:
     header = read_encoded(first)
     assert header is not None
     assert first[:HEADER_BYTES] == second[:HEADER_BYTES]
-    body, second_body = (image[HEADER_BYTES:][: header[1].body_bytes] for image in (first, second))
+    body, second_body = (
+        image[HEADER_BYTES:][: header.encoding.body_bytes] for image in (first, second)
+    )
     assert len(body) == ADDED_BYTES + 8 * 2 + 9000 * 2
     assert sum(a == b for a, b in zip(body, second_body, strict=True)) < len(body) // 100
     plain = bytes(sample.memory)
@@ -68,7 +70,7 @@ def test_a_body_under_another_name_is_damaged() -> None:
     coding = Coding(key=KEY)
     moved = read_encoded(image_of(second, coding))
     assert moved is not None
-    image = encoded_header(sample.record, moved[1]) + image_of(second, coding)[HEADER_BYTES:]
+    image = encoded_header(sample.record, moved.encoding) + image_of(second, coding)[HEADER_BYTES:]
     assert isinstance(through(image, sample, coding), DamagedError)
 
 
@@ -111,9 +113,8 @@ def test_a_wrong_key_is_a_miss_that_is_counted_and_told_once(
     memory = pages(len(samples[0].memory))
     with caplog.at_level(logging.WARNING, "hybridkv.daemon"):
         for sample in samples:
-            job = TierJob(
-                JobKind.READ, 0, [JobItem(sample.record, Slot(0, *sample.record.shape, 5))]
-            )
+            slot = Slot(0, sample.record.part_bytes, sample.record.parts, 5)
+            job = TierJob(JobKind.READ, 0, [JobItem(sample.record, slot)])
             state.submit(job, 0.0)
             state.on_job_done(job, execute(tier, job, memory), 0.0)
     assert state.counters["objects_undecodable"] == 3
