@@ -28,10 +28,12 @@ def check_daemon(daemon: Daemon) -> None:
     """The store, the sessions, and the pins of everybody who reads or writes."""
     check_store(daemon.store)
     pins, writing = check_sessions(daemon.sessions)
-    pins.update(slot for lookup in daemon.promotion._lookups.values() for slot in lookup.held)
+    ignored = [key for key in daemon.promotion.counters if key[0] == "lookup_events_ignored"]
+    assert not ignored, ignored
+    pins.update(slot for lookup in daemon.promotion.lookups.values() for slot in lookup.held)
     pins.update(check_demotion(daemon.demotion, len(daemon.store)))
     assert all(slot.pins == count for slot, count in pins.items())
-    writing |= {read.slot for read in daemon.promotion._reads.values()}
+    writing |= {read.slot for read in daemon.promotion.reads.values()}
     assert sum(slot.size_bytes for slot in writing) == daemon.store.writing_bytes
 
 

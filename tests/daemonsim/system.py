@@ -59,7 +59,7 @@ TRACED = (
     *("store/store.py", "store/extents.py", "store/index.py", "store/eviction.py"),
     *("shm/trailer.py", "shm/slots.py"),
     *("daemon/handlers.py", "daemon/sessions.py", "daemon/slot_requests.py"),
-    *("tiers/promotion.py", "tiers/load_or_compute.py"),
+    *("tiers/promotion.py", "tiers/load_or_compute.py", "tiers/waiting_lookup.py"),
     *("tiers/demotion.py", "tiers/health.py"),
 )
 """Where the daemon can be killed: at any line of these."""

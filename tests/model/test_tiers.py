@@ -529,9 +529,9 @@ class TiersMachine(RuleBasedStateMachine):
             values[name] for name in ("sessions", "leases", "bytes_writing", "lookups_waiting")
         )
         assert all(not slot.pins for slot in self.daemon.store.slots.values())
-        assert not self.daemon.promotion._reads
-        assert not any(self.daemon.promotion._turns.values())
-        assert not any(self.daemon.promotion._damaged.values())
+        assert not self.daemon.promotion.reads
+        assert not any(self.daemon.promotion.turns.values())
+        assert not any(self.daemon.promotion.damaged.values())
         assert not +self.daemon.demotion.held_bytes
 
 

@@ -21,7 +21,8 @@ from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
-from hybridkv.tiers.load_or_compute import LookupRequest, PromptHit, WaitingLookup
+from hybridkv.tiers.load_or_compute import LookupRequest, PromptHit
+from hybridkv.tiers.waiting_lookup import WaitingLookup
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import BATCH_MAX, PROTOCOL_VERSION, Reply, Request
 from hybridkv.wire.protocol import RULES, ErrorCode, refused
@@ -212,9 +213,10 @@ class Daemon(DaemonState):
         if self.tiers and lookup.wait_ms and (chunks < len(entries) or last >= chunks):
             waiting = WaitingLookup(asked)
             if self.promotion.begin(waiting, masks, self.now):
-                return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
-            why = waiting.shortfall
-            if waiting.located:
+                target = waiting.plan.target
+                return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, target, masks)
+            why = waiting.why
+            if waiting.search.located:
                 # Room for what then did not come may have been made at the cost of other chunks.
                 present = resident_chunks(namespace, geometry, hashes)
         return self._found(asked, present, {}, why)
@@ -225,7 +227,7 @@ class Daemon(DaemonState):
             asked = waiting.request
             present = resident_chunks(asked.namespace, asked.geometry, asked.hashes)
             self.waits.add(self.now - asked.asked_at)
-            found = self._found(asked, present, waiting.origins, waiting.shortfall)
+            found = self._found(asked, present, waiting.origins, waiting.why)
             self.later.append((asked.connection_id, found))
             self.store.unpin(waiting.held)
 
