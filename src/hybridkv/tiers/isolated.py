@@ -53,7 +53,7 @@ class CallResult(NamedTuple):
 class LaneSizes(NamedTuple):
     """How much a child can do at once."""
 
-    count: int  # Lanes, each with a thread of the child.
+    lanes: int  # The number of lanes, each with a thread of the child.
     memory_bytes: int  # Shared memory of each lane.
 
 
@@ -108,7 +108,7 @@ class IsolatedProcess:
     """The child process. It takes calls as soon as `connect` has returned."""
 
     def __init__(
-        self, name: str, library: str, lanes: LaneSizes, environment: Mapping[str, str], log: str
+        self, name: str, library: str, sizes: LaneSizes, environment: Mapping[str, str], log: str
     ) -> None:
         """`library` is MODULE:CLASS. `log` is a file for the child's output; empty = none.
 
@@ -118,7 +118,7 @@ class IsolatedProcess:
         self._changed = threading.Condition()
         self._lanes: list[Lane] = []
         self._dead = False
-        size = lanes.count * lanes.memory_bytes
+        size = sizes.lanes * sizes.memory_bytes
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             life, self._life = os.pipe()
             theirs.callback(os.close, life)
@@ -128,12 +128,12 @@ class IsolatedProcess:
             os.ftruncate(memory_fd, size)
             memory = ours.enter_context(memoryview(ours.enter_context(mmap.mmap(memory_fd, size))))
             child_fds = [life, memory_fd]
-            for start in range(0, size, lanes.memory_bytes):
+            for start in range(0, size, sizes.memory_bytes):
                 sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 theirs.callback(child_sock.close)
                 ours.callback(sock.close)
                 child_fds.append(child_sock.fileno())
-                part = ours.enter_context(memory[start : start + lanes.memory_bytes])
+                part = ours.enter_context(memory[start : start + sizes.memory_bytes])
                 self._lanes.append(Lane(self, sock, start, part))
             # `connect` takes the first lane, on which the greeting comes.
             self._free = self._lanes[::-1]

@@ -351,8 +351,8 @@ def plan_reads(search: ObjectSearch, room_bytes: int, now: float) -> ReadPlan:
     fits = by_tokens[max(by_tokens)] if by_tokens else resident
     shortfalls: list[Shortfall] = []
     if fits.tokens < longest.tokens:
-        facts = {"fits": fits.tokens, "tokens": longest.tokens}
-        shortfalls.append(Shortfall(ShortfallKind.NO_ROOM, facts))
+        room_facts = {"fits": fits.tokens, "tokens": longest.tokens}
+        shortfalls.append(Shortfall(ShortfallKind.NO_ROOM, room_facts))
     if fits.tokens <= resident.tokens:
         return ReadPlan(fits.chunks, shortfalls=shortfalls)
     read_seconds = _read_seconds(search, fits.chunks, now)
@@ -372,12 +372,12 @@ def plan_reads(search: ObjectSearch, room_bytes: int, now: float) -> ReadPlan:
         has_room = sizes.of((resident, half, best)) <= room_bytes
         hits = (half, best) if half.tokens > resident.tokens and has_room else (best,)
     if best.tokens < fits.tokens:
-        facts = {
+        time_facts = {
             "tokens": fits.tokens,
             "read_seconds": read_seconds(fits),
             "compute_seconds": (fits.tokens - resident.tokens) * token_seconds,
         }
-        shortfalls.append(Shortfall(ShortfallKind.SLOWER, facts))
+        shortfalls.append(Shortfall(ShortfallKind.SLOWER, time_facts))
     return ReadPlan(best.chunks, hits, _needs(search, hits), shortfalls)
 
 
