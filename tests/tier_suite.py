@@ -37,14 +37,14 @@ _namespaces = itertools.count(1)
 
 
 class SampleObject(NamedTuple):
-    """A record in memory."""
+    """A whole record in memory, and its header."""
 
     record: Record
     memory: memoryview
 
     @property
     def key(self) -> bytes:
-        """The record's key."""
+        """The key of the record in tiers."""
         return self.record.name.key
 
     def write_request(self, cut: int = 0) -> WriteRequest:
@@ -121,7 +121,7 @@ class TierSuite(ABC):
         return tier
 
     def close(self, tiers: Iterable[Tier]) -> None:
-        """Called after each test."""
+        """Close the tiers of a test, after it."""
         for tier in tiers:
             tier.close()
 

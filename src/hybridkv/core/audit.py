@@ -38,7 +38,7 @@ class AuditVerdict:
 
     @property
     def sentence(self) -> str:
-        """The layer and its error for people; empty where no numbers were compared."""
+        """The layer and its error for people. Empty where no numbers were compared."""
         if not self.layer:
             return ""
         return f"layer {self.layer} differs by {self.error:.2g}, {self.error_max:.2g} is allowed"
@@ -63,7 +63,7 @@ def worst(verdicts: "list[AuditVerdict]") -> AuditVerdict:
 class AuditBudget:
     """The tokens that one engine may spend on audits. It outlives the scheduler role."""
 
-    share: float  # As `Settings.audit`; 0.0 = never.
+    share: float  # As `Settings.audit`. 0.0 = never.
     prefilled_tokens: int = 0  # Prompt tokens that requests computed.
     spent_tokens: int = 0
     """Tokens of the chunks that were audited. A chunk that is computed anyway counts too, because

@@ -30,7 +30,7 @@ _ZEROS = re.compile(b"\0+")
 
 
 class PlanError(HybridKVError):
-    """A load that cannot be planned; the request is computed instead."""
+    """A load cannot be planned. The request is computed instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def needed_blocks(group: Group, boundary: int) -> range:
 
 
 def stored_blocks(geometry: Geometry, group: Group, chunk: int) -> range:
-    """Returns the block positions in the object of (`group`, `chunk`); empty if no hit needs it."""
+    """Returns the block positions in the object of (`group`, `chunk`). Empty if no hit needs it."""
     per_chunk = geometry.blocks_per_chunk(group)
     inside = range(chunk * per_chunk, (chunk + 1) * per_chunk)
     needed = needed_blocks(group, inside.stop * group.tokens_per_block)
@@ -50,7 +50,7 @@ def needed_chunks(geometry: Geometry, group: Group, chunks: int) -> range:
 
 
 def part_bytes(geometry: Geometry, group: Group, chunk: int) -> int:
-    """Returns the bytes of one part of the object of (`group`, `chunk`); 0 if no hit needs it."""
+    """Returns the bytes of one part of the object of (`group`, `chunk`). 0 if no hit needs it."""
     return len(stored_blocks(geometry, group, chunk)) * group.block_bytes
 
 
@@ -77,7 +77,7 @@ def slot_shapes(geometry: Geometry, group: Group) -> tuple[SlotShape, ...]:
 
 
 def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:
-    """Returns the most chunks, up to `chunks_max`, at whose end no group lacks an object; 0 = miss.
+    """Returns the most chunks, up to `chunks_max`, at whose end no group lacks an object. 0 = miss.
 
     `masks` has a presence mask for each of `geometry.groups`, with a byte for each chunk: 1 =
     present. All groups have their objects at one boundary, or it is a miss (requirements B35, A26).
@@ -108,7 +108,7 @@ def lacking(geometry: Geometry, masks: Sequence[bytes], chunks: int) -> list[tup
 
 
 def _missing(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
-    """Returns the first chunk of `group` that a hit needs and `mask` lacks; `chunks` = none."""
+    """Returns the first chunk of `group` that a hit needs and `mask` lacks. `chunks` = none."""
     start = needed_chunks(geometry, group, chunks).start
     missing = mask.find(0, start, chunks)
     return missing if missing >= 0 else min(chunks, max(start, len(mask)))

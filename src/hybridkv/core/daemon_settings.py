@@ -317,7 +317,7 @@ def resolve_one(
     file: Mapping[str, object],
     file_name: str,
 ) -> Any:
-    """Returns the value of one key, as `resolve` finds it; None where it is given nowhere."""
+    """Returns the value of one key, as `resolve` finds it, or None where it is given nowhere."""
     row = DAEMON_SETTINGS[key]
     given = words.get(key)
     if given is not None:

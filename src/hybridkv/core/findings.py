@@ -17,7 +17,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of `hybridkv doctor`; the connector raises a FAIL, but that of `length_finding`."""
+    """One row of `hybridkv doctor`. The connector raises each FAIL but `length_finding`'s."""
 
     check: str
     verdict: Verdict

@@ -1,6 +1,6 @@
 """KV cache groups, and every conversion between tokens, blocks, chunks and bytes.
 
-A *group* is a set of layers that share one block table; the groups of a model have blocks of
+A *group* is a set of layers that share one block table. The groups of a model have blocks of
 different sizes (DeepSeek-V4: 256/64/64/4/8 tokens). A *chunk* is the unit of identity, and its size
 is a multiple of all groups' blocks, so every conversion below is an exact division (requirements
 A20, corrected by D8)::
@@ -23,7 +23,7 @@ CHUNK_TOKENS_MIN = 128
 GROUPS_MAX = 256
 RANKS_MAX = 1024
 PERIOD_MAX = 1024
-"""The most chunks until the objects of a chunked local group repeat; Llama 4 (128 tokens): 64."""
+"""The most chunks until the sizes of a chunked local group repeat. Llama 4 has 64."""
 
 
 class GroupKind(StrEnum):
@@ -47,7 +47,7 @@ class Group:
     window_tokens: int = 0
     """The window (sliding), or the attention chunk (chunked local). 0 for other kinds."""
     extra_retained_tokens: int = 0
-    """Tokens before the window that speculative modules read; 0 but for sliding groups."""
+    """Tokens before the window that speculative modules read. 0 except for sliding groups."""
     replicated: bool = False
     """Whether all tensor parallel ranks keep the same bytes (MLA): an object has one part (C5)."""
 
@@ -66,7 +66,7 @@ class Group:
             raise GeometryError(f"group {self.gid}: {what}")
 
     def __hash__(self) -> int:
-        """Cheap, because rules are cached by group; equality compares all fields."""
+        """Cheap, because rules are cached by group. Equality compares all fields."""
         return hash((self.gid, self.kind, self.tokens_per_block))
 
     @property
@@ -136,7 +136,7 @@ class Geometry:
                 )
 
     def __hash__(self) -> int:
-        """Cheap, because rules are cached by geometry; equality compares all fields."""
+        """Cheap, because rules are cached by geometry. Equality compares all fields."""
         return hash((self.chunk_tokens, self.hash_tokens, len(self.groups)))
 
     def parts(self, group: Group) -> int:

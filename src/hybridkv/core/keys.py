@@ -22,7 +22,7 @@ def fingerprint(facts: Mapping[str, object]) -> bytes:
 
 
 def tenant_of(cache_salt: str | None) -> int:
-    """Returns the tenant whose quota a request's chunks use: 1 to 2**64 - 1; 0 = no salt."""
+    """Returns the tenant whose quota a request's chunks use: 1 to 2**64 - 1. 0 = no salt."""
     if not cache_salt:
         return 0
     # Any text that Python can hold: a client's salt may have halves of surrogate pairs.
@@ -42,7 +42,7 @@ def lookahead_hashes(hashes: bytes, tokens: Sequence[int], extras: Sequence[obje
     """Returns each chunk hash XOR the first token after the chunk.
 
     `tokens[i]` is the token after chunk i. `extras[i]` is the input besides its number, as an
-    image; None = no such input. `extras` may be empty. Results differ where the hashes, the tokens
+    image. None = no such input. `extras` may be empty. Results differ where the hashes, the tokens
     or the extras do.
     """
     ahead = array("q", bytes(len(hashes)))

@@ -11,7 +11,7 @@ class MetricFamily:
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
-    """Labels of its own; in the engine vLLM gives every metric model_name and engine as well."""
+    """Its own labels. In the engine, vLLM gives every metric model_name and engine as well."""
     buckets: tuple[float, ...] = ()
 
 

@@ -63,7 +63,7 @@ def switch(value: object, where: str) -> bool:
 
 
 def boolean_or_auto(value: object, where: str) -> bool | None:
-    """Returns a value that is true or false; None for "auto"."""
+    """Returns a value that is true or false, or None for "auto"."""
     if value == "auto":
         return None
     if not isinstance(value, bool):

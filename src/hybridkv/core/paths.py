@@ -7,7 +7,7 @@ _SOCKET_PATH_MAX = 107  # Bytes that the kernel allows in the path of a Unix soc
 
 
 def default_socket(runtime: str, uid: int) -> str:
-    """Returns the socket of a user's own daemon; `runtime` is the runtime directory, "" = none.
+    """Returns the socket of a user's own daemon. `runtime` is the runtime directory or "".
 
     "/run/user/1000" -> "/run/user/1000/hybridkv/daemon.sock"
     "" -> "/tmp/hybridkv-1000/daemon.sock"

@@ -15,7 +15,7 @@ UNKNOWN_SECONDS = 2.0
 UNKNOWN_SECONDS_PER_KI_TOKEN = 0.1
 """While the speed of prefill is not known, computing a prompt is taken to cost both constants."""
 PREFILL_TOKENS_MIN = 64  # A step of fewer tokens is not used to measure the speed of prefill.
-STEPS_MEASURED_MAX = 16  # Steps that are planned and not reported; the engine plans one ahead.
+STEPS_MEASURED_MAX = 16  # Steps that are planned and not reported. The engine plans one ahead.
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Speed:
         return Speed(known, now)
 
     def seconds(self, amount: float, now: float) -> float:
-        """Returns the seconds that `amount` is estimated to take; 0 = not known."""
+        """Returns the seconds that `amount` is estimated to take. 0 = not known."""
         if not self.per_second:
             return 0.0
         doubled = min(60.0, max(0.0, now - self.seen_at) / DOUBLING_SECONDS)

@@ -20,10 +20,10 @@ class StateRule:
 
     retention_tokens: int | None = 0  # vLLM's prefix_cache_retention_interval.
     """0 = only the last boundary of a prompt, None = wherever a step ends."""
-    step_tokens: int = 0  # The most tokens of one prompt in one step; 0 = the whole prompt.
+    step_tokens: int = 0  # The most tokens of one prompt in one step. 0 = the whole prompt.
 
     def period_tokens(self, group: Group) -> int:
-        """Tokens between the states of a long prompt computed alone; 0 = only its end has one."""
+        """Tokens between the states of a long prompt computed alone. 0 = only its end has one."""
         if self.retention_tokens == 0 or self.step_tokens == 0:
             return 0
         block = group.tokens_per_block
@@ -37,7 +37,7 @@ def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
 
 
 def state_ends(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> list[int]:
-    """Returns the chunk ends, in tokens, at which a prompt leaves a state of `group`; ascending."""
+    """Returns the chunk ends at which a prompt leaves a state of `group`, ascending in tokens."""
     chunk, block = geometry.chunk_tokens, group.tokens_per_block
     unit = math.lcm(geometry.alignment_tokens, block)
     last, step_end = max(0, prompt_tokens - 1) // unit * unit, prompt_tokens

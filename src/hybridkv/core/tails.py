@@ -29,7 +29,7 @@ def units_per_chunk(geometry: Geometry) -> int:
 
 
 def why_no_tails(geometry: Geometry) -> str:
-    """Returns why tails cannot be served with these groups; empty where they can."""
+    """Returns why tails cannot be served with these groups. Empty where they can."""
     chunk = geometry.chunk_tokens
     for group in geometry.groups:
         if group.kind not in (GroupKind.FULL, GroupKind.RECURRENT):
@@ -65,12 +65,12 @@ def tail_names(
 
 
 def tail_chunk(geometry: Geometry, first_chunk: int, number: int) -> int:
-    """Returns the chunk inside which a tail ends; `number` 0 is the first of `first_chunk`."""
+    """Returns the chunk inside which a tail ends. Tail 0 is the first of `first_chunk`."""
     return first_chunk + number // (units_per_chunk(geometry) - 1)
 
 
 def tail_tokens(geometry: Geometry, first_chunk: int, number: int) -> int:
-    """Returns the tokens of a hit that ends with a tail; `number` is as in `tail_chunk`."""
+    """Returns the tokens of a hit that ends with a tail. `number` is as in `tail_chunk`."""
     units = number % (units_per_chunk(geometry) - 1) + 1
     whole = tail_chunk(geometry, first_chunk, number) * geometry.chunk_tokens
     return whole + units * geometry.hash_tokens
@@ -95,7 +95,7 @@ def longest_tail(
     count: int,
     is_whole: Callable[[int], bool],
 ) -> int:
-    """Returns the longest tail that extends a hit of `chunks` chunks, counted from 1; 0 = none.
+    """Returns the longest tail that extends a hit of `chunks` chunks, counted from 1. 0 = none.
 
     There are `count` tails from `first_chunk` on. `is_whole(number)`, counted from 0, tells
     whether all objects of a tail are present.

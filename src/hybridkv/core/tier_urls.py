@@ -23,15 +23,15 @@ TIMEOUT_SECONDS_MAX = 60.0
 
 
 class WritePolicy(StrEnum):
-    """When objects are written to a tier."""
+    """The time at which objects are written to a tier."""
 
     THROUGH = "through"  # As soon as they are stored.
     BACK = "back"  # When they are about to be evicted from RAM.
-    OFF = "off"  # Never; the tier is only read.
+    OFF = "off"  # Never. The tier is only read.
 
 
 class CodecName(StrEnum):
-    """How records are compressed on their way to a tier; nothing is lost."""
+    """The compression of records on their way to a tier. Nothing is lost."""
 
     NONE = "none"
     ZPLANES = "zplanes"  # The bytes of numbers in planes, each compressed by zstd.
@@ -44,15 +44,15 @@ class TierSpec:
     kind: str  # The URL's scheme, and the tier's name in metrics and messages.
     location: str  # The URL without its query.
     max_bytes: int | None = None
-    """`bytes`: the most that it may hold, where the kind has a bound; None = its own default."""
+    """`bytes`: the most that it may hold, where the kind has a bound. None = its own default."""
     write: WritePolicy = WritePolicy.THROUGH
     hourly_bytes: int | None = None
-    """`hourly`: the most that is written in an hour; what nobody read again is left out first."""
+    """`hourly`: the most that is written in an hour. Objects without a read are left out first."""
     timeout_seconds: float = TIMEOUT_SECONDS
-    """`timeout`: the limit of one call; after it the tier counts as failed."""
+    """`timeout`: the limit of one call. After it the tier counts as failed."""
     codec: CodecName = CodecName.NONE
     """`codec`: how the records that this daemon writes are compressed."""
-    key_path: str = ""  # `key`: the file with the key that encrypts records; empty = none.
+    key_path: str = ""  # `key`: the file with the key that encrypts records. Empty = none.
     options: Mapping[str, str] = field(default_factory=dict)  # The options that only this kind has.
 
     @property

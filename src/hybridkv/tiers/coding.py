@@ -82,7 +82,7 @@ CODECS = {CodecName.NONE: Codec.NONE, CodecName.ZPLANES: Codec.ZPLANES}
 
 
 def find_zstandard() -> ModuleType | None:
-    """Returns the module `zstandard`; None where it is not installed."""
+    """Returns the module `zstandard`, or None where it is not installed."""
     try:
         return importlib.import_module("zstandard")
     except ImportError:
@@ -111,7 +111,7 @@ class Coding:
         return self.codec is not Codec.NONE or self.key is not None
 
     def encode(self, pieces: Sequence[memoryview]) -> memoryview | None:
-        """Returns the record, encoded, on pages of its own; None = write `pieces` as they are.
+        """Returns the encoded record on pages of its own, or None: write `pieces` as they are.
 
         `pieces` are a whole record. A record that is encoded already stays as it is. Without a key,
         so does a record that does not get smaller. Raises TierError where a record cannot be
@@ -212,7 +212,7 @@ def coding_of(spec: TierSpec) -> Coding:
 
 
 def gather(pieces: Sequence[memoryview], start: int, size: int) -> bytes:
-    """Returns `size` bytes of the pieces, from `start` on; fewer where the pieces end."""
+    """Returns `size` bytes of the pieces, from `start` on, or fewer where the pieces end."""
     return b"".join(first_bytes(bytes_after(pieces, start), size))
 
 
@@ -235,7 +235,7 @@ def _on_pages(record: bytes) -> memoryview:
 
 
 def plain_record(pieces: Sequence[memoryview]) -> Record | None:
-    """Returns the header of a plain record; None where the pieces have no sound one."""
+    """Returns the header of a plain record, or None where the pieces have no sound one."""
     parts = parts_of(gather(pieces, 0, HEADER_BYTES))
     return read_head(memoryview(gather(pieces, 0, head_bytes(parts))))
 

@@ -19,7 +19,7 @@ from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
 
 
 class TierError(HybridKVError):
-    """The tier failed; the breaker counts it."""
+    """The tier failed. The breaker counts it."""
 
 
 class MissingError(TierError):
@@ -102,7 +102,7 @@ class Tier(ABC):
         """
 
     def peek(self, key: bytes) -> bool | None:
-        """Returns whether the record is there, as known without I/O; None = only `find` knows."""
+        """Returns whether the record is there, as known without I/O. None = only `find` knows."""
         return None
 
     @abstractmethod

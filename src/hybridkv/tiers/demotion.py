@@ -48,7 +48,7 @@ class Demotion:
         self._store = store
         self._tiers = tiers
         self.writing: dict[TierJob, Sequence[QueuedWrite]] = {}
-        """By job, what is queued again where the tier fails; empty for objects in eviction."""
+        """By job, what is queued again where the tier fails. Empty for objects in eviction."""
         self._queues: list[deque[QueuedWrite]] = [deque() for _ in tiers]
         self.leaving: list[deque[JobItem]] = [deque() for _ in tiers]
         """Per tier, objects in eviction, which are held until they are written."""
@@ -226,7 +226,7 @@ class Demotion:
     def _to_write(
         self, tier: TierState, slot: Slot, is_read: bool, is_admitted: bool = False
     ) -> JobItem | None:
-        """Returns the item of a write; None where the tier has it, or does not admit it."""
+        """Returns the item of a write, or None where the tier has it, or does not admit it."""
         record = record_of(slot)
         is_suspect = record.name.key in tier.suspects
         slot.queued_in &= ~tier.bit

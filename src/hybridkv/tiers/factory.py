@@ -23,7 +23,7 @@ LIBRARIES = {
 
 
 def make_tier(spec: TierSpec, node: str) -> Tier:
-    """Returns the tier, not opened yet; `node` names this daemon in it. Raises ConfigError."""
+    """Returns a tier that is not open. `node` names this daemon in it. Raises ConfigError."""
     return EncodedTier(_make_bare(spec, node), coding_of(spec))
 
 

@@ -213,7 +213,7 @@ class TierState:
         yield "written_bytes_per_second", self.writing_speed.per_second
 
     def _late_at(self, job: TierJob) -> float:
-        """Returns when the job becomes late; infinity = it is late already, or has no limit."""
+        """Returns when the job becomes late. Infinity = it is late already, or has no limit."""
         is_timed = not job.is_late and job.kind not in _LONG
         return job.submitted_at + self.spec.timeout_seconds if is_timed else math.inf
 

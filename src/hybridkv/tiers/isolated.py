@@ -47,7 +47,7 @@ class CallResult(NamedTuple):
     """The result of a call, as it is sent. The child's greeting is one too."""
 
     codes: list[int]  # A code for each item.
-    error: str = ""  # Why the call as a whole failed; empty = it did not.
+    error: str = ""  # Why the call as a whole failed. Empty = it did not.
 
 
 class LaneSizes(NamedTuple):
@@ -110,7 +110,7 @@ class IsolatedProcess:
     def __init__(
         self, name: str, library: str, sizes: LaneSizes, environment: Mapping[str, str], log: str
     ) -> None:
-        """`library` is MODULE:CLASS. `log` is a file for the child's output; empty = none.
+        """`library` is MODULE:CLASS. `log` is a file for the child's output. Empty = none.
 
         Raises OSError, or RuntimeError where no thread can start. Nothing is left open then.
         """
@@ -171,7 +171,7 @@ class IsolatedProcess:
             raise
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the child may still answer calls."""
         if self.process.poll() is not None:
             self.kill()
@@ -199,7 +199,7 @@ class IsolatedProcess:
                     self._changed.notify()
 
     def epitaph(self) -> str:
-        """Returns how the process ended, ", it ended with -9"; empty = it has not ended."""
+        """Returns how the process ended, ", it ended with -9". Empty = it has not ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(LAST_WORDS_SECONDS)
         code = self.process.returncode

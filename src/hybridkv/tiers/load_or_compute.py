@@ -83,7 +83,7 @@ class PromptHit(NamedTuple):
     """A hit of a prompt."""
 
     chunks: int  # The last of them is a tail where `tail` counts one.
-    tail: int  # The tail that the hit ends with, counted from 1; 0 = it ends with a chunk.
+    tail: int  # The tail that the hit ends with, counted from 1. 0 = it ends with a chunk.
     tokens: int
 
 
@@ -105,7 +105,7 @@ class LookupRequest(NamedTuple):
     hashes: bytes  # The chunks' hashes, HASH_BYTES each, of the longest prefix that may be hit.
     asked_at: float
     deadline: float
-    tokens_per_second: int  # How fast the engine computes; 0 = not known.
+    tokens_per_second: int  # How fast the engine computes. 0 = not known.
     resident: PromptHit  # The hit that RAM alone had at `asked_at`.
     tails: bytes = b""  # The names of tails, as in wire.Lookup.
     tails_from: int = 0
@@ -122,7 +122,7 @@ class LookupRequest(NamedTuple):
         return len(self.hashes) // HASH_BYTES
 
     def hash_of(self, position: int) -> bytes:
-        """Returns the hash of a chunk or the name of a tail; empty before the first chunk."""
+        """Returns the hash of a chunk or the name of a tail. Empty before the first chunk."""
         names = self.hashes
         if position >= self.chunks:
             names, position = self.tails, position - self.chunks
@@ -140,7 +140,7 @@ class LookupRequest(NamedTuple):
         return RecordName(self.namespace.identity, gid, self.hash_of(place.position))
 
     def slot_of(self, place: ObjectPlace) -> Slot | None:
-        """Returns the object in RAM; None where RAM does not have it."""
+        """Returns the object in RAM, or None where RAM does not have it."""
         return self.namespace.get(self.hash_of(place.position), place.group_index)
 
     def hit_of(self, chunks: int, tail: int = 0) -> PromptHit:
@@ -175,7 +175,7 @@ class ObjectSearch:
     unknown: dict[ObjectPlace, None] = field(default_factory=dict)
     """Objects that no tier has, as far as is known without asking, and that some may have."""
     asked: list[ObjectPlace] = field(default_factory=list)  # What this round asks tiers about.
-    tail: int = 0  # A tail, counted from 1, that a hit may end with; 0 = none was located.
+    tail: int = 0  # A tail, counted from 1, that a hit may end with. 0 = none was located.
 
     def locate(self, masks: Sequence[bytes], tiers: Sequence[TierState]) -> None:
         """Locate what tiers know at once, as far as the prefix that every hit needs may reach.
@@ -242,7 +242,7 @@ class ObjectSearch:
                 break
 
     def next_round(self) -> list[ObjectPlace]:
-        """Begin the next round. Returns the objects to ask tiers about; empty = no more rounds."""
+        """Begin the next round. Returns the objects to ask tiers about. Empty = no more rounds."""
         self.asked = self._choose_round()
         return self.asked
 

@@ -97,7 +97,7 @@ class Promotion:
         return len(self.lookups)
 
     def begin(self, lookup: WaitingLookup, masks: Sequence[bytes], now: float) -> bool:
-        """Take over a lookup. Returns whether it waits; if not, `lookup.why` may have the reason.
+        """Take over a lookup. Returns whether it waits. If not, `lookup.why` may have the reason.
 
         `masks` are the presence masks of RAM, per group.
         """

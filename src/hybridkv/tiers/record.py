@@ -6,8 +6,8 @@ written with direct I/O::
     0        128                 payload_offset(parts)
     |header  |checksum per part  |payload: part 0, part 1 ...          | zeros to SLOT_ALIGN
 
-An *encoded* record (tiers.coding) has the same header with another version, and a body behind it
-that is compressed, encrypted or both; it ends with zeros to SLOT_ALIGN too::
+An *encoded* record (tiers.coding) has the same header with another version, then a body that is
+compressed, encrypted or both. It ends with zeros to SLOT_ALIGN too::
 
     0        128
     |header  |body: nonce?, checksum per part, payload     | zeros to SLOT_ALIGN
@@ -91,7 +91,7 @@ class Encoding(NamedTuple):
     body_bytes: int
     codec: int  # See tiers.coding.
     cipher: int
-    key_id: int = 0  # The `id` of the TierKey; 0 without a cipher.
+    key_id: int = 0  # The `id` of the TierKey. 0 = no cipher.
 
     @property
     def size_bytes(self) -> int:
@@ -147,7 +147,7 @@ def encoded_header(record: Record, encoding: Encoding) -> bytes:
 
 
 def read_head(head: memoryview) -> Record | None:
-    """Returns the header of a record; None where it is not a sound header of this version.
+    """Returns the header of a record, or None where it is not a sound header of this version.
 
     `head` has at least the `head_bytes` of the record's number of parts.
     """
@@ -159,7 +159,7 @@ def read_head(head: memoryview) -> Record | None:
 
 
 def read_encoded(start: bytes | memoryview) -> EncodedHeader | None:
-    """Returns the header of an encoded record; None where it is not a sound one.
+    """Returns the header of an encoded record, or None where it is not a sound one.
 
     `start` has at least HEADER_BYTES.
     """
@@ -172,7 +172,7 @@ def read_encoded(start: bytes | memoryview) -> EncodedHeader | None:
 
 
 def stored_bytes(start: memoryview) -> int:
-    """Returns the bytes of a record in its tier, as its header claims; 0 = no header."""
+    """Returns the bytes of a record in its tier, as its header claims. 0 = no header."""
     if header := read_encoded(start[:HEADER_BYTES]):
         return header.encoding.size_bytes
     return _unpack(start).size_bytes if parts_of(start) else 0
@@ -187,7 +187,7 @@ def is_encoded(start: bytes | memoryview) -> bool:
 
 
 def parts_of(start: bytes | memoryview) -> int:
-    """Returns the number of parts, as the header of a plain record claims; 0 = no header."""
+    """Returns the number of parts, as the header of a plain record claims. 0 = no header."""
     if len(start) < HEADER_BYTES:
         return 0
     magic, version, parts = _HEADER.unpack_from(start)[:3]

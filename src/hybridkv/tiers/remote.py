@@ -29,7 +29,7 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Returns the seconds that are left, more than 0. Raises TimeoutError where none are."""
         left = self._at - time.monotonic()
         if left <= 0:
@@ -100,7 +100,7 @@ def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
     for family, kind, protocol, _, address in _addresses(host, port, deadline):
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.settimeout(deadline.left())
+            sock.settimeout(deadline.seconds_left())
             sock.connect(address)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as failed:
@@ -124,7 +124,7 @@ def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[Any, ...]
         raise ConnectionError("this can be no name of a host") from None
     except socket.gaierror:
         pass
-    if not _lookups.acquire(timeout=deadline.left()):
+    if not _lookups.acquire(timeout=deadline.seconds_left()):
         raise TimeoutError("the resolver does not answer")
     answer: Future[list[tuple[Any, ...]]] = Future()
 
@@ -142,6 +142,6 @@ def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[Any, ...]
         _lookups.release()
         raise OSError(f"the resolver cannot be asked: {error}") from None
     try:
-        return answer.result(deadline.left())
+        return answer.result(deadline.seconds_left())
     except TimeoutError:
         raise TimeoutError("the resolver does not answer") from None

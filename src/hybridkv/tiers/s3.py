@@ -263,7 +263,7 @@ class S3Tier(Tier):
         """Do all at once. Returns each answer, or its error after `translate`. Never raises."""
         translate = translate or self._tier_error
         try:
-            seconds = deadline.left()
+            seconds = deadline.seconds_left()
             with self._lock:
                 if self._loop is None:
                     raise TierError("closed")

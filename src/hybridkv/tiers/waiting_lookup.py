@@ -124,7 +124,7 @@ class WaitingLookup:
 
     @property
     def why(self) -> str:
-        """Why it gets less than the tiers have, for people; empty where it does not."""
+        """Why it gets less than the tiers have, for people. Empty where it does not."""
         return "" if self.shortfall is None else self.shortfall.sentence
 
     @property

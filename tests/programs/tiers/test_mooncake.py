@@ -103,13 +103,13 @@ def tier(master: Master, node: MooncakeTier, timeout: float) -> Iterator[Mooncak
 
 
 def client(tier: MooncakeTier) -> IsolatedProcess:
-    assert tier._client
-    return tier._client
+    assert tier.client
+    return tier.client
 
 
 def keeper(tier: MooncakeTier) -> IsolatedProcess:
-    assert tier._keeper
-    return tier._keeper
+    assert tier.keeper
+    return tier.keeper
 
 
 def put(tier: MooncakeTier, samples: list[SampleObject]) -> list[TierError | None]:
@@ -166,7 +166,7 @@ def work_again(*tiers: MooncakeTier) -> None:
 
 @needs_mooncake
 class TestMooncake(TierSuite):
-    """The contract."""
+    """The conformance suite over a real master."""
 
     discards_for_all = False
 
@@ -412,10 +412,10 @@ def test_a_stopped_master_holds_nobody_up(
     nobody_answers(tier, sample)
     with in_time(), pytest.raises(TierError):
         list(tier.keys())
-    assert client(tier).alive, "it was not the client that did not answer"
+    assert client(tier).is_alive, "it was not the client that did not answer"
     with in_time(), pytest.raises(TierError):
         tier.tend()
-    assert not client(tier).alive, "it might have been the client after all"
+    assert not client(tier).is_alive, "it might have been the client after all"
     second_tier = master.tier(timeout=HASTY_SECONDS)
     with in_time(), pytest.raises(TierError):
         second_tier.open()
@@ -474,7 +474,7 @@ def test_a_client_that_ends_or_hangs_is_replaced(end: signal.Signals, tier: Moon
     assert client(tier).process.pid != before.process.pid
     assert tier.gauges()["client_starts"] == 2
     os.kill(client(tier).process.pid, signal.SIGKILL)
-    until(lambda: not client(tier).alive, "the end of the client")
+    until(lambda: not client(tier).is_alive, "the end of the client")
     tier.tend()
     assert read(tier, sample) is None
 
@@ -495,7 +495,7 @@ def test_the_children_end_with_their_parent(master: Master) -> None:
         "import sys; from hybridkv.core.tier_urls import parse_tier;"
         " from hybridkv.tiers.mooncake.tier import MooncakeTier;"
         " tier = MooncakeTier(parse_tier(sys.argv[1], 'tier')); tier.open();"
-        " print(tier._client.process.pid, tier._keeper.process.pid, flush=True); sys.stdin.read()"
+        " print(tier.client.process.pid, tier.keeper.process.pid, flush=True); sys.stdin.read()"
     )
     url = f"mooncake://127.0.0.1:{master.port}?bytes=16MiB"
     command = [sys.executable, "-c", code, url]
@@ -562,7 +562,7 @@ def test_a_port_that_never_answers_is_an_error_in_time() -> None:
 
 
 class Started(subprocess.Popen[bytes]):
-    """Remembers all."""
+    """Remembers every child that was started."""
 
     all: ClassVar[list["Started"]] = []
 

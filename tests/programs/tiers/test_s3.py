@@ -93,7 +93,7 @@ def name_of(prefix: str, sample: SampleObject) -> str:
 
 
 def raw(server: S3Server) -> S3Store:
-    """Another client of the bucket."""
+    """Returns a client of the bucket that is not the tier's."""
     return S3Store(
         server.bucket.name,
         endpoint=f"http://{server.address}",
@@ -237,7 +237,7 @@ class Deleting(BaseHTTPRequestHandler):
     counts: ClassVar[list[int]]
 
     def do_POST(self) -> None:
-        """DeleteObjects."""
+        """Answer DeleteObjects."""
         body = self.rfile.read(int(self.headers["content-length"]))
         names = re.findall(rb"<Key>[^<]*</Key>", body)
         self.counts.append(len(names))
@@ -245,7 +245,7 @@ class Deleting(BaseHTTPRequestHandler):
         self._answer(b"<DeleteResult>%b</DeleteResult>" % deleted)
 
     def do_GET(self) -> None:
-        """ListObjects: there are none."""
+        """Answer ListObjects: there are none."""
         self._answer(b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
 
     def _answer(self, answer: bytes) -> None:
@@ -255,7 +255,7 @@ class Deleting(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def test_no_request_deletes_more_than_s3_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +293,8 @@ class Turns:
     def __init__(self, turns: int) -> None:
         self._turns = turns
 
-    def left(self) -> float:
-        """As that of a Deadline."""
+    def seconds_left(self) -> float:
+        """Count a turn, as `Deadline.seconds_left` is called once in each."""
         self._turns -= 1
         if self._turns < 0:
             raise TimeoutError("the time for this call is over")

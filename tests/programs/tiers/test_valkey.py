@@ -79,7 +79,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def raw(server: ValkeyServer) -> "library.Valkey":
-    """Another client, somebody else's code."""
+    """Lends a client of another library, which is somebody else's code."""
     return library.Valkey(host="127.0.0.1", port=server.port)
 
 
@@ -187,14 +187,14 @@ def test_what_was_found_before_the_time_is_over_is_found(
     monkeypatch.setattr(module, "FLIGHT_COMMANDS_MAX", 4)
     tier, samples = make(f"{server.url}?prefix=cut:"), [make_sample(number) for number in range(10)]
     assert tier.put([sample.write_request() for sample in samples]) == [None] * 10
-    connection, given = tier._pool.connection, itertools.count(1)
+    connection, given = tier.pool.connection, itertools.count(1)
 
     def connected(deadline: Deadline) -> Any:
         if next(given) > flights:
             raise TierError("no answer in time")
         return connection(deadline)
 
-    monkeypatch.setattr(tier._pool, "connection", connected)
+    monkeypatch.setattr(tier.pool, "connection", connected)
     flights = 2
     assert tier.find([sample.key for sample in samples]) == [True] * 8 + [False] * 2
     assert tier.gauges()["finds_cut"] == 1
@@ -473,7 +473,7 @@ class Relay:
         self._start(self._accept)
 
     def close(self) -> None:
-        """After every client has closed."""
+        """Close the server, after every client has closed."""
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         for thread in self._threads:

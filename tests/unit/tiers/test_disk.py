@@ -6,7 +6,7 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,10 +72,9 @@ class TestSharedDirectory(TierSuite):
 
 
 class TestWithoutDirectIO(TestDisk):
-    def make(self) -> DiskTier:
-        tier = disk(self._root)
-        tier._probe = lambda: setattr(tier, "_direct", 0)  # type: ignore[method-assign]
-        return tier
+    @pytest.fixture(autouse=True)
+    def _no_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "O_DIRECT", 0)
 
 
 class TestInjected(TestDisk):
@@ -367,19 +366,28 @@ def test_what_cannot_be_removed_counts(tmp_path: Path) -> None:
     check_disk(tier)
 
 
+def before_write(action: Callable[[], None]) -> Any:
+    """Patches os.pwritev, so that `action` is called before the first write to a file."""
+    real, turns = os.pwritev, iter([True])
+
+    def pwritev(*args: Any) -> int:
+        if next(turns, False):
+            action()
+        return real(*args)
+
+    return mock.patch("os.pwritev", pwritev)
+
+
 def test_one_object_under_two_names_is_one_file(tmp_path: Path) -> None:
     """Two threads put it at the same time, of two prompts: its prefix is told differently."""
     tier = opened(tmp_path)
     sample = make_sample(1)
-    write = tier._write
 
-    def slowly(*args: Any) -> int:
-        tier._write = write  # type: ignore[method-assign]
+    def put_second_name() -> None:
         assert tier.put([sample.write_request()._replace(parent=b"parent__")]) == [None]
-        return write(*args)
 
-    tier._write = slowly  # type: ignore[method-assign, assignment]
-    assert tier.put([sample.write_request()]) == [None]
+    with before_write(put_second_name):
+        assert tier.put([sample.write_request()]) == [None]
     assert len(list(tmp_path.glob("objects/here/??/*"))) == 1
     assert read(tier, sample) is None
     check_disk(tier)
@@ -528,19 +536,16 @@ def test_what_is_discarded_counts_until_it_is_gone(tmp_path: Path, damaged: bool
 
 def test_a_second_name_counts_until_it_is_gone(tmp_path: Path) -> None:
     tier, sample = opened(tmp_path), make_sample(1)
-    write, unlink, spare = tier._write, os.unlink, []
+    unlink, spare = os.unlink, []
 
-    def slowly(*args: Any) -> int:
-        tier._write = write  # type: ignore[method-assign]
+    def put_second_name() -> None:
         assert tier.put([sample.write_request()._replace(parent=b"parent__")]) == [None]
-        return write(*args)
 
     def watched(path: str) -> None:
         spare.append(tier.gauges()["bytes"] - real_bytes(tmp_path))
         unlink(path)
 
-    tier._write = slowly  # type: ignore[method-assign, assignment]
-    with mock.patch("os.unlink", watched):
+    with before_write(put_second_name), mock.patch("os.unlink", watched):
         assert tier.put([sample.write_request()]) == [None]
     assert [bytes_ >= 0 for bytes_ in spare] == [True]
     check_disk(tier)
@@ -676,17 +681,15 @@ def test_what_two_others_have_is_known_when_one_has_removed_it(
 def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, first: bool) -> None:
     """`first`: the other's was seen before ours was written."""
     sample, tier, neighbour = make_sample(1), opened(tmp_path), opened(tmp_path, "other")
-    write = tier._write
 
-    def slowly(*args: Any) -> int:
+    def put_elsewhere() -> None:
         neighbour.put([sample.write_request()])
         for shard in tmp_path.glob("objects/other/??"):
             os.utime(shard, (1, 1))
         for _ in range(4 * first):
             tier.writers.look()
-        return write(*args)
 
-    with mock.patch.object(tier, "_write", slowly):
+    with before_write(put_elsewhere):
         tier.put([sample.write_request()])
     for _ in range(4 * (not first)):
         tier.writers.look()

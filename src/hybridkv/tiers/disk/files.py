@@ -59,7 +59,7 @@ class FileName(NamedTuple):
 
 
 def parse_name(text: str) -> FileName | None:
-    """Returns the parsed name of a file; None where it is not the name of a record."""
+    """Returns the parsed name of a file, or None where it is not the name of a record."""
     key, _, parent = text.removesuffix("i").partition(".")
     try:
         name = FileName(bytes.fromhex(key), bytes.fromhex(parent), text.endswith("i"))
@@ -256,7 +256,7 @@ def _prove_encoded(
 
 
 def _whole(file: IO[bytes], start: bytes, size: int) -> memoryview | None:
-    """Returns `size` bytes: `start`, then the next bytes of `file`; None where it ends earlier."""
+    """Returns `start` and the next bytes of `file`, `size` together, or None where it ends."""
     memory = memoryview(mmap.mmap(-1, size))
     memory[: len(start)] = start
     done = len(start)

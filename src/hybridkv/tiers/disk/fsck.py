@@ -26,7 +26,7 @@ class FileFinding(NamedTuple):
 
     path: str
     damage: FileDamage
-    done: str  # The repair, for people; empty = none.
+    done: str  # The repair, for people. Empty = none.
 
 
 @dataclass
@@ -197,7 +197,7 @@ class _WriterCheck:
                 os.link(aside, to)
             except OSError:
                 if not os.path.lexists(to):
-                    # The file system has no hard links; the silent writer makes no files meanwhile.
+                    # The file system has no hard links. The silent writer makes no files meanwhile.
                     os.rename(aside, to)
                     return done
                 done = "removed, for it is there already"

@@ -35,7 +35,7 @@ class OwnFile(NamedTuple):
     path: str
     taken_bytes: int
     parent: bytes
-    """The short key of the record that must not be evicted before this record; empty = none."""
+    """The short key of the record that must not be evicted before this record. Empty = none."""
     touched_at: float  # Its time of change, seconds since the epoch.
 
 
@@ -47,7 +47,7 @@ class FileIndex:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` bounds this daemon's files; 0 = half of the free room at the first `scan`."""
+        """`max_bytes` bounds this daemon's files. 0 = half of the free room at the first `scan`."""
         self.lock = threading.Lock()
         self.max_bytes = max_bytes
         self.ours: dict[bytes, OwnFile] = {}
@@ -74,7 +74,7 @@ class FileIndex:
         return self._taken_bytes + self.writing_bytes
 
     def path(self, key: bytes) -> str | None:
-        """Returns the path of a record's file; None = the record is not there."""
+        """Returns the path of a record's file. None = the record is not there."""
         file = self.ours.get(key)
         return file.path if file is not None else self.others.get(key)
 

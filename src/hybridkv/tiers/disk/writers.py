@@ -79,7 +79,7 @@ def clock(root: Path) -> float:
 
 
 def silent_seconds(home: Path, now: float) -> float | None:
-    """Returns the seconds since a writer touched `alive`; None where its directory is gone.
+    """Returns the seconds since a writer touched `alive`, or None where its directory is gone.
 
     Before the first touch, the age of its directory counts.
     """

@@ -1,4 +1,4 @@
-"""Records in Mooncake Store, the memory of many nodes behind one master.
+"""Records in Mooncake Store, the memory of many nodes with one master.
 
 ::
 
@@ -130,15 +130,15 @@ class MooncakeTier(Tier):
             "local_buffer_size": "0",
         }
         self._opening = threading.Lock()
-        self._client: IsolatedProcess | None = None
-        self._keeper: IsolatedProcess | None = None
+        self.client: IsolatedProcess | None = None
+        self.keeper: IsolatedProcess | None = None
         self._starts = 0
         self._finds_cut, self._forgotten = 0, 0
         self._is_sick = False
         """The last call had no answer: the client has to show that it works, or is replaced."""
         self._closed = False
         self._discarded: dict[bytes, bool] = {}
-        """Keys that are still to be removed; True = in spite of a lease."""
+        """Keys that are still to be removed. True = in spite of a lease."""
         self._discarded_lock = threading.Lock()
 
     def open(self) -> None:
@@ -151,16 +151,16 @@ class MooncakeTier(Tier):
                 dial(self._master.host, self._master.port, deadline).close()
             except OSError as error:
                 raise TierError(f"no Mooncake master at {self._master}: {error}") from error
-            if self._segment_bytes and not (self._keeper and self._keeper.alive):
-                self._keeper = self._start_child(LaneSizes(1, SLOT_ALIGN), self._segment_bytes)
-            if self._is_sick and self._client:
+            if self._segment_bytes and not (self.keeper and self.keeper.is_alive):
+                self.keeper = self._start_child(LaneSizes(1, SLOT_ALIGN), self._segment_bytes)
+            if self._is_sick and self.client:
                 try:
                     self.find([bytes(KEY_BYTES)])
                 except TierError:
-                    self._client.kill()
-            if not (self._client and self._client.alive):
+                    self.client.kill()
+            if not (self.client and self.client.is_alive):
                 lanes = LaneSizes(LANES, self._lane_bytes)
-                self._client = self._start_child(lanes, segment_bytes=0)
+                self.client = self._start_child(lanes, segment_bytes=0)
             self._is_sick = False
             if self._closed:  # Another thread closed it, and may not have seen these children.
                 self.close()
@@ -240,8 +240,8 @@ class MooncakeTier(Tier):
 
     def tend(self) -> None:
         """Start children that have ended, and remove records that could not be removed before."""
-        keeps = not self._segment_bytes or (self._keeper is not None and self._keeper.alive)
-        if self._is_sick or not keeps or self._client is None or not self._client.alive:
+        keeps = not self._segment_bytes or (self.keeper is not None and self.keeper.is_alive)
+        if self._is_sick or not keeps or self.client is None or not self.client.is_alive:
             self.open()
         with self._discarded_lock:
             discarded = list(self._discarded)
@@ -264,10 +264,10 @@ class MooncakeTier(Tier):
     def close(self) -> None:
         """End the children. This node's memory leaves the store, in order where that is quick."""
         self._closed = True
-        if self._client:
-            self._client.kill()
-        if self._keeper:
-            self._keeper.stop(min(self._timeout_seconds, STOP_SECONDS_MAX))
+        if self.client:
+            self.client.kill()
+        if self.keeper:
+            self.keeper.stop(min(self._timeout_seconds, STOP_SECONDS_MAX))
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_seconds
@@ -306,7 +306,7 @@ class MooncakeTier(Tier):
 
     @contextlib.contextmanager
     def _lane(self, deadline: float) -> Iterator[Lane]:
-        client = self._client
+        client = self.client
         if client is None or self._closed:
             raise TierError("not connected to Mooncake")
         try:
@@ -411,7 +411,7 @@ class MooncakeTier(Tier):
                     f"Mooncake's master answers {response.status} where its keys should be"
                     " (option admin)"
                 )
-            while (piece := response.read1(1 << 20)) and deadline.left():
+            while (piece := response.read1(1 << 20)) and deadline.seconds_left():
                 body += piece
                 if len(body) > LISTING_BYTES_MAX:
                     raise TierError("the list of Mooncake's keys is too long")

@@ -54,7 +54,7 @@ class ConnectionPool:
         self._login = [unquote(word) for word in (parts.username, parts.password) if word]
         self._users = int(bool(parts.username))  # Words of the login before the password.
         self._password_file = options.get("password_file", "")
-        """A file with the password, which is read at each `open`; "" = it is in the URL."""
+        """A file with the password, which is read at each `open`. "" = it is in the URL."""
         self._timeout_seconds = spec.timeout_seconds
         if not (self._socket if is_unix else self._host):
             raise ConfigError(f"tier {self.place} names no server", works)
@@ -187,7 +187,7 @@ class ConnectionPool:
         return TierError(f"{self.place}: {getattr(error, 'strerror', None) or error}")
 
     def refused(self, refusal: RefusedCommand, step: str = "") -> TierError | ConfigError:
-        """Returns the error for a refusal at `open`; `step` is the command of the login, or ""."""
+        """Returns the error for a refusal at `open`. `step` is the command of the login, or ""."""
         wrong_login = (
             "the server refuses this user or password",
             f"{self._works('USER:PASSWORD@')} with those that it knows",
@@ -242,7 +242,7 @@ class ConnectionPool:
         else:
             sock = dial(self._host, self._port, deadline)
         try:
-            sock.settimeout(deadline.left())
+            sock.settimeout(deadline.seconds_left())
             if self._socket:
                 sock.connect(self._socket)
             return self._tls.wrap_socket(sock, server_hostname=self._host) if self._tls else sock

@@ -57,7 +57,7 @@ class RespConnection(io.RawIOBase):
 
     def readinto(self, into: Any) -> int:
         """Receive into memory. Only the buffer calls it, and passes large reads through."""
-        self._sock.settimeout(self.deadline.left())
+        self._sock.settimeout(self.deadline.seconds_left())
         count = self._sock.recv_into(into)
         if not count:
             raise ConnectionResetError("the server has closed the connection")
@@ -68,7 +68,7 @@ class RespConnection(io.RawIOBase):
         for buffer in buffers:
             rest = memoryview(buffer)
             while rest:
-                self._sock.settimeout(self.deadline.left())
+                self._sock.settimeout(self.deadline.seconds_left())
                 rest = rest[self._sock.send(rest) :]
 
     def reply(self, into: Sequence[memoryview] | None = None, depth: int = 0) -> Reply:

@@ -48,8 +48,8 @@ class ValkeyTier(Tier):
     def __init__(self, spec: TierSpec) -> None:
         """Raises ConfigError for settings that can never work."""
         self.name = spec.kind
-        self._pool = ConnectionPool(spec)
-        self._place, self._prefix = self._pool.place, self._pool.prefix.encode()
+        self.pool = ConnectionPool(spec)
+        self._place, self._prefix = self.pool.place, self.pool.prefix.encode()
         self._ours = re.compile(re.escape(self._prefix) + b"(%b)" % KEY_DIGITS.encode())
         self._timeout_seconds = spec.timeout_seconds
         self._gauges: dict[str, float] = {}
@@ -60,11 +60,11 @@ class ValkeyTier(Tier):
     def open(self) -> None:
         """Log in anew and try each command. Raises ConfigError where the server refuses one."""
         deadline = Deadline(self._timeout_seconds)
-        self._pool.open(deadline)
+        self.pool.open(deadline)
         probe = self._ask_each(b"EXISTS", [bytes(KEY_BYTES)], deadline)
         for answer in (*probe, *self._look(deadline)):
             if isinstance(answer, RefusedCommand):
-                raise self._pool.refused(answer)
+                raise self.pool.refused(answer)
             self._sound(answer)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
@@ -127,7 +127,7 @@ class ValkeyTier(Tier):
 
     def tend(self) -> None:
         """Close connections that were idle for long, and ask how full the server is."""
-        self._pool.drop_idle(IDLE_SECONDS_MAX)
+        self.pool.drop_idle(IDLE_SECONDS_MAX)
         for answer in self._look(Deadline(self._timeout_seconds)):
             self._sound(answer)
 
@@ -139,7 +139,7 @@ class ValkeyTier(Tier):
         return {**self._gauges, "finds_cut": float(self._finds_cut)}
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
     # Commands
 
@@ -170,7 +170,7 @@ class ValkeyTier(Tier):
             for _ in range(TRIES):
                 pending = asks[len(answers) : end]
                 try:
-                    with self._pool.connection(deadline) as connection:
+                    with self.pool.connection(deadline) as connection:
                         for ask in pending:
                             connection.send(ask.send)
                         for ask in pending:
