@@ -254,8 +254,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "larger-than-ram-planned-whole",
         "a hit is planned as if RAM could hold any",
-        "HitSizes.largest",
-        "excess = self.of((resident, hit)) - room_bytes",
+        "HitSizes.largest_fit",
+        "excess = self.bytes_of((resident, hit)) - room_bytes",
         "excess = 0",
         ("D18",),
         (

@@ -373,7 +373,7 @@ HANDLERS = (
         RAISED,
     ),
     Handler(
-        "IsolatedProcess.epitaph",
+        "IsolatedProcess.describe_exit",
         "suppress(subprocess.TimeoutExpired)",
         "The process has not ended, so the message says no exit status.",
         NO + "the caller raises the error that the message belongs to",

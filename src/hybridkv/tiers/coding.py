@@ -161,7 +161,7 @@ class Coding:
             raise DamagedError(f"it has not {encoding.body_bytes} bytes")
         if encoding.codec not in tuple(Codec) or encoding.cipher not in tuple(Cipher):
             raise UndecodableError("it is encoded by a later version")
-        body, signatures = self._opened(body, encoding, start), CHECKSUM_BYTES * record.parts
+        body, signatures = self._decrypted(body, encoding, start), CHECKSUM_BYTES * record.parts
         if len(body) < signatures:
             raise DamagedError("it has no checksums")
         payload = payload_offset(record.parts)
@@ -185,7 +185,7 @@ class Coding:
         if self.key is not None and not self.takes_plain:
             raise UndecodableError("it is not encrypted, and key= takes nothing else")
 
-    def _opened(self, body: memoryview, encoding: Encoding, header: bytes) -> memoryview:
+    def _decrypted(self, body: memoryview, encoding: Encoding, header: bytes) -> memoryview:
         """Returns the body without its encryption. Raises DamagedError where its proof fails."""
         if encoding.cipher == Cipher.NONE:
             self.check_plain()

@@ -68,7 +68,7 @@ class Demotion:
     @property
     def waiting(self) -> int:
         """The number of objects in all queues, not queued yet, or being written."""
-        return sum(map(len, self._queues)) + len(self._unqueued) + len(list(self.held()))
+        return sum(map(len, self._queues)) + len(self._unqueued) + len(list(self.held_slots()))
 
     def wakes_at(self) -> float:
         """Returns when `tick` is due again: at once if the last turn left objects to look at."""
@@ -148,7 +148,7 @@ class Demotion:
                 if tier in self._through:
                     self._queue((tier,), (queued.slot,), is_read=True)
 
-    def held(self) -> Iterator[Slot]:
+    def held_slots(self) -> Iterator[Slot]:
         """Yields the slots that are held, each as often as it is held."""
         for items in [*self.leaving, *(job.items for job in self.writing)]:
             yield from map(_slot, items)

@@ -49,7 +49,9 @@ class TierKey:
     def __init__(self, secret: bytes) -> None:
         assert _library is not None, "read_key has found the library"
         self._cipher = _library.AESGCM(secret)
-        self._wrong: type[Exception] = importlib.import_module("cryptography.exceptions").InvalidTag
+        self._invalid_tag: type[Exception] = importlib.import_module(
+            "cryptography.exceptions"
+        ).InvalidTag
         digest = hashlib.sha256(b"hybridkv: the id of a tier's key" + secret).digest()
         self.id = int.from_bytes(digest[:4], "little")
         """Distinguishes keys, and reveals nothing of the secret."""
@@ -66,7 +68,7 @@ class TierKey:
         try:
             bound = associated_data(header)
             return bytes(self._cipher.decrypt(body[:NONCE_BYTES], body[NONCE_BYTES:], bound))
-        except self._wrong as error:
+        except self._invalid_tag as error:
             raise DamagedError("its encrypted bytes are not those that were written") from error
 
 

@@ -45,12 +45,12 @@ class InjectedTier(Tier):
         return self._tier.peek(key)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        self._pass(0)
+        self._delay(0)
         return self._tier.find(keys)
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         errors = self._tier.get(items)
-        self._pass(sum(stored_bytes(item.pieces[0]) for item in items))
+        self._delay(sum(stored_bytes(item.pieces[0]) for item in items))
         for at, item in enumerate(items):
             if errors[at] is None and self._happens(self._lose):
                 errors[at] = MissingError("lost on purpose")
@@ -62,7 +62,7 @@ class InjectedTier(Tier):
         return errors
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        self._pass(sum(sizes_of(items)))
+        self._delay(sum(sizes_of(items)))
         if self._happens(self._fail):
             return [TierError("failed on purpose")] * len(items)
         return self._tier.put(items)
@@ -85,7 +85,7 @@ class InjectedTier(Tier):
     def _happens(self, share: float) -> bool:
         return bool(share) and self._rng.random() < share
 
-    def _pass(self, size: int) -> None:
+    def _delay(self, size: int) -> None:
         """Sleep as long as `size` bytes take at the rate, and for the latency."""
         wait = self._latency
         if self._rate is not None:

@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.speed import Speed
@@ -42,6 +43,19 @@ ERROR_COUNTERS: dict[type[TierError], str] = {
     FullError: "objects_refused",
 }
 """The counter of items that failed with an error. Any other error counts as "failures"."""
+
+
+class MoveCounters(NamedTuple):
+    """The counters of what a job has moved."""
+
+    objects: str
+    bytes: str
+
+
+MOVE_COUNTERS: dict[JobKind, MoveCounters] = {
+    JobKind.READ: MoveCounters("objects_read", "bytes_read"),
+    JobKind.WRITE: MoveCounters("objects_written", "bytes_written"),
+}
 
 
 class TierState:
@@ -226,13 +240,13 @@ class TierState:
 
     def _count(self, job: TierJob, outcome: JobOutcome) -> None:
         self.counters["failures"] += outcome.error is not None
-        verb = {JobKind.READ: "read", JobKind.WRITE: "written"}.get(job.kind)
-        if verb is None or outcome.error is not None:
+        counters = MOVE_COUNTERS.get(job.kind)
+        if counters is None or outcome.error is not None:
             return
         for item, error in _moved(job, outcome):
             if error is None:
-                self.counters[f"objects_{verb}"] += 1
-                self.counters[f"bytes_{verb}"] += item.record.size_bytes
+                self.counters[counters.objects] += 1
+                self.counters[counters.bytes] += item.record.size_bytes
             else:
                 self.counters[ERROR_COUNTERS.get(type(error), "failures")] += 1
             if isinstance(error, DamagedError):

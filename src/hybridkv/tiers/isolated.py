@@ -33,7 +33,7 @@ ITEMS_MAX = 512  # Items in one call, so that a packet stays below what a socket
 PACKET_BYTES_MAX = 128 << 10
 START_SECONDS = 10.0  # For Python and the library to load on a busy machine.
 SETUP_SECONDS_MIN = 1.0
-LAST_WORDS_SECONDS = 0.5  # For the end of a process that has hung up.
+EXIT_SECONDS_MAX = 0.5  # For the exit of a process that has closed its lanes.
 
 
 class LibraryCall(NamedTuple):
@@ -101,7 +101,7 @@ class Lane:
         except msgspec.MsgspecError as error:
             what = f"answered with no result: {error}"
         self.child.kill()
-        raise DeadChildError(f"{self.child.name} {what or 'is gone' + self.child.epitaph()}")
+        raise DeadChildError(f"{self.child.name} {what or 'is gone' + self.child.describe_exit()}")
 
 
 class IsolatedProcess:
@@ -148,7 +148,7 @@ class IsolatedProcess:
                 cwd="/",
                 process_group=0,
             )
-            ours.callback(self.epitaph)
+            ours.callback(self.describe_exit)
             ours.callback(self.process.kill)
             reaper = threading.Thread(target=self.process.wait, name="hybridkv-reaper", daemon=True)
             reaper.start()
@@ -198,10 +198,10 @@ class IsolatedProcess:
                     self._free.append(lane)
                     self._changed.notify()
 
-    def epitaph(self) -> str:
+    def describe_exit(self) -> str:
         """Returns how the process ended, ", it ended with -9". Empty = it has not ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(LAST_WORDS_SECONDS)
+            self.process.wait(EXIT_SECONDS_MAX)
         code = self.process.returncode
         return "" if code is None else f", it ended with {code}"
 

@@ -347,7 +347,9 @@ def plan_reads(search: ObjectSearch, room_bytes: int, now: float) -> ReadPlan:
         return ReadPlan(longest.chunks)
     sizes = HitSizes(request.geometry, longest.chunks)
     candidates = _candidates(request, masks, longest, sizes, room_bytes)
-    by_tokens = {hit.tokens: hit for hit in candidates if sizes.of((resident, hit)) <= room_bytes}
+    by_tokens = {
+        hit.tokens: hit for hit in candidates if sizes.bytes_of((resident, hit)) <= room_bytes
+    }
     fits = by_tokens[max(by_tokens)] if by_tokens else resident
     shortfalls: list[Shortfall] = []
     if fits.tokens < longest.tokens:
@@ -369,7 +371,7 @@ def plan_reads(search: ObjectSearch, room_bytes: int, now: float) -> ReadPlan:
     hits: tuple[PromptHit, ...] = ()
     if best != resident:
         half = request.hit_of(largest_hit(request.geometry, masks, best.chunks // 2))
-        has_room = sizes.of((resident, half, best)) <= room_bytes
+        has_room = sizes.bytes_of((resident, half, best)) <= room_bytes
         hits = (half, best) if half.tokens > resident.tokens and has_room else (best,)
     if best.tokens < fits.tokens:
         time_facts = {
@@ -390,7 +392,7 @@ def _candidates(
 ) -> set[PromptHit]:
     """Returns the hits to compare: the longest one, and some up to the longest that has room."""
     whole = largest_hit(request.geometry, masks, longest.chunks - bool(longest.tail))
-    reach = sizes.largest(masks, whole, request.resident, room_bytes)
+    reach = sizes.largest_fit(masks, whole, request.resident, room_bytes)
     cuts = _cuts(reach)
     return {longest, *(request.hit_of(largest_hit(request.geometry, masks, cut)) for cut in cuts)}
 
@@ -411,7 +413,7 @@ class HitSizes:
         """Per group and number n of chunks, the bytes of the objects of the first n chunks."""
         self._chunk_bytes_max = max(1, sum(map(max, periods)))
 
-    def of(self, hits: Iterable[PromptHit]) -> int:
+    def bytes_of(self, hits: Iterable[PromptHit]) -> int:
         """Returns the bytes of the objects that any of the hits needs. The hits ascend."""
         size = 0
         for group, sums in zip(self._geometry.groups, self._sums, strict=True):
@@ -425,7 +427,7 @@ class HitSizes:
                 end = max(end, stop)
         return size
 
-    def largest(
+    def largest_fit(
         self, masks: Sequence[bytes], chunks: int, resident: PromptHit, room_bytes: int
     ) -> int:
         """Returns the largest hit of at most `chunks` chunks that RAM can hold as a whole.
@@ -436,7 +438,7 @@ class HitSizes:
         chunk_tokens = self._geometry.chunk_tokens
         while chunks * chunk_tokens > resident.tokens:
             hit = PromptHit(chunks, 0, chunks * chunk_tokens)
-            excess = self.of((resident, hit)) - room_bytes
+            excess = self.bytes_of((resident, hit)) - room_bytes
             if excess <= 0:
                 break
             # A chunk less takes at most `_chunk_bytes_max` less: no hit in between has room.

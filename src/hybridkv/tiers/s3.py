@@ -143,7 +143,7 @@ class S3Tier(Tier):
         while len(answers) < len(keys):
             wave = keys[len(answers) : len(answers) + WAVE_REQUESTS]
             requests = [partial(obstore.head_async, self._store, _path(key)) for key in wave]
-            answers += self._each(requests, deadline)
+            answers += self._do_all(requests, deadline)
             if all(map(_is_failure, answers[-len(wave) :])):
                 break
         errors = list(filter(_is_failure, answers))
@@ -161,7 +161,7 @@ class S3Tier(Tier):
             requests = [
                 partial(self._fetch, item, size) for item, size in zip(batch, sizes, strict=True)
             ]
-            answers = self._each(requests, deadline)
+            answers = self._do_all(requests, deadline)
             for item, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, memoryview):
                     pieces = contract.first_bytes(item.pieces, len(answer))
@@ -183,7 +183,7 @@ class S3Tier(Tier):
             pieces_of = {_path(item.key): item.pieces for item in batch}
             requests = [partial(send, name, pieces) for name, pieces in pieces_of.items()]
             errors: dict[str, TierError | None] = dict.fromkeys(pieces_of)
-            for name, answer in zip(pieces_of, self._each(requests, deadline), strict=True):
+            for name, answer in zip(pieces_of, self._do_all(requests, deadline), strict=True):
                 if isinstance(answer, contract.MissingError):
                     errors[name] = TierError(f"{self._place}: the bucket is gone")
                 elif isinstance(answer, TierError):
@@ -200,10 +200,10 @@ class S3Tier(Tier):
                 self._aside += min(len(keys), room)
             copy = partial(obstore.copy_async, self._store)
             copies = [partial(copy, _path(key), ASIDE + key.hex()) for key in keys[:room]]
-            self._each(copies, deadline)
+            self._do_all(copies, deadline)
         # The library sends as many names in one request as a server takes.
         delete = partial(obstore.delete_async, self._store, [_path(key) for key in keys])
-        self._sound([delete], deadline)
+        self._do_all_checked([delete], deadline)
 
     def keys(self) -> Iterator[bytes]:
         for name in self._names(self._tier_error):
@@ -242,19 +242,21 @@ class S3Tier(Tier):
     def _names(self, translate: _Translate) -> Iterator[str]:
         """Yields the names below the prefix. Raises what `translate` makes of an error."""
         next_page = partial(anext, obstore.list(self._store, chunk_size=1000), None)
-        while page := self._each([next_page], Deadline(self._timeout_seconds), translate)[0]:
+        while page := self._do_all([next_page], Deadline(self._timeout_seconds), translate)[0]:
             if isinstance(page, Exception):
                 raise page
             yield from (entry["path"] for entry in page)
 
-    def _sound(self, requests: Sequence[_Request[_T]], deadline: Deadline) -> list[_T | Exception]:
+    def _do_all_checked(
+        self, requests: Sequence[_Request[_T]], deadline: Deadline
+    ) -> list[_T | Exception]:
         """Do all at once. Returns each answer, or its MissingError. Raises any other TierError."""
-        answers = self._each(requests, deadline)
+        answers = self._do_all(requests, deadline)
         for error in filter(_is_failure, answers):
             raise error
         return answers
 
-    def _each(
+    def _do_all(
         self,
         requests: Sequence[_Request[_T]],
         deadline: Deadline,

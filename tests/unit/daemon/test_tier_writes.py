@@ -149,7 +149,7 @@ def test_tiers_that_hang_do_not_keep_others_from_being_written(hung: int) -> Non
     assert (
         len(set(done)) == well.counters["objects_written"] == objects == node.daemon.store.objects
     )
-    held = [slot.size_bytes for slot in node.daemon.demotion.held()]
+    held = [slot.size_bytes for slot in node.daemon.demotion.held_slots()]
     share = len(node.memory) // HELD_SHARE
     assert share - max(held) < sum(held), "it was a limit"
     assert sum(held) <= min(hung * share, len(node.memory) // HELD_SHARE_ALL + hung * max(held))
@@ -158,7 +158,7 @@ def test_tiers_that_hang_do_not_keep_others_from_being_written(hung: int) -> Non
 def test_the_first_write_holds_no_more_of_a_small_arena_than_later_ones() -> None:
     node = remote({}, "sim://0", arena=ARENA // 4)
     node.store(FULL, [1, 2, 3])
-    held = [slot.size_bytes for slot in node.daemon.demotion.held()]
+    held = [slot.size_bytes for slot in node.daemon.demotion.held_slots()]
     share = len(node.memory) // HELD_SHARE
     assert share - max(held) < sum(held) <= share
 

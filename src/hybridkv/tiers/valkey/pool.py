@@ -116,7 +116,7 @@ class ConnectionPool:
                 f"{self._works()} of one works, or valkeys:// for one with TLS",
             ) from None
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._error_of(error) from None
 
     @contextlib.contextmanager
     def connection(self, deadline: Deadline) -> Iterator[RespConnection]:
@@ -131,7 +131,7 @@ class ConnectionPool:
         try:
             connection = connection or self._connect(deadline)
         except (OSError, ProtocolError) as error:
-            raise self._failed(error) from None
+            raise self._error_of(error) from None
         connection.deadline = deadline
         try:
             yield connection
@@ -140,9 +140,9 @@ class ConnectionPool:
             self._drop([connection])
             if isinstance(error, _RESETS):
                 self.drop_idle()  # They are as old, and most likely closed too.
-                raise LostConnectionError(str(self._failed(error))) from None
+                raise LostConnectionError(str(self._error_of(error))) from None
             if isinstance(error, OSError | ProtocolError | ValueError):
-                raise self._failed(error) from None
+                raise self._error_of(error) from None
             raise
         self._keep(connection)
 
@@ -177,7 +177,7 @@ class ConnectionPool:
             for connection in self._live:
                 connection.abort()
 
-    def _failed(self, error: Exception) -> TierError:
+    def _error_of(self, error: Exception) -> TierError:
         """Returns the TierError for an error of a connection."""
         # The system's texts have no secrets: addresses and the names of files at most.
         if isinstance(error, TimeoutError):
@@ -186,7 +186,7 @@ class ConnectionPool:
             return TierError(f"{self.place} does not answer{how} within {seconds}")
         return TierError(f"{self.place}: {getattr(error, 'strerror', None) or error}")
 
-    def refused(self, refusal: RefusedCommand, step: str = "") -> TierError | ConfigError:
+    def refusal_error(self, refusal: RefusedCommand, step: str = "") -> TierError | ConfigError:
         """Returns the error for a refusal at `open`. `step` is the command of the login, or ""."""
         wrong_login = (
             "the server refuses this user or password",
@@ -230,7 +230,7 @@ class ConnectionPool:
                 connection.send(buffers)
             for step in steps:
                 if isinstance(answer := connection.reply(), RefusedCommand):
-                    raise self.refused(answer, step)
+                    raise self.refusal_error(answer, step)
         except BaseException:
             self._drop([connection])
             raise

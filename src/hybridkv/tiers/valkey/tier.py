@@ -62,15 +62,15 @@ class ValkeyTier(Tier):
         deadline = Deadline(self._timeout_seconds)
         self.pool.open(deadline)
         probe = self._ask_each(b"EXISTS", [bytes(KEY_BYTES)], deadline)
-        for answer in (*probe, *self._look(deadline)):
+        for answer in (*probe, *self._ask_gauges(deadline)):
             if isinstance(answer, RefusedCommand):
-                raise self.pool.refused(answer)
-            self._sound(answer)
+                raise self.pool.refusal_error(answer)
+            self._checked(answer)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         # A key without an answer is not found. Only where no key has an answer, the call fails.
         answers = self._ask_each(b"EXISTS", keys, Deadline(FIND_SHARE * self._timeout_seconds))
-        errors = [error for answer in answers if (error := self._wrong(answer))]
+        errors = [error for answer in answers if (error := self._error_of(answer))]
         if errors and len(errors) == len(answers):
             raise errors[0]
         self._finds_cut += bool(errors)
@@ -86,7 +86,7 @@ class ValkeyTier(Tier):
         for item, size, answer in zip(items, sizes, answers, strict=True):
             if isinstance(answer, int) and contract.is_length(answer, size):
                 contract.zero_after(item.pieces, answer)
-        return [self._got(size, answer) for size, answer in zip(sizes, answers, strict=True)]
+        return [self._get_error(size, answer) for size, answer in zip(sizes, answers, strict=True)]
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         sizes = sizes_of(items)
@@ -97,7 +97,7 @@ class ValkeyTier(Tier):
         ]
         answers = iter(self._ask(asks, Deadline(self._timeout_seconds)))
         return [
-            self._wrong(next(answers))
+            self._error_of(next(answers))
             if size <= VALUE_BYTES_MAX
             else contract.FullError(f"{self._place} takes no value of {size} bytes")
             for size in sizes
@@ -106,7 +106,7 @@ class ValkeyTier(Tier):
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         # A damaged value is not put aside: it would take the memory of sound ones.
         for answer in self._ask_each(b"UNLINK", keys, Deadline(self._timeout_seconds)):
-            self._sound(answer)
+            self._checked(answer)
 
     def keys(self) -> Iterator[bytes]:
         """Yields every key with our prefix. A key may come twice while others put or remove."""
@@ -115,7 +115,7 @@ class ValkeyTier(Tier):
         while True:
             ask = PendingCommand(command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000"))
             (answer,) = self._ask([ask], Deadline(self._timeout_seconds))
-            match self._sound(answer):
+            match self._checked(answer):
                 case [bytes() as cursor, list() as names]:
                     for name in names:
                         if isinstance(name, bytes) and (ours := self._ours.fullmatch(name)):
@@ -128,8 +128,8 @@ class ValkeyTier(Tier):
     def tend(self) -> None:
         """Close connections that were idle for long, and ask how full the server is."""
         self.pool.drop_idle(IDLE_SECONDS_MAX)
-        for answer in self._look(Deadline(self._timeout_seconds)):
-            self._sound(answer)
+        for answer in self._ask_gauges(Deadline(self._timeout_seconds)):
+            self._checked(answer)
 
     def gauges(self) -> Mapping[str, float]:
         """Returns `bytes` and `bytes_max` of the server, `objects` of the database, as of `tend`.
@@ -143,7 +143,7 @@ class ValkeyTier(Tier):
 
     # Commands
 
-    def _look(self, deadline: Deadline) -> list[_Answer]:
+    def _ask_gauges(self, deadline: Deadline) -> list[_Answer]:
         """Ask for the values of `gauges`. Returns the answers."""
         asks = [PendingCommand(command(b"INFO", b"memory")), PendingCommand(command(b"DBSIZE"))]
         memory, objects = answers = self._ask(asks, deadline)
@@ -184,23 +184,23 @@ class ValkeyTier(Tier):
             answers += [error] * (end - len(answers))
         return answers
 
-    def _got(self, size: int, answer: _Answer) -> TierError | None:
+    def _get_error(self, size: int, answer: _Answer) -> TierError | None:
         if answer is None:
             return contract.MissingError("no such value")
         if isinstance(answer, RefusedCommand) and answer.code == "WRONGTYPE":
             return contract.DamagedError("it is no string")
         if isinstance(answer, int) and not contract.is_length(answer, size):
             return contract.DamagedError(f"it has {answer} bytes instead of {size}")
-        return self._wrong(answer)
+        return self._error_of(answer)
 
-    def _wrong(self, answer: _Answer) -> TierError | None:
+    def _error_of(self, answer: _Answer) -> TierError | None:
         if isinstance(answer, RefusedCommand):
             kind = contract.FullError if answer.code == "OOM" else TierError
             return kind(f"{self._place} refuses ({answer.code})")
         return answer if isinstance(answer, TierError) else None
 
-    def _sound(self, answer: _Answer) -> Reply:
-        if error := self._wrong(answer):
+    def _checked(self, answer: _Answer) -> Reply:
+        if error := self._error_of(answer):
             raise error
         assert not isinstance(answer, TierError)
         return answer
