@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate, cycle, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit, needed_chunks, stored_counts
@@ -18,7 +19,7 @@ from hybridkv.core.tails import is_tail_hit, tail_chunk, tail_tokens
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.tiers.health import TierState
-from hybridkv.tiers.record import RecordName
+from hybridkv.tiers.record import RecordName, record_key
 
 CUTS = 8  # Boundaries that are compared with each other.
 FIND_KEYS_MAX = 4096  # Objects that a tier is asked about at once.
@@ -67,9 +68,7 @@ class ObjectPlace(NamedTuple):
     """The number of its chunk. Positions from `LookupRequest.chunks` on are those of tails."""
 
 
-def prefix_order(place: ObjectPlace) -> tuple[int, int]:
-    """Returns the key that sorts places by position first."""
-    return place.position, place.group_index
+prefix_order = attrgetter("position", "group_index")  # Sorts places prefix first.
 
 
 class NeededObject(NamedTuple):
@@ -123,10 +122,10 @@ class LookupRequest(NamedTuple):
 
     def hash_of(self, position: int) -> bytes:
         """Returns the hash of a chunk or the name of a tail. Empty before the first chunk."""
-        names = self.hashes
-        if position >= self.chunks:
-            names, position = self.tails, position - self.chunks
-        return names[position * HASH_BYTES : (position + 1) * HASH_BYTES] if position >= 0 else b""
+        names, start = self.hashes, position * HASH_BYTES
+        if start >= len(names):
+            names, start = self.tails, start - len(names)
+        return names[start : start + HASH_BYTES] if start >= 0 else b""
 
     def chunk_of(self, position: int) -> int:
         """Returns the chunk at a position, or the chunk inside which its tail ends."""
@@ -138,6 +137,11 @@ class LookupRequest(NamedTuple):
         """Returns the name of an object in tiers."""
         gid = self.namespace.gids[place.group_index]
         return RecordName(self.namespace.identity, gid, self.hash_of(place.position))
+
+    def key_of(self, place: ObjectPlace) -> bytes:
+        """Returns the key of an object in tiers, which is that of its name."""
+        gid = self.namespace.gids[place.group_index]
+        return record_key(self.namespace.identity, gid, self.hash_of(place.position))
 
     def slot_of(self, place: ObjectPlace) -> Slot | None:
         """Returns the object in RAM, or None where RAM does not have it."""
@@ -201,7 +205,7 @@ class ObjectSearch:
 
     def _locate_object(self, place: ObjectPlace, tiers: Sequence[TierState]) -> bool:
         """Returns whether a tier has the object, or may have it."""
-        key = self.request.name_of(place).key
+        key = self.request.key_of(place)
         is_unknown = False
         for tier in tiers:
             is_there = tier.peek(key)
@@ -231,7 +235,7 @@ class ObjectSearch:
                 place = ObjectPlace(index, position)
                 if request.slot_of(place) is not None:
                     continue
-                key = request.name_of(place).key
+                key = request.key_of(place)
                 tier = next((tier for tier in tiers if tier.peek(key)), None)
                 if tier is None:
                     break
@@ -305,13 +309,14 @@ class ObjectSearch:
 
         An object that came into RAM since it was located is not located any more.
         """
-        request = self.request
+        request, chunks = self.request, self.request.chunks
         present = list(map(bytearray, request.namespace.present(request.hashes)[0]))
         for place in list(self.located):
+            index, position = place
             if request.slot_of(place) is not None:
                 del self.located[place]
-            elif place.position < request.chunks:
-                present[place.group_index][place.position] = 1
+            elif position < chunks:
+                present[index][position] = 1
         return [bytes(mask) for mask in present]
 
     def longest_hit(self, masks: Sequence[bytes]) -> PromptHit:

@@ -270,7 +270,7 @@ class Promotion:
         while lookup.needs:
             need = lookup.needs[0]
             slot = lookup.request.slot_of(need.place)
-            read = self.reads.get(lookup.request.name_of(need.place).key)
+            read = self.reads.get(lookup.request.key_of(need.place))
             tier = need.tier if read is None else read.tier
             facts = ReadFacts(
                 is_in_ram=slot is not None,
@@ -363,7 +363,7 @@ class Promotion:
             lookup.read_bytes[tier] += slot.size_bytes
             lookup.origins.setdefault(lookup.request.chunk_of(place.position), tier.name)
             return
-        key = lookup.request.name_of(place).key
+        key = lookup.request.key_of(place)
         # A faster tier did not have it when the object was located.
         slower = self._tiers[tier.number + 1 :] if error is not None else ()
         for next_tier in slower:
@@ -388,7 +388,7 @@ class Promotion:
         tier.suspect((item.key,))
         for lookup, _ in waiters:
             left = (need.place for need in lookup.needs if need.tier is tier)
-            tier.suspect(lookup.request.name_of(place).key for place in left)
+            tier.suspect(lookup.request.key_of(place) for place in left)
 
     def _discard_damaged(self, tier: TierState, now: float) -> None:
         """Put damaged records into quarantine where there is a thread for it."""

@@ -49,6 +49,11 @@ _ENCODING = struct.Struct("<IBBxxI")
 assert _HEADER.size + _ENCODING.size <= _CRC_OFFSET
 
 
+def record_key(namespace: bytes, gid: int, chunk_hash: bytes) -> bytes:
+    """Returns the KEY_BYTES that name an object in a tier: namespace, chunk hash, gid."""
+    return namespace + chunk_hash + gid.to_bytes(2, "big")
+
+
 class RecordName(NamedTuple):
     """The name of an object outside the arena."""
 
@@ -58,8 +63,8 @@ class RecordName(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """The KEY_BYTES that name the object in a tier: namespace, chunk hash, gid."""
-        return self.namespace + self.chunk_hash + self.gid.to_bytes(2, "big")
+        """The object's key in tiers."""
+        return record_key(self.namespace, self.gid, self.chunk_hash)
 
 
 class Record(NamedTuple):
