@@ -111,6 +111,7 @@ class Promotion:
         if lookup.finds:
             self._hold(lookup, lookup.hit_slots())
         elif not self._read_more(lookup, now):
+            self._advance(lookup, LookupEvent.COMPLETED)
             self._store.unpin(lookup.held)
             return False
         self.lookups[lookup.request.key] = lookup
@@ -236,9 +237,9 @@ class Promotion:
 
     def _plan(self, lookup: WaitingLookup, room_bytes: int, now: float) -> None:
         """Decide which objects are read into `room_bytes`."""
-        plan = plan_reads(lookup.search, room_bytes, now)
-        lookup.begin_plan(plan)
-        for shortfall in plan.shortfalls:
+        lookup.plan = plan_reads(lookup.search, room_bytes, now)
+        lookup.needs = deque(lookup.plan.needs)
+        for shortfall in lookup.plan.shortfalls:
             self._fall_short(lookup, shortfall)
 
     def _plan_again(self, lookup: WaitingLookup, now: float) -> None:

@@ -150,11 +150,6 @@ class WaitingLookup:
         self.state = state
         return True
 
-    def begin_plan(self, plan: ReadPlan) -> None:
-        """Read what `plan` needs, and nothing else."""
-        self.plan = plan
-        self.needs = deque(plan.needs)
-
     def hit_slots(self) -> list[Slot]:
         """Returns the objects in RAM of the hits that are read, and of the hit that RAM had.
 
