@@ -28,10 +28,12 @@ def check_daemon(daemon: Daemon) -> None:
     """Check the store, the sessions, and the pins of every reader and writer."""
     check_store(daemon.store)
     pins, writing = check_sessions(daemon.sessions)
-    pins.update(slot for lookup in daemon.promotion._lookups.values() for slot in lookup.held)
+    ignored = [key for key in daemon.promotion.counters if key[0] == "lookup_events_ignored"]
+    assert not ignored, ignored
+    pins.update(slot for lookup in daemon.promotion.lookups.values() for slot in lookup.held)
     pins.update(check_demotion(daemon.demotion, len(daemon.store)))
     assert all(slot.pins == count for slot, count in pins.items())
-    writing |= {read.slot for read in daemon.promotion._reads.values()}
+    writing |= {read.slot for read in daemon.promotion.reads.values()}
     assert sum(slot.size_bytes for slot in writing) == daemon.store.writing_bytes
 
 
@@ -41,11 +43,11 @@ def check_demotion(demotion: Demotion, arena_bytes: int) -> list[Slot]:
     Returns the slots that are held for tiers.
     """
     all_held: list[Slot] = []
-    for tier, leaving in zip(demotion._tiers, demotion._leaving, strict=True):
-        writing = (job.items for job in demotion._writing if job.tier == tier.number)
+    for tier, leaving in zip(demotion._tiers, demotion.leaving, strict=True):
+        writing = (job.items for job in demotion.writing if job.tier == tier.number)
         items = [*leaving, *chain.from_iterable(writing)]
         held = sum(item.record.size_bytes for item in items)
-        assert held == demotion._held_bytes[tier]
+        assert held == demotion.held_bytes[tier]
         assert held <= arena_bytes // HELD_SHARE or len(items) == 1
         all_held += [item.slot for item in items if item.slot is not None]
     return all_held
@@ -172,10 +174,10 @@ def free_runs(extents: Extents) -> list[FreeRun]:
 
 def check_disk(tier: DiskTier) -> None:
     """Check the index against the files of a directory tier that nobody uses meanwhile."""
-    index = tier._index
+    index = tier.index
     with index.lock:
         _check_files(index)
-        home = tier._writers.home
+        home = tier.writers.home
         files = *home.glob("??/*"), *home.glob(f"{TMP}/*/*")
         real = sum(path.stat().st_blocks * BLOCK_BYTES for path in files)
         assert real <= index.held_bytes
@@ -184,10 +186,10 @@ def check_disk(tier: DiskTier) -> None:
 def _check_files(index: FileIndex) -> None:
     ours = index.ours.values()
     check_queue(index._order, index._may_go, index.ours)
-    taken_bytes = sum(file.taken_bytes for file in ours) + sum(index._strays.values())
+    taken_bytes = sum(file.taken_bytes for file in ours) + sum(index.strays.values())
     assert taken_bytes == index._taken_bytes <= index.max_bytes
     assert not index.writing_bytes
     assert not index.ours.keys() & index.others.keys()
     assert index._doubled <= index.ours.keys() | index.others.keys()
-    assert not index._strays.keys() & {file.path for file in ours}
+    assert not index.strays.keys() & {file.path for file in ours}
     assert +index._children == Counter(file.parent for file in ours)

@@ -37,17 +37,17 @@ _namespaces = itertools.count(1)
 
 
 class SampleObject(NamedTuple):
-    """A record in memory."""
+    """A whole record in memory, and its header."""
 
     record: Record
     memory: memoryview
 
     @property
     def key(self) -> bytes:
-        """The record's key."""
+        """The key of the record in tiers."""
         return self.record.name.key
 
-    def putting(self, cut: int = 0) -> WriteRequest:
+    def write_request(self, cut: int = 0) -> WriteRequest:
         """The record in one piece, or in two that meet at page `cut`."""
         at = cut * SLOT_ALIGN
         return WriteRequest(self.key, [self.memory[:at], self.memory[at:]] if at else [self.memory])
@@ -58,7 +58,7 @@ def pages(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
 
-def sample(
+def make_sample(
     number: int,
     part_bytes: int = 9000,
     parts: int = 2,
@@ -121,37 +121,37 @@ class TierSuite(ABC):
         return tier
 
     def close(self, tiers: Iterable[Tier]) -> None:
-        """Called after each test."""
+        """Close the tiers of a test, after it."""
         for tier in tiers:
             tier.close()
 
     def test_what_was_put_comes_back(self) -> None:
         tier = self.opened()
         shapes = [(1, 1), (100, 3), (4096, 1), (9000, 2), (1 << 20, 1), (300_000, 4)]
-        samples = [sample(n, *shape) for n, shape in enumerate(shapes)]
-        assert tier.put([one.putting() for one in samples]) == [None] * len(samples)
-        assert tier.find([one.key for one in samples]) == [True] * len(samples)
-        assert all(tier.peek(one.key) in (True, None) for one in samples)
-        assert [read(tier, one) for one in samples] == [None] * len(samples)
-        assert sorted(tier.keys()) == sorted(one.key for one in samples)
+        samples = [make_sample(n, *shape) for n, shape in enumerate(shapes)]
+        assert tier.put([sample.write_request() for sample in samples]) == [None] * len(samples)
+        assert tier.find([sample.key for sample in samples]) == [True] * len(samples)
+        assert all(tier.peek(sample.key) in (True, None) for sample in samples)
+        assert [read(tier, sample) for sample in samples] == [None] * len(samples)
+        assert sorted(tier.keys()) == sorted(sample.key for sample in samples)
         self.close([tier])
 
     def test_pieces_are_one_record(self) -> None:
         tier = self.opened()
-        one, other = sample(1, 20_000), sample(2, 20_000)
-        assert tier.put([one.putting(cut=1), other.putting(cut=3)]) == [None, None]
-        assert read(tier, one, cut=2) is None
-        assert read(tier, other) is None
+        first, second = make_sample(1, 20_000), make_sample(2, 20_000)
+        assert tier.put([first.write_request(cut=1), second.write_request(cut=3)]) == [None, None]
+        assert read(tier, first, cut=2) is None
+        assert read(tier, second) is None
         self.close([tier])
 
     def test_what_is_not_there_is_missing(self) -> None:
         tier = self.opened()
-        there, missing = sample(1), sample(2)
-        assert tier.put([there.putting()]) == [None]
+        there, missing = make_sample(1), make_sample(2)
+        assert tier.put([there.write_request()]) == [None]
         assert tier.find([missing.key, there.key])[0] is False
         assert tier.peek(missing.key) in (False, None)
         assert isinstance(read(tier, missing), MissingError)
-        into = [pages(len(one.memory)) for one in (missing, there)]
+        into = [pages(len(sample.memory)) for sample in (missing, there)]
         errors = tier.get([ReadRequest(missing.key, [into[0]]), ReadRequest(there.key, [into[1]])])
         assert isinstance(errors[0], MissingError)
         assert errors[1] is None
@@ -160,26 +160,26 @@ class TierSuite(ABC):
 
     def test_a_record_of_another_length_is_an_error(self) -> None:
         tier = self.opened()
-        one = sample(1)
-        assert tier.put([one.putting()]) == [None]
-        for size in (len(one.memory) - SLOT_ALIGN, SLOT_ALIGN):
-            (error,) = tier.get([ReadRequest(one.key, [pages(size)])])
+        sample = make_sample(1)
+        assert tier.put([sample.write_request()]) == [None]
+        for size in (len(sample.memory) - SLOT_ALIGN, SLOT_ALIGN):
+            (error,) = tier.get([ReadRequest(sample.key, [pages(size)])])
             assert isinstance(error, TierError)
-        assert read(tier, one) is None
+        assert read(tier, sample) is None
         self.close([tier])
 
     def test_behind_a_shorter_record_is_nothing(self) -> None:
         tier = self.opened()
-        one, page = sample(1), SLOT_ALIGN
-        assert tier.put([one.putting()]) == [None]
-        for cut in (0, page, len(one.memory), len(one.memory) + page):
-            into = pages(len(one.memory) + 3 * page)
+        sample, page = make_sample(1), SLOT_ALIGN
+        assert tier.put([sample.write_request()]) == [None]
+        for cut in (0, page, len(sample.memory), len(sample.memory) + page):
+            into = pages(len(sample.memory) + 3 * page)
             into[:] = b"\xa5" * len(into)
             pieces = [into[:cut], into[cut:]] if cut else [into]
-            (error,) = tier.get([ReadRequest(one.key, pieces)])
+            (error,) = tier.get([ReadRequest(sample.key, pieces)])
             if error is None:
-                assert into[: len(one.memory)] == one.memory
-                assert not bytes(into[len(one.memory) :]).strip(b"\0")
+                assert into[: len(sample.memory)] == sample.memory
+                assert not bytes(into[len(sample.memory) :]).strip(b"\0")
             else:
                 assert self.encoded
                 assert isinstance(error, DamagedError)
@@ -187,27 +187,30 @@ class TierSuite(ABC):
 
     def test_putting_twice_changes_nothing(self) -> None:
         tier = self.opened()
-        one = sample(1)
+        sample = make_sample(1)
         for _ in range(3):
-            assert tier.put([one.putting(), one.putting()]) == [None, None]
-        assert read(tier, one) is None
-        assert list(tier.keys()) == [one.key]
+            assert tier.put([sample.write_request(), sample.write_request()]) == [None, None]
+        assert read(tier, sample) is None
+        assert list(tier.keys()) == [sample.key]
         self.close([tier])
 
     def test_discarded_is_missing_and_may_come_again(self) -> None:
         tier = self.opened()
-        one, other, bad = sample(1), sample(2), sample(3)
-        assert tier.put([one.putting(), other.putting(), bad.putting()]) == [None] * 3
-        tier.discard([one.key, sample(9).key])
-        tier.discard([bad.key], damaged=True)
-        assert isinstance(read(tier, one), MissingError)
-        assert isinstance(read(tier, bad), MissingError)
-        assert tier.find([bad.key]) == [False]
-        assert read(tier, other) is None
-        assert list(tier.keys()) == [other.key]
-        assert tier.put([one.putting(), bad.putting()]) == [None, None]
-        assert read(tier, one) is None
-        assert read(tier, bad) is None
+        first, second, damaged = make_sample(1), make_sample(2), make_sample(3)
+        assert (
+            tier.put([first.write_request(), second.write_request(), damaged.write_request()])
+            == [None] * 3
+        )
+        tier.discard([first.key, make_sample(9).key])
+        tier.discard([damaged.key], damaged=True)
+        assert isinstance(read(tier, first), MissingError)
+        assert isinstance(read(tier, damaged), MissingError)
+        assert tier.find([damaged.key]) == [False]
+        assert read(tier, second) is None
+        assert list(tier.keys()) == [second.key]
+        assert tier.put([first.write_request(), damaged.write_request()]) == [None, None]
+        assert read(tier, first) is None
+        assert read(tier, damaged) is None
         self.close([tier])
 
     def test_nothing_is_asked_of_an_empty_list(self) -> None:
@@ -223,45 +226,45 @@ class TierSuite(ABC):
         if not self.persistent:
             return
         first = self.opened()
-        samples = [sample(n) for n in range(20)]
-        first.put([one.putting() for one in samples])
+        samples = [make_sample(n) for n in range(20)]
+        first.put([sample.write_request() for sample in samples])
         self.close([first])
         second = self.opened()
-        assert second.find([one.key for one in samples]) == [True] * len(samples)
-        assert [read(second, one) for one in samples] == [None] * len(samples)
+        assert second.find([sample.key for sample in samples]) == [True] * len(samples)
+        assert [read(second, sample) for sample in samples] == [None] * len(samples)
         self.close([second])
 
     def test_two_at_once_see_what_the_other_put(self) -> None:
         if not self.shared:
             return
         here, there = self.opened(), self.opened()
-        one = sample(1)
-        assert here.put([one.putting()]) == [None]
+        sample = make_sample(1)
+        assert here.put([sample.write_request()]) == [None]
         there.tend()
-        assert there.find([one.key]) == [True]
-        assert read(there, one) is None
-        here.discard([one.key])
+        assert there.find([sample.key]) == [True]
+        assert read(there, sample) is None
+        here.discard([sample.key])
         there.tend()
-        assert isinstance(read(there if self.discards_for_all else here, one), MissingError)
+        assert isinstance(read(there if self.discards_for_all else here, sample), MissingError)
         self.close([here, there])
 
     def test_many_threads_never_see_half_a_record(self) -> None:
         tier = self.opened()
-        samples = [sample(n, 40_000) for n in range(6)]
+        samples = [make_sample(n, 40_000) for n in range(6)]
         faults: list[BaseException] = []
 
         def work(number: int) -> None:
             rng = random.Random(number)
             try:
                 for _ in range(60):
-                    one = rng.choice(samples)
+                    sample = rng.choice(samples)
                     what = rng.random()
                     if what < 0.4:
-                        assert tier.put([one.putting()]) == [None]
+                        assert tier.put([sample.write_request()]) == [None]
                     elif what < 0.5:
-                        tier.discard([one.key])
+                        tier.discard([sample.key])
                     else:
-                        assert isinstance(read(tier, one), MissingError | None)
+                        assert isinstance(read(tier, sample), MissingError | None)
             except BaseException as error:  # noqa: BLE001  # told by the test's own thread
                 faults.append(error)
 
@@ -276,6 +279,6 @@ class TierSuite(ABC):
 
     def test_gauges_are_numbers(self) -> None:
         tier = self.opened()
-        tier.put([sample(1).putting()])
+        tier.put([make_sample(1).write_request()])
         assert all(value >= 0 for value in tier.gauges().values())
         self.close([tier])

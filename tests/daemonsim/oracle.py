@@ -589,9 +589,10 @@ class Waits(Witness):
         )
         server = self._system.server
         assert server is not None
-        for line, leaving in zip(server.daemon.tiers, server.daemon.demotion._leaving, strict=True):
+        for line, leaving in zip(server.daemon.tiers, server.daemon.demotion.leaving, strict=True):
             self._expect(
-                not leaving or line.writes(now + 1.0), "RAM is held for a tier that takes nothing"
+                not leaving or line.may_write(now + 1.0),
+                "RAM is held for a tier that takes nothing",
             )
 
     def check(self) -> None:

@@ -67,6 +67,7 @@ TRACED = (
     "daemon/slot_requests.py",
     "tiers/promotion.py",
     "tiers/load_or_compute.py",
+    "tiers/waiting_lookup.py",
     "tiers/demotion.py",
     "tiers/health.py",
 )

@@ -344,14 +344,14 @@ class World:
         self.counts["objects_left"] += self._books.audit()
         promotion, demotion = server.daemon.promotion, server.daemon.demotion
         held = (
-            promotion._lookups,
-            promotion._reads,
-            promotion._finds,
-            *promotion._turns.values(),
-            +promotion._reading_bytes,
-            demotion._writing,
-            +demotion._held_bytes,
-            *demotion._leaving,
+            promotion.lookups,
+            promotion.reads,
+            promotion.questions,
+            *promotion.turns.values(),
+            +promotion.reading_bytes,
+            demotion.writing,
+            +demotion.held_bytes,
+            *demotion.leaving,
         )
         assert not any(held), f"LEAK: {held}"
         self._audit_vaults()

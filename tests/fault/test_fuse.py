@@ -11,7 +11,7 @@ from hybridkv.core.tier_urls import parse_tier
 from hybridkv.tiers.contract import Tier, TierError
 from hybridkv.tiers.disk.tier import DiskTier
 from tests.fault.fuse import FaultyFs, Op
-from tests.tier_suite import TierSuite, read, sample
+from tests.tier_suite import TierSuite, make_sample, read
 from tests.waiting import until
 
 
@@ -30,7 +30,7 @@ class TestOverFuse(TierSuite):
 
     def test_it_is_what_it_shows(self) -> None:
         tier = self.opened()
-        assert tier.put([sample(number).putting() for number in range(5)]) == [None] * 5
+        assert tier.put([make_sample(number).write_request() for number in range(5)]) == [None] * 5
         shown, backing = (
             {path.relative_to(root): path.read_bytes() for path in root.glob("objects/here/??/*")}
             for root in (self._fs.mountpoint, self._fs.backing)
@@ -40,8 +40,8 @@ class TestOverFuse(TierSuite):
 
     def test_what_hangs_comes_late_and_right(self) -> None:
         tier = self.opened()
-        record, outcomes = sample(1, 3 << 20), list[TierError | None]()
-        assert tier.put([record.putting()]) == [None]
+        record, outcomes = make_sample(1, 3 << 20), list[TierError | None]()
+        assert tier.put([record.write_request()]) == [None]
         self._fs.hang(Op.READ)
         thread = threading.Thread(target=lambda: outcomes.append(read(tier, record)))
         thread.start()
@@ -53,8 +53,8 @@ class TestOverFuse(TierSuite):
 
     def test_its_end_ends_what_hangs(self) -> None:
         tier = self.opened()
-        record, outcomes = sample(1), list[TierError | None]()
-        assert tier.put([record.putting()]) == [None]
+        record, outcomes = make_sample(1), list[TierError | None]()
+        assert tier.put([record.write_request()]) == [None]
         self._fs.hang()
         thread = threading.Thread(target=lambda: outcomes.append(read(tier, record)))
         thread.start()

@@ -331,7 +331,7 @@ def test_a_sign_of_life_needs_no_room(tmp_path: Path) -> None:
         fill(root)
         for _ in range(2):
             os.utime(root / "objects/here/alive", (1, 1))
-            tier._writers._alive_at = 0
+            tier.writers.alive_due_at = 0
             tier.tend()
             assert (root / "objects/here/alive").stat().st_mtime > 1
         assert (root / "objects/here/alive").read_text()

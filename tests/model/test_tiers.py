@@ -78,7 +78,7 @@ class ObjectName(NamedTuple):
 
 @dataclass(eq=False)
 class Engine:
-    """A connection of an engine."""
+    """The connection of an engine, with its leases and its lookups that wait."""
 
     number: int
     identity: bytes
@@ -105,7 +105,7 @@ def content(identity: bytes, group_index: int, chunk_hash: bytes, size: int) -> 
 
 
 class TiersMachine(RuleBasedStateMachine):
-    """Two engines, and some tiers."""
+    """A daemon with two engines and one to three tiers."""
 
     @initialize(
         name=st.sampled_from(sorted(GEOMETRIES)),
@@ -467,7 +467,7 @@ class TiersMachine(RuleBasedStateMachine):
         assert all(wait.deadline > self.now - 0.02 for wait in waits.values()), "STALL"
         wakes_at = self.daemon.wakes_at()
         assert all(wakes_at <= wait.deadline for wait in waits.values()), "nobody wakes the loop"
-        for job in [*self.jobs, *(job for job, _ in self.done)]:
+        for job in [*self.jobs, *(finished.job for finished in self.done)]:
             if job.kind in (JobKind.READ, JobKind.WRITE):
                 for item in job.items:
                     assert item.slot is not None
@@ -510,10 +510,10 @@ class TiersMachine(RuleBasedStateMachine):
             values[name] for name in ("sessions", "leases", "bytes_writing", "lookups_waiting")
         )
         assert all(not slot.pins for slot in self.daemon.store.slots.values())
-        assert not self.daemon.promotion._reads
-        assert not any(self.daemon.promotion._turns.values())
-        assert not any(self.daemon.promotion._damaged.values())
-        assert not +self.daemon.demotion._held_bytes
+        assert not self.daemon.promotion.reads
+        assert not any(self.daemon.promotion.turns.values())
+        assert not any(self.daemon.promotion.damaged.values())
+        assert not +self.daemon.demotion.held_bytes
 
 
 TiersMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60)

@@ -10,8 +10,10 @@ from tests.mutations.files import (
     LIARS,
     SHM_DIR,
     STORE,
+    TIER_TAILS,
     TIER_WRITES,
     TIERS,
+    WAITING_LOOKUP,
 )
 from tests.mutations.mutation import Mutation
 
@@ -21,17 +23,17 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "ends-with-the-first-round",
         "of a long prompt only the first objects are asked about",
-        "Promotion._ask",
-        "lookup.asked = next_finds(lookup)",
-        "lookup.asked = [] if lookup.asked else next_finds(lookup)",
+        "ObjectSearch.next_round",
+        "self.asked = self._choose_round()",
+        "self.asked = [] if self.asked else self._choose_round()",
         ("B35",),
         (f"{TIERS}::test_a_tier_is_asked_in_rounds",),
     ),
     Mutation(
         "any-hit-ends-the-rounds",
         "no more is asked once there is a hit, though a longer one may need what was not asked",
-        "next_finds",
-        "place[1] >= hit.chunks or not is_longer",
+        "ObjectSearch._choose_round",
+        "p.position >= hit.chunks or not is_longer",
         "not is_longer",
         ("B35",),
         (
@@ -249,8 +251,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "larger-than-ram-planned-whole",
         "a hit is planned as if RAM could hold any",
-        "HitSizes.largest",
-        "excess = self.of((resident, hit)) - room_bytes",
+        "HitSizes.largest_fit",
+        "excess = self.bytes_of((resident, hit)) - room_bytes",
         "excess = 0",
         ("D18",),
         (
@@ -262,7 +264,7 @@ FAULTS: tuple[Mutation, ...] = (
         "without-room-nothing-shorter",
         "a lookup whose room others took is answered as far as it came, without its windows",
         "Promotion._plan_again",
-        "self._decide(lookup, sum(slot.size_bytes for slot in set(held)), now)",
+        "self._plan(lookup, sum(slot.size_bytes for slot in set(held)), now)",
         "pass",
         ("D18",),
         (f"{LARGE_HITS}::test_what_others_read_is_left_to_them",),
@@ -270,9 +272,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "hits-that-wait-are-nobodys",
         "what a waiting lookup hits in RAM may be evicted before it is answered",
-        "Promotion._hold_hits",
+        "WaitingLookup.hit_slots",
         "",
-        "return",
+        "return []",
         ("D18",),
         (
             f"{TIERS}::test_what_is_hit_already_stays_until_the_answer",
@@ -282,7 +284,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "tiers-hear-of-no-use",
         "tiers do not hear of what RAM hits, and nobody hears that they lost it",
-        "Demotion.read",
+        "Demotion.queue_hit",
         "due = [slot for slot in slots if self._now - slot.used_at >= USE_SECONDS]",
         "due = []",
         ("B35",),
@@ -383,14 +385,32 @@ FAULTS: tuple[Mutation, ...] = (
         "slots-given-away-while-read-into",
         "at the deadline the slots that a thread still writes into are free",
         "Promotion._end",
-        "self._leave(lookup)",
+        "self._leave(lookup, event)",
         """
-        self._leave(lookup)
-        for read in self._reads.values():
+        self._leave(lookup, event)
+        for read in self.reads.values():
             self._store.free(read.slot)
         """,
         ("D6",),
         (f"{TIERS}::test_at_the_deadline_the_answer_is_what_ram_has",),
+    ),
+    Mutation(
+        "waits-at-the-place-of-another",
+        "a lookup that joins a read takes the object's place in the other prompt for its own",
+        "Promotion._read_more",
+        "read.waiters.append(ReadWaiter(lookup, need.place))",
+        "read.waiters.append(ReadWaiter(lookup, read.waiters[0].place))",
+        ("B35",),
+        (f"{TIER_TAILS}::test_who_waits_for_a_tail_that_is_read_for_another_knows_its_own_place",),
+    ),
+    Mutation(
+        "unexpected-and-uncounted",
+        "an event that the state of a waiting lookup does not have is dropped in silence",
+        "Promotion._advance",
+        "if not lookup.advance(event):",
+        "if not lookup.advance(event) and not lookup.is_ended:",
+        ("D6",),
+        (f"{WAITING_LOOKUP}::test_an_event_that_the_state_does_not_have_is_counted",),
     ),
     Mutation(
         "files-unproven",

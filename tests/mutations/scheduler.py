@@ -144,14 +144,14 @@ FAULTS: tuple[Mutation, ...] = (
         "the speed of a prefill is measured up to the next report, which is of an earlier step",
         "PrefillSpeed.step_ended",
         """
-        while self.planned and self.planned[0][0] <= number:
-            step, tokens, planned_at = self.planned.popleft()
-            if step == number:
+        while self.planned and self.planned[0].number <= number:
+            step = self.planned.popleft()
+            if step.number == number:
         """,
         """
         while self.planned:
-            step, tokens, planned_at = self.planned.popleft()
-            if step:
+            step = self.planned.popleft()
+            if step.number:
         """,
         ("D18",),
         (f"{SCHEDULER}::test_the_speed_of_prefill_is_that_of_its_own_step",),
@@ -160,8 +160,8 @@ FAULTS: tuple[Mutation, ...] = (
         "speed-from-the-plan",
         "a step that was planned ahead is measured from its plan, not from the report before it",
         "PrefillSpeed.step_ended",
-        "now - max(since, planned_at)",
-        "now - planned_at",
+        "now - max(since, step.planned_at)",
+        "now - step.planned_at",
         ("D18",),
         (f"{SCHEDULER}::test_the_speed_of_prefill_is_that_of_its_own_step",),
     ),

@@ -342,7 +342,7 @@ HANDLERS = (
         NO + "a file that is gone does not belong to the report",
     ),
     Handler(
-        "_WriterCheck.check",
+        "_WriterCheck.check_all",
         "suppress(FileNotFoundError)",
         "A running daemon evicted the record before it could be proved.",
         NO + "a record that is gone does not belong to the report",
@@ -373,7 +373,7 @@ HANDLERS = (
         RAISED,
     ),
     Handler(
-        "IsolatedProcess.epitaph",
+        "IsolatedProcess.describe_exit",
         "suppress(subprocess.TimeoutExpired)",
         "The process has not ended, so the message says no exit status.",
         NO + "the caller raises the error that the message belongs to",

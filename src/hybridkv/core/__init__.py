@@ -1,1 +1,1 @@
-"""Pure decisions, from geometry to eviction: no clock, file, socket or tensor is used here."""
+"""Pure decisions, from geometry to tier URLs: no clock, file, socket or tensor is used here."""

@@ -1,33 +1,34 @@
-"""The live audit: when one is due, and what came of one.
+"""The live audit: when the engine computes a stored chunk, and whether the bytes agreed.
 
-Of some hits the engine computes the last chunk although it is stored, and the workers compare both.
-An audit costs the tokens of one chunk, or nothing where the chunk is computed anyway.
+Of a few hits the engine computes the last chunk although it is stored. The workers compare the
+computed numbers with the stored ones. An audit costs the tokens of one chunk, or nothing where the
+chunk is computed anyway.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 AUDIT_SHARE = 0.001
-"""The tokens that are computed for audits, as a share of those that are computed anyway."""
+"""Tokens computed for audits, as a share of the prompt tokens that are computed anyway."""
 FIRST_AUDITS_MAX = 8
-"""Audits in which nothing could be compared, after which an identity's first one waits for the
-budget like all others."""
+"""An identity is audited at once until an audit compared something. After so many audits that
+compared nothing, its next audit waits for the budget."""
 
 
 class AuditOutcome(StrEnum):
-    """What came of a live audit, or of one of its objects."""
+    """The result of a live audit, or of one of its objects."""
 
     PASSED = "passed"  # The engine computed what is stored, within the rounding of its data type.
-    DIFFERED = "differed"  # It computed something else.
+    DIFFERED = "differed"  # The engine computed other numbers than those stored.
     UNMADE = "unmade"  # Nothing could be compared.
 
 
 @dataclass(frozen=True, slots=True)
 class AuditVerdict:
-    """What one rank says of one object.
+    """One rank's result for one object.
 
-    `error` and `error_max` are relative to the stored numbers of `layer`, which is the layer that
-    is farthest off; empty where no numbers were compared.
+    `layer` is the layer that is farthest off, empty where no numbers were compared. `error` and
+    `error_max` are relative to its stored numbers.
     """
 
     outcome: AuditOutcome
@@ -37,14 +38,14 @@ class AuditVerdict:
 
     @property
     def sentence(self) -> str:
-        """The layer and its error, for people; empty where there are none."""
+        """The layer and its error for people. Empty where no numbers were compared."""
         if not self.layer:
             return ""
         return f"layer {self.layer} differs by {self.error:.2g}, {self.error_max:.2g} is allowed"
 
 
 def worst(verdicts: "list[AuditVerdict]") -> AuditVerdict:
-    """The verdict that stands for all: one that differs, else the farthest off that passed.
+    """Returns a verdict that differs, else the one farthest off that passed.
 
     >>> worst([]).outcome
     <AuditOutcome.UNMADE: 'unmade'>
@@ -60,21 +61,21 @@ def worst(verdicts: "list[AuditVerdict]") -> AuditVerdict:
 
 @dataclass(eq=False, slots=True)
 class AuditBudget:
-    """When an engine audits a hit. A successor of the scheduler role goes on with it."""
+    """The tokens that one engine may spend on audits. It outlives the scheduler role."""
 
-    share: float  # As `Settings.audit`; 0.0 = never.
+    share: float  # As `Settings.audit`. 0.0 = never.
     prefilled_tokens: int = 0  # Prompt tokens that requests computed.
     spent_tokens: int = 0
-    """Tokens of the chunks that were audited. One that is computed anyway counts too, because
-    comparing has its cost as well."""
+    """Tokens of the chunks that were audited. A chunk that is computed anyway counts too, because
+    comparing it has a cost."""
     judged: set[bytes] = field(default_factory=set)
-    """The identities of which an audit has compared something since the engine has them."""
+    """Identities of which an audit compared something, since the engine has them."""
     cut_off: set[bytes] = field(default_factory=set)
-    """The identities of which an audit has differed: this engine uses them no more."""
+    """Identities of which an audit differed: this engine uses them no more."""
     unmade: int = 0  # Audits of the present identity in which nothing could be compared.
 
     def is_due(self, identity: bytes) -> bool:
-        """Whether the next hit of this identity is to be audited."""
+        """Returns whether the next hit of this identity is audited."""
         if not self.share or identity in self.cut_off:
             return False
         if identity not in self.judged and self.unmade < FIRST_AUDITS_MAX:
@@ -82,12 +83,12 @@ class AuditBudget:
         return self.spent_tokens <= self.share * self.prefilled_tokens
 
     def identify(self) -> None:
-        """The weights were read anew: the next hit is a first one again."""
+        """Forget which identities were audited, because the engine has read its weights anew."""
         self.judged.clear()
         self.unmade = 0
 
     def ended(self, identity: bytes, outcome: AuditOutcome) -> None:
-        """Count what came of an audit."""
+        """Count the result of an audit."""
         if outcome is AuditOutcome.UNMADE:
             self.unmade += 1
             return

@@ -1,4 +1,4 @@
-"""A circuit breaker: after several failures in a row nothing is asked until a pause has ended."""
+"""A circuit breaker: after FAILURES_TO_OPEN failures in a row, requests pause for PAUSE_SECONDS."""
 
 from dataclasses import dataclass, replace
 
@@ -8,28 +8,31 @@ PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Breaker:
-    """Closed (asks), open (asks nothing until `retry_at`), or half-open (asks once and decides)."""
+    """A value: closed (all requests pass), or open (one probe passes in each pause).
+
+    `retry_at` is when the next probe may pass, in seconds.
+    """
 
     failures: int = 0
     retry_at: float = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are declined, but for one probe per pause."""
+        """Whether requests are declined, except for one probe in each pause."""
         return self.failures >= FAILURES_TO_OPEN
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent at `now` (seconds)."""
+        """Returns whether a request may be sent at `now`, in seconds."""
         return not self.is_open or now >= self.retry_at
 
     def asked(self, now: float) -> "Breaker":
-        """After sending: an open breaker lets no second probe out within one pause."""
+        """Returns the breaker after a request was sent: an open one lets no second probe pass."""
         return replace(self, retry_at=now + PAUSE_SECONDS) if self.is_open else self
 
     def failed(self, now: float) -> "Breaker":
-        """After a timeout or an error."""
+        """Returns the breaker after a timeout or an error at `now`."""
         return Breaker(self.failures + 1, now + PAUSE_SECONDS)
 
     def succeeded(self) -> "Breaker":
-        """After an answer in time."""
+        """Returns the breaker after an answer that came in time: it is closed."""
         return Breaker()

@@ -30,7 +30,7 @@ _ZEROS = re.compile(b"\0+")
 
 
 class PlanError(HybridKVError):
-    """A load that cannot be planned; the request is computed instead."""
+    """A load cannot be planned. The request is computed instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class ObjectSpan:
 
     @property
     def objects(self) -> int:
-        """The number of objects."""
+        """Objects in the span, each with `count` blocks."""
         return len(self.blocks) // self.count
 
     def part(self, start: int, stop: int) -> "ObjectSpan":
-        """The objects from number `start` on, before `stop`."""
+        """Returns the span of the objects `start` to `stop - 1`, counted from 0."""
         if stop - start == self.objects:
             return self
         blocks = self.blocks[start * self.count : stop * self.count]
@@ -90,23 +90,29 @@ class CopyRun:
 
     @property
     def objects(self) -> int:
-        """The number of objects."""
+        """Objects in the run, each with a slot."""
         return len(self.offsets) // U64
 
     def copies(self) -> Iterator[CopyOp]:
-        """The copies of the single objects, which may have null blocks."""
+        """Yields the copy of each object. Its blocks may be null blocks."""
         span = self.span
         blocks = tuple(span.blocks)
         at, first = 0, self.skipped
         slots = zip(unpack_u64(self.offsets), unpack_u64(self.generations), strict=True)
-        for chunk, slot in enumerate(slots, span.first_chunk):
+        for chunk, (offset, generation) in enumerate(slots, span.first_chunk):
             stop = at + span.count - first
-            ref = SlotRef(*slot)
-            yield CopyOp(ref, span.group_index, chunk, span.count, first, blocks[at:stop])
+            yield CopyOp(
+                slot=SlotRef(offset, generation),
+                group_index=span.group_index,
+                chunk=chunk,
+                count=span.count,
+                first=first,
+                blocks=blocks[at:stop],
+            )
             at, first = stop, 0
 
     def ops(self) -> Iterator[CopyOp]:
-        """The copies of the single objects; raises PlanError if any has a null block."""
+        """Yields the copy of each object. Raises PlanError where a block is a null block."""
         if NULL_BLOCK in self.span.blocks:
             where = f"group number {self.span.group_index}"
             raise PlanError(f"{where}: a null block among the engine's blocks")
@@ -116,7 +122,7 @@ class CopyRun:
 def storable_spans(
     geometry: Geometry, group_index: int, chunks: range, mask: bytes, table: Sequence[int]
 ) -> tuple[list[ObjectSpan], int]:
-    """The objects of `chunks` that a block table has, and the number of those with a hole.
+    """Returns the objects of `chunks` that a block table has, and how many have a hole.
 
     `mask` has a 1 for each chunk whose object is known to be stored. `table[i]` is the block id at
     position i, NULL_BLOCK where the engine keeps nothing. An object with such a hole is not stored,
@@ -129,20 +135,20 @@ def storable_spans(
     if mask.find(1, chunks.start) >= 0:
         known = mask.ljust(chunks.stop, b"\0")
         found = _ZEROS.finditer(known, chunks.start, chunks.stop)
-        absences = [range(*absent.span()) for absent in found]
+        absences = [range(absent.start(), absent.end()) for absent in found]
     for absent in absences:
         for span in _spans(geometry, group_index, absent, table):
             if NULL_BLOCK not in (span.blocks[0], span.blocks[-1]):
                 spans.append(span)
                 continue
             size, objects, start = span.count, span.objects, 0
-            # With a null block behind the last one, each search for one finds one.
+            # A null block after the last block ends every search.
             span.blocks = blocks = [*span.blocks, NULL_BLOCK]
             while start < objects:
                 hole = blocks.index(NULL_BLOCK, start * size)
                 if start < hole // size:
                     spans.append(span.part(start, hole // size))
-                # The next object that may be whole starts at the next block that is none, or later.
+                # The next object that may be whole starts at the next real block, or later.
                 block = next(compress(count(hole), blocks[hole:]), objects * size)
                 start = -(-block // size)
                 holes += start - hole // size
@@ -157,7 +163,7 @@ def plan_load(
     offsets: bytes,
     generations: bytes,
 ) -> tuple[CopyRun, ...]:
-    """The copies that restore a hit of `hit_chunks` chunks behind a local hit of `local_tokens`.
+    """Returns the copies that restore a hit of `hit_chunks` chunks after `local_tokens` local ones.
 
     `tables[i]` is the block table of `geometry.groups[i]`. `offsets` and `generations` are the
     slots of the chunks that `needed_chunks` gives, group by group. Blocks of the local hit are
@@ -190,7 +196,7 @@ def plan_load(
             if skipped:
                 span = ObjectSpan(index, span.first_chunk, span.count, span.blocks[skipped:])
             if NULL_BLOCK in (span.blocks[0], span.blocks[-1]):
-                # Looking at every block would double the hook's cost. `ops` does, before any copy.
+                # Looking at every block would double the hook's cost. `ops` looks at all of them.
                 raise PlanError(f"group {group.gid}: {lacks} a chunk of the hit")
             runs.append(CopyRun(span, offsets[slot:stop], generations[slot:stop], skipped))
         at += len(chunks)
@@ -200,7 +206,10 @@ def plan_load(
 def _spans(
     geometry: Geometry, group_index: int, chunks: range, table: Sequence[int]
 ) -> list[ObjectSpan]:
-    """The objects of `chunks` in spans of one size, with the last `count` blocks of each chunk."""
+    """Returns the objects of `chunks`, in spans whose objects have the same number of blocks.
+
+    An object holds the last `count` blocks of its chunk.
+    """
     group = geometry.groups[group_index]
     per_chunk = geometry.blocks_per_chunk(group)
     counts = stored_counts(geometry, group)

@@ -1,6 +1,6 @@
-"""Which objects a hit needs, which blocks an object holds, and which hit is the largest.
+"""The objects that a hit needs, the blocks that an object holds, and the largest hit.
 
-What a restore at boundary B needs of a group is the block range ``[skipped(B) // bs, B // bs)``::
+A restore at boundary B needs this block range of a group: ``[skipped(B) // bs, B // bs)``::
 
     full           [################)B        everything
     sliding w      [..........######)B        the blocks that hold (B - w, B)
@@ -18,17 +18,21 @@ from functools import lru_cache
 
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 
-SlotShape = tuple[int, int]  # (bytes of one part, parts) of an object and of its slot.
+SlotShape = tuple[int, int]
+"""(part_bytes, parts) of an object and of its slot, a key that is made for each object."""
 
 
 def needed_blocks(group: Group, boundary: int) -> range:
-    """Block positions of `group` that a restore at `boundary` (a multiple of its block) reads."""
+    """Returns the block positions of `group` that a restore at `boundary` reads.
+
+    `boundary` is in tokens, a multiple of the group's block.
+    """
     end = boundary // group.tokens_per_block
     return range(min(end, group.skipped_tokens(boundary) // group.tokens_per_block), end)
 
 
 def stored_blocks(geometry: Geometry, group: Group, chunk: int) -> range:
-    """Block positions that make up the object of (`group`, `chunk`); empty if no hit needs it."""
+    """Returns the block positions in the object of (`group`, `chunk`). Empty if no hit needs it."""
     per_chunk = geometry.blocks_per_chunk(group)
     inside = range(chunk * per_chunk, (chunk + 1) * per_chunk)
     needed = needed_blocks(group, inside.stop * group.tokens_per_block)
@@ -36,24 +40,26 @@ def stored_blocks(geometry: Geometry, group: Group, chunk: int) -> range:
 
 
 def needed_chunks(geometry: Geometry, group: Group, chunks: int) -> range:
-    """Chunks whose objects of `group` a hit of `chunks` chunks needs; none of them is empty.
+    """Returns the chunks whose objects of `group` a hit of `chunks` chunks loads.
 
-    They are the chunks of `needed_blocks`, in one division because the engine's hooks call this.
+    Each of these objects has at least one block. They are the chunks of `needed_blocks`, by one
+    division because the engine's hooks call this.
     """
     tokens = geometry.chunk_tokens
     return range(group.skipped_tokens(chunks * tokens) // tokens, chunks)
 
 
 def part_bytes(geometry: Geometry, group: Group, chunk: int) -> int:
-    """Bytes of one part of the object of (`group`, `chunk`); 0 where no hit needs it."""
+    """Returns the bytes of one part of the object of (`group`, `chunk`). 0 if no hit needs it."""
     return len(stored_blocks(geometry, group, chunk)) * group.block_bytes
 
 
 @lru_cache(maxsize=4096)
 def stored_counts(geometry: Geometry, group: Group) -> tuple[int, ...]:
-    """Stored blocks of the objects of one period: chunk k has its last ``counts[k % len(counts)]``.
+    """Returns the number of stored blocks of each chunk's object, for one period of chunks.
 
-    The period is 1 chunk, but for chunked local attention, where it depends on the attention chunk.
+    The object of chunk k has the last ``counts[k % len(counts)]`` blocks of the chunk. The period
+    is 1 chunk, except for chunked local attention, where the attention chunk decides.
     """
     period = 1
     if group.kind is GroupKind.CHUNKED_LOCAL:
@@ -62,19 +68,23 @@ def stored_counts(geometry: Geometry, group: Group) -> tuple[int, ...]:
 
 
 def slot_shapes(geometry: Geometry, group: Group) -> tuple[SlotShape, ...]:
-    """The shapes that a group's objects may have, ascending; only chunked local has several."""
+    """Returns the shapes that a group's objects may have, ascending.
+
+    Only a chunked local group has several.
+    """
     counts = sorted({*stored_counts(geometry, group)} - {0})
     return tuple((count * group.block_bytes, geometry.parts(group)) for count in counts)
 
 
 def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:
-    """The most chunks, up to `chunks_max`, at whose end no group lacks an object; 0 = miss.
+    """Returns the most chunks, up to `chunks_max`, at whose end no group lacks an object. 0 = miss.
 
     `masks` has a presence mask for each of `geometry.groups`, with a byte for each chunk: 1 =
     present. All groups have their objects at one boundary, or it is a miss (requirements B35, A26).
 
-    A chunk that a hit of `chunks` lacks is needed by every shorter hit that ends behind it, because
-    the start of the need never moves up while the boundary moves down. The search goes on there.
+    A chunk that a hit of `chunks` lacks is needed by every shorter hit that contains it, because
+    the start of the need never moves up while the boundary moves down. So the search goes on at
+    that chunk.
     """
     chunks = min(chunks_max, *(len(mask) for mask in masks))
     while chunks > 0:
@@ -91,14 +101,14 @@ def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> 
 
 
 def lacking(geometry: Geometry, masks: Sequence[bytes], chunks: int) -> list[tuple[Group, int]]:
-    """(group, its first missing chunk) of every group that lacks an object of such a hit."""
+    """Returns (group, first missing chunk) for each group that lacks an object of the hit."""
     pairs = zip(geometry.groups, masks, strict=True)
     firsts = [(group, _missing(geometry, group, mask, chunks)) for group, mask in pairs]
     return [(group, missing) for group, missing in firsts if missing < chunks]
 
 
 def _missing(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
-    """The first chunk that such a hit needs of `group` and lacks; `chunks` where it lacks none."""
+    """Returns the first chunk of `group` that a hit needs and `mask` lacks. `chunks` = none."""
     start = needed_chunks(geometry, group, chunks).start
     missing = mask.find(0, start, chunks)
     return missing if missing >= 0 else min(chunks, max(start, len(mask)))

@@ -93,7 +93,7 @@ def _token_file(value: object, where: str) -> str:
 
 
 def check_metrics(host: str, token_file: str | None) -> None:
-    """Raise ConfigError where whoever reaches an address could read the pages without a token."""
+    """Raise ConfigError where the pages could be read from the network without a token."""
     if token_file is None and not ipaddress.ip_address(host).is_loopback:
         what = f"metrics-host={host} is not on the loopback and needs a token"
         raise ConfigError(what, "--metrics-token file:/etc/hybridkv/token works")
@@ -102,7 +102,7 @@ def check_metrics(host: str, token_file: str | None) -> None:
 def _setting(
     default: Any, parse: option_parsers.Parser, metavar: str, about: str, **argparse_options: Any
 ) -> Any:
-    """A setting; `argparse_options` go to `add_argument`, but for `key`."""
+    """Returns a dataclass field. `argparse_options` go to `add_argument`, except for `key`."""
     metadata = {"parse": parse, "metavar": metavar, "help": about, **argparse_options}
     return field(default=default, metadata=metadata)
 
@@ -232,7 +232,7 @@ class DaemonSettings:
         option_parsers.choice(LogFormat),
         "",
         "how a line of the log is written; json is one object a line (default: text)",
-        choices=[str(one) for one in LogFormat],
+        choices=[str(log_format) for log_format in LogFormat],
     )
 
     group: str | None = _setting(
@@ -250,7 +250,7 @@ class DaemonSettings:
 
 
 class DaemonSetting:
-    """One row of the table, under the names that it has in each place."""
+    """One row of the table: a setting and its names in code, file, command line and variable."""
 
     def __init__(self, field_name: str, default: object, metadata: Mapping[str, Any]) -> None:
         self.field = field_name
@@ -266,19 +266,19 @@ class DaemonSetting:
         self.is_list = metadata.get("action") == "append"
 
     def words(self, value: Any) -> Iterator[str]:
-        """A parsed value as words of the command line."""
+        """Yields the words of the command line for a parsed value: "--ram", "8589934592"."""
         if self.is_switch:
             yield self.option if value else self.option.replace("--", "--no-", 1)
             return
         prefix = "file:" if self.parse is _token_file else ""
-        for one in value if self.is_list else (value,):
-            yield from (self.option, f"{prefix}{one}")
+        for item in value if self.is_list else (value,):
+            yield from (self.option, f"{prefix}{item}")
 
 
 DAEMON_SETTINGS: Mapping[str, DaemonSetting] = {
     row.key: row
-    for one in fields(DaemonSettings)
-    for row in [DaemonSetting(one.name, one.default, one.metadata)]
+    for setting in fields(DaemonSettings)
+    for row in [DaemonSetting(setting.name, setting.default, setting.metadata)]
 }
 """Every setting of the daemon by its key."""
 
@@ -289,10 +289,10 @@ def resolve(
     file: Mapping[str, object],
     file_name: str,
 ) -> DaemonSettings:
-    """The settings of a daemon: of the command line, else a variable, else the file, else default.
+    """Returns a daemon's settings. The first of command line, variable, file and default counts.
 
-    `words` has the options that were given by key, `file` the keys of the file called `file_name`.
-    Raises ConfigError that names the place and a value that works.
+    `words` has the options of the command line by key, `file` the keys of the file `file_name`.
+    Raises ConfigError, which names the place and a value that works.
     """
     for key in file:
         if key not in DAEMON_SETTINGS:
@@ -317,7 +317,7 @@ def resolve_one(
     file: Mapping[str, object],
     file_name: str,
 ) -> Any:
-    """As `resolve`, of one key; None where nobody gave it."""
+    """Returns the value of one key, as `resolve` finds it, or None where it is given nowhere."""
     row = DAEMON_SETTINGS[key]
     given = words.get(key)
     if given is not None:

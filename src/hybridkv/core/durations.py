@@ -12,7 +12,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
 
 
 def parse_duration(value: object, where: str) -> float:
-    """Seconds of a text like "30min" or of a number; infinity for "never". Raises ConfigError."""
+    """Returns seconds: "30min" -> 1800.0, 5 -> 5.0, "never" -> infinity. Raises ConfigError."""
     if value == NEVER:
         return math.inf
     is_given = isinstance(value, str | int | float) and not isinstance(value, bool)
@@ -26,7 +26,7 @@ def parse_duration(value: object, where: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """The largest unit of which there is one at least, with at most one decimal."""
+    """Returns a duration in its largest unit, with one decimal at most: 5400.0 -> "1.5h"."""
     if math.isinf(seconds):
         return NEVER
     for unit in ("d", "h", "min"):

@@ -6,7 +6,7 @@ class HybridKVError(Exception):
 
 
 class RemediedError(HybridKVError, ValueError):
-    """An error in two clauses: `what` is wrong, and the `remedy`, which may be empty."""
+    """An error in two clauses: `what` is wrong, and its `remedy`, which may be empty."""
 
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(f"{what}; {remedy}" if remedy else what)
@@ -15,7 +15,7 @@ class RemediedError(HybridKVError, ValueError):
 
 
 class ConfigError(RemediedError):
-    """A setting that cannot work; `what` names the setting, `remedy` a value that does."""
+    """A setting cannot work. `what` names the setting, `remedy` a value that works."""
 
 
 class GeometryError(RemediedError):

@@ -8,7 +8,7 @@ from hybridkv.core.errors import ConfigError, RemediedError
 
 
 class Verdict(StrEnum):
-    """Whether an engine is served as it is configured."""
+    """The result of a check: the engine is served well, less well, or not at all."""
 
     OK = "ok"
     WARN = "warn"
@@ -28,7 +28,7 @@ class Check(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of `hybridkv doctor`; the connector raises a FAIL, but that of `length_finding`."""
+    """One row of `hybridkv doctor`. The connector raises each FAIL but `length_finding`'s."""
 
     check: str  # What was checked, like "group 2"; a Check where a command selects it.
     verdict: Verdict
@@ -42,36 +42,36 @@ class Finding:
 
 
 def ok(check: str, what: str) -> Finding:
-    """Nothing must be done."""
+    """Returns an OK: nothing must be done."""
     return Finding(check, Verdict.OK, what)
 
 
 def warn(check: str, what: str, remedy: str = "") -> Finding:
-    """The engine is served, but not as well as it could be."""
+    """Returns a WARN: the engine is served, but not as well as it could be."""
     return Finding(check, Verdict.WARN, what, remedy)
 
 
 def fail(check: str, what: str, remedy: str = "") -> Finding:
-    """The engine is not served like this."""
+    """Returns a FAIL: the engine is not served like this."""
     return Finding(check, Verdict.FAIL, what, remedy)
 
 
 def judge(
     check: str, is_good: object, good: str, what: str, remedy: str, bad: Verdict = Verdict.FAIL
 ) -> Finding:
-    """OK and `good`, or else `bad`, with `what` is wrong and the `remedy`."""
+    """Returns an OK with `good` where `is_good`, else a `bad` with `what` and `remedy`."""
     return ok(check, good) if is_good else Finding(check, bad, what, remedy)
 
 
 def failure(check: str, error: Exception) -> Finding:
-    """A FAIL from an error; the remedy is empty where the error has none."""
+    """Returns a FAIL from an error. The remedy is empty where the error has none."""
     if isinstance(error, RemediedError):
         return fail(check, error.what, error.remedy)
     return fail(check, str(error))
 
 
 def raise_first(findings: Iterable[Finding]) -> list[Finding]:
-    """All findings where none is a FAIL; else ConfigError with the first one's sentence."""
+    """Returns all findings. Raises ConfigError for the first FAIL."""
     passed = []
     for finding in findings:
         if finding.verdict is Verdict.FAIL:

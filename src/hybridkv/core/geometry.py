@@ -1,6 +1,6 @@
 """KV cache groups, and every conversion between tokens, blocks, chunks and bytes.
 
-A *group* is a set of layers that share one block table; the groups of a model have blocks of
+A *group* is a set of layers that share one block table. The groups of a model have blocks of
 different sizes (DeepSeek-V4: 256/64/64/4/8 tokens). A *chunk* is the unit of identity, and its size
 is a multiple of all groups' blocks, so every conversion below is an exact division (requirements
 A20, corrected by D8)::
@@ -23,11 +23,11 @@ CHUNK_TOKENS_MIN = 128
 GROUPS_MAX = 256
 RANKS_MAX = 1024
 PERIOD_MAX = 1024
-"""The most chunks until the objects of a chunked local group repeat; Llama 4 (128 tokens): 64."""
+"""The most chunks until the sizes of a chunked local group repeat. Llama 4 has 64."""
 
 
 class GroupKind(StrEnum):
-    """What a group keeps of its tokens, and so what a restore needs of it."""
+    """The tokens that a group keeps, which are those that a restore needs."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -45,9 +45,9 @@ class Group:
     layer_bytes: tuple[int, ...]
     """Bytes of one block in each layer of the group, on one rank, in layer order."""
     window_tokens: int = 0
-    """The window (sliding) or the attention chunk (chunked local); 0 for other kinds."""
+    """The window (sliding), or the attention chunk (chunked local). 0 for other kinds."""
     extra_retained_tokens: int = 0
-    """Tokens before the window that speculative modules read; 0 but for sliding groups."""
+    """Tokens before the window that speculative modules read. 0 except for sliding groups."""
     replicated: bool = False
     """Whether all tensor parallel ranks keep the same bytes (MLA): an object has one part (C5)."""
 
@@ -66,7 +66,7 @@ class Group:
             raise GeometryError(f"group {self.gid}: {what}")
 
     def __hash__(self) -> int:
-        """Cheap, because rules are cached by group; equality compares all fields."""
+        """Cheap, because rules are cached by group. Equality compares all fields."""
         return hash((self.gid, self.kind, self.tokens_per_block))
 
     @property
@@ -75,7 +75,7 @@ class Group:
         return sum(self.layer_bytes)
 
     def skipped_tokens(self, boundary: int) -> int:
-        """Tokens at the start of a prompt that computing token `boundary` does not read.
+        """Returns the tokens at a prompt's start that computing token `boundary` does not read.
 
         The number never decreases with `boundary`.
         """
@@ -104,7 +104,7 @@ class Geometry:
     hash_tokens: int  # Tokens covered by one of the engine's block hashes.
     ranks: int = 1  # Worker ranks of the engine.
     lookahead_tokens: int = 0
-    """Tokens behind a chunk that its hash covers too: 1 where a drafter's KV depends on them."""
+    """Tokens after a chunk that its hash covers too: 1 where a drafter's KV depends on them."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:
@@ -136,7 +136,7 @@ class Geometry:
                 )
 
     def __hash__(self) -> int:
-        """Cheap, because rules are cached by geometry; equality compares all fields."""
+        """Cheap, because rules are cached by geometry. Equality compares all fields."""
         return hash((self.chunk_tokens, self.hash_tokens, len(self.groups)))
 
     def parts(self, group: Group) -> int:
@@ -168,18 +168,18 @@ def derive_chunk_tokens(groups: tuple[Group, ...], alignment_tokens: int, hash_t
 
 
 def length_finding(geometry: Geometry, max_model_len: int) -> Finding:
-    """Whether prompts can be long enough for a hit, and which group decides (B8, B9).
+    """Returns whether prompts can be long enough for a hit, and which group decides (B8, B9).
 
-    Where they cannot, the connector logs an error, and the engine serves without the cache.
+    With a FAIL the connector logs an error, and the engine serves without the cache.
     """
     chunk, groups, check = geometry.chunk_tokens, geometry.groups, Check.FIRST_HIT
     largest = max(groups, key=lambda group: group.tokens_per_block)
     why = f"group {largest.gid} ({largest.kind}) has blocks of {largest.tokens_per_block} tokens"
-    units = groups, geometry.alignment_tokens, geometry.hash_tokens
-    derived = derive_chunk_tokens(*units)
+    common = common_block_tokens(groups, geometry.alignment_tokens, geometry.hash_tokens)
+    derived = derive_chunk_tokens(groups, geometry.alignment_tokens, geometry.hash_tokens)
     if chunk > derived:
         why = f"hybrid_chunk_size asks for more than the groups' {derived}"
-    elif common_block_tokens(*units) > largest.tokens_per_block:
+    elif common > largest.tokens_per_block:
         blocks = ", ".join(map(str, sorted({group.tokens_per_block for group in groups})))
         engine = f"the engine's {geometry.alignment_tokens}"
         why = f"the groups' blocks of {blocks} tokens and {engine} share no smaller one"
@@ -195,4 +195,11 @@ def length_finding(geometry: Geometry, max_model_len: int) -> Finding:
     text = f"prompts of {chunk + 1} tokens or more can hit; a chunk has {chunk} tokens: {why}"
     few = f"only {(max_model_len - 1) // chunk} of them fit into max_model_len {max_model_len}"
     is_good = 4 * chunk <= max_model_len
-    return judge(check, is_good, text, f"{text}; {few}", f"{remedy} works", Verdict.WARN)
+    return judge(
+        check=check,
+        is_good=is_good,
+        good=text,
+        what=f"{text}; {few}",
+        remedy=f"{remedy} works",
+        bad=Verdict.WARN,
+    )

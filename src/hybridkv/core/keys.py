@@ -2,9 +2,9 @@
 
 A *namespace* is the fingerprint of everything but the prompt that decides about the bytes: weights,
 config, dtypes, layout, engine ABI. In a namespace an object is identified by (gid, chunk hash). The
-chunk hash is the engine's prefix-chained block hash at the end of the chunk; it covers the tokens,
-multimodal input and salt. Chunks that a LoRA adapter computed have `adapter_hashes`, and chunks
-whose bytes depend on the token behind them have `lookahead_hashes`.
+chunk hash is the engine's prefix-chained block hash at the end of the chunk. It covers the tokens,
+multimodal input and salt. Chunks that a LoRA adapter computed have `adapter_hashes`. Chunks whose
+bytes depend on the next token have `lookahead_hashes`.
 """
 
 import hashlib
@@ -16,13 +16,13 @@ HASH_BYTES = 32  # Length of a chunk hash and of a namespace fingerprint.
 
 
 def fingerprint(facts: Mapping[str, object]) -> bytes:
-    """32 bytes over a JSON-able mapping, whatever the order of its keys and PYTHONHASHSEED are."""
+    """Returns 32 bytes that name a mapping of JSON values, whatever the order of its keys."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).digest()
 
 
 def tenant_of(cache_salt: str | None) -> int:
-    """The tenant whose quota a request's chunks use: 1 to 2**64 - 1, or 0 without a salt."""
+    """Returns the tenant whose quota a request's chunks use: 1 to 2**64 - 1. 0 = no salt."""
     if not cache_salt:
         return 0
     # Any text that Python can hold: a client's salt may have halves of surrogate pairs.
@@ -31,7 +31,7 @@ def tenant_of(cache_salt: str | None) -> int:
 
 
 def adapter_hashes(hashes: bytes, adapter: bytes) -> bytes:
-    """The exclusive or of each chunk hash with `adapter`, which names a LoRA adapter's weights.
+    """Returns each chunk hash XOR `adapter`, the digest of a LoRA adapter's weights.
 
     Results differ where the hashes or the adapters do. Thousands of hashes cost next to nothing.
     """
@@ -39,10 +39,11 @@ def adapter_hashes(hashes: bytes, adapter: bytes) -> bytes:
 
 
 def lookahead_hashes(hashes: bytes, tokens: Sequence[int], extras: Sequence[object]) -> bytes:
-    """The exclusive or of each chunk hash with the token behind the chunk.
+    """Returns each chunk hash XOR the first token after the chunk.
 
-    `extras[i]` is what token i depends on besides, as an image; None = on nothing. `extras` may be
-    empty. Results differ where the hashes, the tokens or the extras do.
+    `tokens[i]` is the token after chunk i. `extras[i]` is the input besides its number, as an
+    image. None = no such input. `extras` may be empty. Results differ where the hashes, the tokens
+    or the extras do.
     """
     ahead = array("q", bytes(len(hashes)))
     ahead[:: HASH_BYTES // ahead.itemsize] = array("q", tokens)
@@ -54,18 +55,22 @@ def lookahead_hashes(hashes: bytes, tokens: Sequence[int], extras: Sequence[obje
     return _exclusive_or(named, b"".join(digests)) if digests else named
 
 
-def _exclusive_or(some: bytes, others: bytes) -> bytes:
-    whole = int.from_bytes(some, "little") ^ int.from_bytes(others, "little")
-    return whole.to_bytes(len(some), "little")
+def _exclusive_or(left: bytes, right: bytes) -> bytes:
+    whole = int.from_bytes(left, "little") ^ int.from_bytes(right, "little")
+    return whole.to_bytes(len(left), "little")
 
 
 def pack_hashes(block_hashes: Sequence[bytes]) -> bytes:
-    """An engine's block hashes of any length as chunk hashes of HASH_BYTES each, in one string."""
+    """Returns block hashes of any length as chunk hashes of HASH_BYTES each, in one string.
+
+    A hash of another length becomes its SHA-256.
+    """
     packed = b"".join(block_hashes)
     if not block_hashes or (
         len(block_hashes[0]) == HASH_BYTES and len(packed) == len(block_hashes) * HASH_BYTES
     ):
         return packed  # All hashes of an engine have the same length.
     return b"".join(
-        one if len(one) == HASH_BYTES else hashlib.sha256(one).digest() for one in block_hashes
+        block_hash if len(block_hash) == HASH_BYTES else hashlib.sha256(block_hash).digest()
+        for block_hash in block_hashes
     )

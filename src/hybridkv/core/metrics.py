@@ -1,4 +1,4 @@
-"""How a metric is described, for the daemon's page and for vLLM's alike."""
+"""The description of a metric, for the daemon's page and for vLLM's."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,20 +6,20 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """What one metric means, with its unit. Prometheus appends `_total` to names of counters."""
+    """The meaning of one metric, with its unit. Prometheus appends `_total` to counters."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
-    """Labels of its own; in the engine vLLM gives every metric model_name and engine as well."""
+    """Its own labels. In the engine, vLLM gives every metric model_name and engine as well."""
     buckets: tuple[float, ...] = ()
 
 
 def counter(text: str, *labels: str) -> MetricFamily:
-    """A family of counters."""
+    """Returns a family of counters that is described by `text`."""
     return MetricFamily("counter", text, labels)
 
 
 def gauge(text: str, *labels: str) -> MetricFamily:
-    """A family of gauges."""
+    """Returns a family of gauges that is described by `text`."""
     return MetricFamily("gauge", text, labels)

@@ -1,6 +1,7 @@
-"""How the value of an option is read, in settings, in arguments of `serve` and in URLs of tiers.
+"""Parsers of the values of options: of settings, arguments of `serve`, and URLs of tiers.
 
-A parser takes a value and the words that name its place. Its ConfigError says what works.
+A parser takes a value and `where`, the words that name the option for people. It returns the parsed
+value, or raises ConfigError with a value that works.
 """
 
 import difflib
@@ -13,7 +14,7 @@ Parser = Callable[[Any, str], Any]
 
 
 def choice(values: Iterable[str]) -> Parser:
-    """A parser of one of these values; the first one is said to work."""
+    """Returns a parser of these values. Its error names the first as one that works."""
     known = tuple(values)
 
     def parse(value: Any, where: str) -> str:
@@ -28,7 +29,7 @@ def choice(values: Iterable[str]) -> Parser:
 def number(
     low: float, high: float, works: str, kind: type[float] = float, what: str = "a number"
 ) -> Parser:
-    """A parser of a number from `low` to `high`, or of a text that is one.
+    """Returns a parser of a number from `low` to `high`, or of a text like "5".
 
     With kind=int a number with a fraction is refused.
     """
@@ -47,14 +48,14 @@ def number(
 
 
 def boolean(value: object, where: str) -> bool:
-    """True or false."""
+    """Returns a value that is true or false."""
     if not isinstance(value, bool):
         raise ConfigError(f"{where}={value!r} must be true or false", "true works")
     return value
 
 
 def switch(value: object, where: str) -> bool:
-    """True or false, or a text that is one of them, as a variable has it."""
+    """Returns the truth of a value, or of a text as a variable has it: "true", "1", "0"."""
     parsed = {"1": True, "true": True, "0": False, "false": False}.get(str(value).lower())
     if parsed is None:
         raise ConfigError(f"{where}={value!r} must be true or false", "true works")
@@ -62,7 +63,7 @@ def switch(value: object, where: str) -> bool:
 
 
 def boolean_or_auto(value: object, where: str) -> bool | None:
-    """True or false; None for "auto"."""
+    """Returns a value that is true or false, or None for "auto"."""
     if value == "auto":
         return None
     if not isinstance(value, bool):
@@ -71,19 +72,19 @@ def boolean_or_auto(value: object, where: str) -> bool | None:
 
 
 def text(value: object, where: str) -> str:
-    """A text that is not empty."""
+    """Returns a text that is not empty."""
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{where}={value!r} must be a non-empty text", '"my-model-v1" works')
     return value
 
 
 def directory(value: object, where: str) -> str:
-    """The absolute path of a directory."""
+    """Returns the absolute path of a directory, which need not exist."""
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
         raise ConfigError(f"{where}={value!r} must be an absolute path", '"/dev/shm" works')
     return value
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The remedy for a name that nobody knows."""
+    """Returns the remedy for an unknown name: "did you mean 'write'?"."""
     return f"did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]!r}?"

@@ -11,7 +11,7 @@ U64 = 8  # Bytes of one integer.
 
 
 def pack_u64(values: "list[int] | array[int]") -> bytes:
-    """Little-endian unsigned 64-bit integers."""
+    """Returns the integers as little-endian bytes, U64 each."""
     packed = array("Q", values)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -19,7 +19,7 @@ def pack_u64(values: "list[int] | array[int]") -> bytes:
 
 
 def batches(items: int, *columns: tuple[bytes, int]) -> list[tuple[bytes, ...]]:
-    """Columns, each (packed, bytes of an item), cut together into pieces of up to `items` items."""
+    """Returns columns, each (packed, bytes of an item), cut into pieces of up to `items` items."""
     cut = [
         [packed[at : at + items * size] for at in range(0, len(packed), items * size)]
         for packed, size in columns
@@ -28,7 +28,7 @@ def batches(items: int, *columns: tuple[bytes, int]) -> list[tuple[bytes, ...]]:
 
 
 def unpack_u64(raw: bytes) -> "array[int]":
-    """The integers that `pack_u64` packed; raises ValueError where a part of one is missing."""
+    """Returns the integers that `pack_u64` packed. Raises ValueError where bytes are missing."""
     values = array("Q")
     values.frombytes(raw)
     if sys.byteorder == "big":
@@ -37,7 +37,7 @@ def unpack_u64(raw: bytes) -> "array[int]":
 
 
 def consecutive(numbers: Iterable[int]) -> Iterator[range]:
-    """The runs of numbers each of which is one more than the number before it."""
+    """Yields the runs of consecutive numbers: 3, 4, 7 -> range(3, 5), range(7, 8)."""
     start = stop = 0
     for number in numbers:
         if number != stop:

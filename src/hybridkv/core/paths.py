@@ -1,4 +1,4 @@
-"""Where a user's daemon listens: pure text, the user's directory is an argument."""
+"""Paths of sockets and names of nodes: their defaults, and whether they can be used. No I/O."""
 
 from hybridkv.core.errors import ConfigError
 
@@ -7,19 +7,23 @@ _SOCKET_PATH_MAX = 107  # Bytes that the kernel allows in the path of a Unix soc
 
 
 def default_socket(runtime: str, uid: int) -> str:
-    """The socket of a user's own daemon; `runtime` is the runtime directory, empty for none."""
+    """Returns the socket of a user's own daemon. `runtime` is the runtime directory or "".
+
+    "/run/user/1000" -> "/run/user/1000/hybridkv/daemon.sock"
+    "" -> "/tmp/hybridkv-1000/daemon.sock"
+    """
     base = f"{runtime}/hybridkv" if runtime.startswith("/") else f"/tmp/hybridkv-{uid}"
     return f"{base}/daemon.sock"
 
 
 def socket_of_server(server: str, runtime: str, uid: int) -> str:
-    """The socket path of a `server` setting ("auto" or "unix:///path")."""
+    """Returns the socket path of a `server` setting, which is "auto" or "unix:///path"."""
     path = default_socket(runtime, uid) if server == "auto" else server.removeprefix("unix://")
     return check_socket_path(path, "server")
 
 
 def check_socket_path(path: str, setting: str) -> str:
-    """`path`, unless no Unix socket can have it; raises ConfigError."""
+    """Returns `path`. Raises ConfigError where no Unix socket can have it."""
     is_named = path.startswith("/") and path.rpartition("/")[2] not in ("", ".", "..")
     if not is_named or not is_writable(path, _SOCKET_PATH_MAX):
         absolute = f"must be the absolute path of a file, of at most {_SOCKET_PATH_MAX} bytes"
@@ -28,7 +32,7 @@ def check_socket_path(path: str, setting: str) -> str:
 
 
 def check_node_name(name: str) -> str:
-    """`name`, unless no directory can have it; raises ConfigError."""
+    """Returns `name`. Raises ConfigError where no directory can have it."""
     if name in ("", ".", "..") or "/" in name or not is_writable(name, _NODE_NAME_MAX):
         plain = f'must be one plain name of 1 to {_NODE_NAME_MAX} bytes, without "/"'
         raise ConfigError(f"node={name!r} {plain}", '"gpu7" works')
@@ -36,6 +40,6 @@ def check_node_name(name: str) -> str:
 
 
 def is_writable(text: str, bytes_max: int | None = None) -> bool:
-    """Whether `text` has no NUL and is UTF-8, which not all words of a command line are."""
-    is_text = "\0" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
+    """Returns whether `text` is UTF-8 without NUL. Words of a command line may be neither."""
+    is_text = "\0" not in text and not any("\ud800" <= letter <= "\udfff" for letter in text)
     return is_text and (bytes_max is None or len(text.encode()) <= bytes_max)

@@ -4,7 +4,7 @@ from enum import IntEnum, StrEnum
 
 
 class EvictionClass(IntEnum):
-    """What an object that nobody has read is to its prompt; the value of its byte in Commit."""
+    """The place in its prompt of an object that nobody has read. It is a byte of Commit."""
 
     PROMPT = 0  # A hit at the prompt's end, or a chunk before it, needs the object.
     INTERIOR = 1  # Only a shorter hit needs it.

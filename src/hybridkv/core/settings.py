@@ -97,13 +97,16 @@ class Settings:
     Weights that change while the engine serves have an identity of their own, with the name."""
 
 
-_KEYS = {one.name: one.metadata["parse"] for one in fields(Settings) if one.metadata}
+_KEYS = {row.name: row.metadata["parse"] for row in fields(Settings) if row.metadata}
 _OF_THE_DAEMON = {key: row for key, row in DAEMON_SETTINGS.items() if key != "socket"}
 """An engine's `server` says where its daemon listens."""
 
 
 def parse_settings(extra: Mapping[str, object]) -> Settings:
-    """Settings of an extra config; raises ConfigError that names the key and a value that works."""
+    """Returns the settings in an extra config.
+
+    Raises ConfigError, which names the key and a value that works.
+    """
     known = {**_KEYS, **_OF_THE_DAEMON}
     for key in extra:
         if key == "load_weight":

@@ -12,7 +12,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(value: object, setting: str) -> int:
-    """Bytes of a text like "1GiB" or of a whole number; raises ConfigError that names `setting`."""
+    """Returns bytes: "1GiB" -> 1073741824, 512 -> 512. Raises ConfigError that names `setting`."""
     match = _SIZE.fullmatch(str(value)) if isinstance(value, str | int) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
@@ -26,7 +26,7 @@ def parse_size(value: object, setting: str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """The largest binary unit in which the size is at least 1, with at most one decimal."""
+    """Returns a size in its largest binary unit, with one decimal at most: 1536 -> "1.5KiB"."""
     for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.1f}".removesuffix(".0") + name

@@ -20,10 +20,10 @@ class StateRule:
 
     retention_tokens: int | None = 0  # vLLM's prefix_cache_retention_interval.
     """0 = only the last boundary of a prompt, None = wherever a step ends."""
-    step_tokens: int = 0  # The most tokens of one prompt in one step; 0 = the whole prompt.
+    step_tokens: int = 0  # The most tokens of one prompt in one step. 0 = the whole prompt.
 
     def period_tokens(self, group: Group) -> int:
-        """Tokens between the states of a long prompt computed alone; 0 = only its end has one."""
+        """Tokens between the states of a long prompt computed alone. 0 = only its end has one."""
         if self.retention_tokens == 0 or self.step_tokens == 0:
             return 0
         block = group.tokens_per_block
@@ -32,12 +32,12 @@ class StateRule:
 
 
 def recurrent_groups(geometry: Geometry) -> tuple[Group, ...]:
-    """The groups whose blocks are states."""
+    """Returns the groups whose blocks are recurrent states."""
     return tuple(group for group in geometry.groups if group.kind is GroupKind.RECURRENT)
 
 
 def state_ends(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens: int) -> list[int]:
-    """The chunk ends at which a prompt leaves a state of `group` in the cache, ascending."""
+    """Returns the chunk ends at which a prompt leaves a state of `group`, ascending in tokens."""
     chunk, block = geometry.chunk_tokens, group.tokens_per_block
     unit = math.lcm(geometry.alignment_tokens, block)
     last, step_end = max(0, prompt_tokens - 1) // unit * unit, prompt_tokens
@@ -61,9 +61,9 @@ def state_ends(geometry: Geometry, group: Group, rule: StateRule, prompt_tokens:
 
 
 def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
-    """At which boundaries recurrent states stand, and what makes them denser.
+    """Returns at which boundaries recurrent states exist, and which setting makes them denser.
 
-    It is empty where no group is recurrent.
+    The list is empty where no group is recurrent.
     """
     groups = recurrent_groups(geometry)
     if not groups:
@@ -93,7 +93,16 @@ def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
             f"gives one every {dense}, at the price of shorter steps"
         )
         is_good = math.lcm(period, chunk) <= dense
-        found = [judge(check, is_good, text, f"{text} ({settings})", remedy, Verdict.WARN)]
+        found = [
+            judge(
+                check=check,
+                is_good=is_good,
+                good=text,
+                what=f"{text} ({settings})",
+                remedy=remedy,
+                bad=Verdict.WARN,
+            )
+        ]
     if chunk > (common := math.lcm(block, geometry.alignment_tokens)):
         what = (
             f"a prompt's last boundary is a multiple of {block} tokens, and its state is stored "

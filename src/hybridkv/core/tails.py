@@ -24,12 +24,12 @@ turns than so many units find the hit by chunks alone."""
 
 
 def units_per_chunk(geometry: Geometry) -> int:
-    """Match units in one chunk; a chunk has tails at the ends of all but its last."""
+    """Returns the match units in one chunk. A tail ends with each of them but the last."""
     return geometry.chunk_tokens // geometry.hash_tokens
 
 
 def why_no_tails(geometry: Geometry) -> str:
-    """Why tails cannot be served with these groups; empty where they can."""
+    """Returns why tails cannot be served with these groups. Empty where they can."""
     chunk = geometry.chunk_tokens
     for group in geometry.groups:
         if group.kind not in (GroupKind.FULL, GroupKind.RECURRENT):
@@ -46,7 +46,7 @@ def why_no_tails(geometry: Geometry) -> str:
 
 
 def first_tail_chunk(geometry: Geometry, prompt_tokens: int) -> int:
-    """The first chunk whose tails are looked up for a prompt of so many tokens."""
+    """Returns the first chunk whose tails are looked up for a prompt of `prompt_tokens`."""
     last = max(0, prompt_tokens - 1) // geometry.hash_tokens
     return max(0, -(-(last - TAIL_UNITS_MAX) // units_per_chunk(geometry)))
 
@@ -54,7 +54,7 @@ def first_tail_chunk(geometry: Geometry, prompt_tokens: int) -> int:
 def tail_names(
     geometry: Geometry, hashes: Sequence[bytes], first_chunk: int, prompt_tokens: int
 ) -> list[bytes]:
-    """The names of the tails from `first_chunk` on that end before the prompt's last token.
+    """Returns the names of the tails from `first_chunk` on that end before the last token.
 
     `hashes` are the engine's fine hashes of the prompt. Those at chunk ends are left out.
     """
@@ -65,19 +65,19 @@ def tail_names(
 
 
 def tail_chunk(geometry: Geometry, first_chunk: int, number: int) -> int:
-    """The chunk that tail `number` of those from `first_chunk` on ends inside."""
+    """Returns the chunk inside which a tail ends. Tail 0 is the first of `first_chunk`."""
     return first_chunk + number // (units_per_chunk(geometry) - 1)
 
 
 def tail_tokens(geometry: Geometry, first_chunk: int, number: int) -> int:
-    """The tokens of a hit that ends with tail `number` of those from `first_chunk` on."""
+    """Returns the tokens of a hit that ends with a tail. `number` is as in `tail_chunk`."""
     units = number % (units_per_chunk(geometry) - 1) + 1
     whole = tail_chunk(geometry, first_chunk, number) * geometry.chunk_tokens
     return whole + units * geometry.hash_tokens
 
 
 def is_tail_hit(geometry: Geometry, masks: Sequence[bytes], chunk: int) -> bool:
-    """Whether a tail inside `chunk`, all of whose objects are present, is a hit.
+    """Returns whether a tail inside `chunk`, all of whose objects are present, is a hit.
 
     `masks` are the groups' presence masks of whole chunks (`largest_hit`).
     """
@@ -95,10 +95,10 @@ def longest_tail(
     count: int,
     is_whole: Callable[[int], bool],
 ) -> int:
-    """The number, from 1 on, of the longest tail behind a hit of `chunks` chunks; 0 = none.
+    """Returns the longest tail that extends a hit of `chunks` chunks, counted from 1. 0 = none.
 
-    The tails are `count` from `first_chunk` on. `is_whole` says of one of them, counted from 0,
-    whether all its objects are present.
+    There are `count` tails from `first_chunk` on. `is_whole(number)`, counted from 0, tells
+    whether all objects of a tail are present.
     """
     for number in reversed(range(count)):
         chunk = tail_chunk(geometry, first_chunk, number)

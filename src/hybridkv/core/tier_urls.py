@@ -10,6 +10,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
 from hybridkv.core import option_parsers
@@ -22,15 +23,15 @@ TIMEOUT_SECONDS_MAX = 60.0
 
 
 class WritePolicy(StrEnum):
-    """When objects are written to a tier."""
+    """The time at which objects are written to a tier."""
 
     THROUGH = "through"  # As soon as they are stored.
     BACK = "back"  # When they are about to be evicted from RAM.
-    OFF = "off"  # Never; the tier is only read.
+    OFF = "off"  # Never. The tier is only read.
 
 
 class CodecName(StrEnum):
-    """How records are compressed on their way to a tier; nothing is lost."""
+    """The compression of records on their way to a tier. Nothing is lost."""
 
     NONE = "none"
     ZPLANES = "zplanes"  # The bytes of numbers in planes, each compressed by zstd.
@@ -43,20 +44,20 @@ class TierSpec:
     kind: str  # The URL's scheme, and the tier's name in metrics and messages.
     location: str  # The URL without its query.
     max_bytes: int | None = None
-    """`bytes`: the most that it may hold, where the kind has a bound; None = its own default."""
+    """`bytes`: the most that it may hold, where the kind has a bound. None = its own default."""
     write: WritePolicy = WritePolicy.THROUGH
     hourly_bytes: int | None = None
-    """`hourly`: the most that is written in an hour; what nobody read again is left out first."""
+    """`hourly`: the most that is written in an hour. Objects without a read are left out first."""
     timeout_seconds: float = TIMEOUT_SECONDS
-    """`timeout`: the limit of one call; after it the tier counts as failed."""
+    """`timeout`: the limit of one call. After it the tier counts as failed."""
     codec: CodecName = CodecName.NONE
     """`codec`: how the records that this daemon writes are compressed."""
-    key_path: str = ""  # `key`: the file with the key that encrypts records; empty = none.
+    key_path: str = ""  # `key`: the file with the key that encrypts records. Empty = none.
     options: Mapping[str, str] = field(default_factory=dict)  # The options that only this kind has.
 
     @property
     def shown(self) -> str:
-        """The location without a password."""
+        """The location without user and password, for messages."""
         before, at, rest = self.location.rpartition("@")
         return f"{before.partition('://')[0]}://{rest}" if at else self.location
 
@@ -71,9 +72,9 @@ class TierSpec:
         return ", ".join(words)
 
     def known_options(self, *names: str, bounded_by: str = "") -> Mapping[str, str]:
-        """The kind's own options; raises ConfigError where there is one that it does not know.
+        """Returns the kind's own options, which are `names`. Raises ConfigError for any other.
 
-        Where something else bounds what the tier holds (`bounded_by`), it does not know `bytes`.
+        `bounded_by` says what bounds the tier instead of `bytes`, which is an error then.
         """
         known = [*names, *(name for name in _COMMON if name != "bytes" or not bounded_by)]
         for name in self.options:
@@ -87,7 +88,7 @@ class TierSpec:
 
 
 def parse_key(value: object, where: str) -> str:
-    """The absolute path in `file:/path`. What is given is not shown: it may be the key itself."""
+    """Returns the path in "file:/path". Errors do not show `value`: it may be the key itself."""
     scheme, _, path = str(value).partition(":")
     if scheme != "file" or not path.startswith("/") or "\0" in path:
         what = f"{where}= must be file: and an absolute path"
@@ -95,23 +96,29 @@ def parse_key(value: object, where: str) -> str:
     return path
 
 
-_COMMON: Mapping[str, tuple[str, option_parsers.Parser]] = {
-    "write": ("write", option_parsers.choice(WritePolicy)),
-    "timeout": (
-        "timeout_seconds",
-        option_parsers.number(0.01, TIMEOUT_SECONDS_MAX, "5", what="seconds"),
+class CommonOption(NamedTuple):
+    """An option of every kind of tier."""
+
+    field_name: str  # The field of TierSpec that it fills.
+    parse: option_parsers.Parser
+
+
+_COMMON: Mapping[str, CommonOption] = {
+    "write": CommonOption("write", option_parsers.choice(WritePolicy)),
+    "timeout": CommonOption(
+        "timeout_seconds", option_parsers.number(0.01, TIMEOUT_SECONDS_MAX, "5", what="seconds")
     ),
-    "bytes": ("max_bytes", parse_size),
-    "hourly": ("hourly_bytes", parse_size),
-    "codec": ("codec", option_parsers.choice(CodecName)),
-    "key": ("key_path", parse_key),
+    "bytes": CommonOption("max_bytes", parse_size),
+    "hourly": CommonOption("hourly_bytes", parse_size),
+    "codec": CommonOption("codec", option_parsers.choice(CodecName)),
+    "key": CommonOption("key_path", parse_key),
 }
-"""The options of every kind: the field of TierSpec that each fills, and its parser."""
+"""The options of every kind, by their names in a URL."""
 _WORKS = '"disk:///var/cache/hybridkv?bytes=100GiB" works'
 
 
 def parse_tier(url: str, where: str) -> TierSpec:
-    """A tier's URL; raises ConfigError that says what in it is wrong, and what works."""
+    """Returns the tier that a URL describes. Raises ConfigError where the URL is wrong."""
     if not is_writable(url):
         raise ConfigError(f"{where}: what is given is not UTF-8", _WORKS)
     location, _, query = url.partition("?")
@@ -131,13 +138,13 @@ def parse_tier(url: str, where: str) -> TierSpec:
             raise ConfigError(f"{where}: {name} is given twice", "once works")
         given[name] = value
     common = {
-        field_name: parse(given.pop(name), f"{where}: {name}")
-        for name, (field_name, parse) in _COMMON.items()
+        option.field_name: option.parse(given.pop(name), f"{where}: {name}")
+        for name, option in _COMMON.items()
         if name in given
     }
     return TierSpec(kind=parts.scheme, location=location, options=given, **common)
 
 
 def disk_url(path: str, size: str | int | None) -> str:
-    """The URL of a directory with the byte bound `size`."""
+    """Returns the URL of a directory: ("/kv", "8GiB") -> "disk:///kv?bytes=8GiB"."""
     return f"disk://{path}" if size is None else f"disk://{path}?bytes={size}"

@@ -21,7 +21,8 @@ from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
-from hybridkv.tiers.load_or_compute import LookupRequest, PromptHit, WaitingLookup
+from hybridkv.tiers.load_or_compute import LookupRequest, PromptHit
+from hybridkv.tiers.waiting_lookup import WaitingLookup
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import BATCH_MAX, PROTOCOL_VERSION, Reply, Request
 from hybridkv.wire.protocol import RULES, ErrorCode, refused
@@ -96,7 +97,7 @@ class Daemon(DaemonState):
             tier.tick(now)
         if self.tiers:
             self._answer_waiting(self.promotion.tick(now))
-            self.demotion.pump(now)
+            self.demotion.tick(now)
         self.outgoing.extend(self.subscriptions.take_due(now))
         self.view.tick(now)
 
@@ -114,7 +115,7 @@ class Daemon(DaemonState):
         self.now = now
         tier = self.tiers[job.tier]
         was_open = tier.is_open
-        tier.finished(job, outcome, now)
+        tier.on_job_done(job, outcome, now)
         is_traced = job.kind in (JobKind.READ, JobKind.WRITE, JobKind.FIND)
         if self.spans is not None and is_traced:
             facts: dict[str, str | int] = {
@@ -126,15 +127,15 @@ class Daemon(DaemonState):
             self.spans.put(f"tier {job.kind}", (job.submitted_at, now), facts, error=error)
         match job.kind:
             case JobKind.READ:
-                self.demotion.stored(self.promotion.read(job, outcome, now))
+                self.demotion.queue_stored(self.promotion.on_read_done(job, outcome, now))
             case JobKind.FIND:
-                self.promotion.found(job, outcome)
+                self.promotion.on_find_done(job, outcome)
             case JobKind.WRITE:
-                self.demotion.finished(tier, job, outcome)
+                self.demotion.on_write_done(tier, job, outcome)
             case JobKind.USE:
-                self.demotion.used(tier, job, outcome)
+                self.demotion.on_use_done(tier, job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
-                self.demotion.opened(self.sessions.stored_slots())
+                self.demotion.queue_all(self.sessions.stored_slots())
 
     def handle(self, connection_id: int, request: Request, now: float = 0.0) -> Reply | None:
         """Handle a message and return the reply to it. None for a one-way message.
@@ -228,9 +229,10 @@ class Daemon(DaemonState):
         if self.tiers and lookup.wait_ms and (chunks < asked_chunks or last >= chunks):
             waiting = WaitingLookup(request)
             if self.promotion.begin(waiting, masks, self.now):
-                return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, waiting.target, masks)
-            shortfall = waiting.shortfall
-            if waiting.located:
+                target = waiting.plan.target
+                return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, target, masks)
+            shortfall = waiting.why
+            if waiting.search.located:
                 # Chunks may have been evicted for objects that then were not read.
                 resident = resident_chunks(namespace, geometry, hashes)
         return self._answer_lookup(request, resident, {}, shortfall)
@@ -259,7 +261,7 @@ class Daemon(DaemonState):
             request = waiting.request
             resident = resident_chunks(request.namespace, request.geometry, request.hashes)
             self.waits.add(self.now - request.asked_at)
-            found = self._answer_lookup(request, resident, waiting.origins, waiting.shortfall)
+            found = self._answer_lookup(request, resident, waiting.origins, waiting.why)
             self.outgoing.append(OutgoingMessage(request.connection_id, found))
             self.store.unpin(waiting.held)
 
@@ -294,7 +296,7 @@ class Daemon(DaemonState):
         slots = hit_slots(geometry, entries, chunks)
         lease = None
         if chunks:
-            self.demotion.read(slots)
+            self.demotion.queue_hit(slots)
             self.store.pin(slots)
             lease = Lease(slots, request.asked_at, request.tokens_per_second, opened_at=self.now)
             session.leases[request.lease] = lease

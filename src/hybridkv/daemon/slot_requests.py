@@ -72,7 +72,7 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
             if is_stored:
                 state.counters["objects_stored"] += 1
                 state.counters["bytes_stored"] += slot.part_bytes * slot.parts
-                state.demotion.stored((slot,))
+                state.demotion.queue_stored((slot,))
         if not is_stored:
             state.subscriptions.on_not_stored(
                 session.engine_connection, new.chunk_hash, new.group_index

@@ -6,13 +6,13 @@ since the exponents of numbers are alike and the ends of their mantissas are noi
 
     block, bf16     a0 a1  b0 b1  c0 c1          planes   a0 b0 c0 | a1 b1 c1
 
-Objects may hold numbers of several widths, as the states of a recurrent layer do, and nothing
-tells a daemon which. So each block is split by the width that compresses its start best, and says
-which that was.
+Objects may hold numbers of several widths, as the states of a recurrent layer do, and a daemon does
+not know the widths. So each block is split by the width that compresses its start best. The width
+is stored before the block.
 
-The signatures of the parts are inside the body and over the plain bytes: who decodes a record
-proves the bytes that left the engine. The digest before them is over the encoded bytes, so that the
-library is given none that were damaged::
+The signatures of the parts are inside the body and over the plain bytes: decoding a record proves
+the bytes that left the engine. The digest before them is over the encoded bytes. It is checked
+first, so the library never gets damaged bytes::
 
     body     |digest of what follows, 8 bytes |signature per part |blocks
 
@@ -61,18 +61,18 @@ WIDTHS = (1, 2, 4)  # Bytes of a number: fp8, bf16 and fp16, float32.
 LEVEL = 1  # Of zstd. A higher one is slower, and finds no more in planes of numbers.
 _DIGEST_BYTES = 8
 BODY_BYTES_MAX = 1 << 31
-_FRAME = struct.Struct("<I")  # Bytes of a plane's frame, before it; before a block is its width.
+_FRAME = struct.Struct("<I")  # The size of a plane's frame, stored before the frame.
 
 
 class Codec(IntEnum):
-    """How the body of a record is compressed; the number is in its header."""
+    """The compression of a record's body. The number is in the record's header."""
 
     NONE = 0
     ZPLANES = 1  # Byte planes, each a frame of zstd.
 
 
 class Cipher(IntEnum):
-    """How the body of a record is encrypted; the number is in its header."""
+    """The encryption of a record's body. The number is in the record's header."""
 
     NONE = 0
     AES_256_GCM = 1
@@ -82,7 +82,7 @@ CODECS = {CodecName.NONE: Codec.NONE, CodecName.ZPLANES: Codec.ZPLANES}
 
 
 def find_zstandard() -> ModuleType | None:
-    """The library; None where it is not installed."""
+    """Returns the module `zstandard`, or None where it is not installed."""
     try:
         return importlib.import_module("zstandard")
     except ImportError:
@@ -93,28 +93,29 @@ _zstandard = find_zstandard()
 
 
 def is_there() -> bool:
-    """Whether the library is installed."""
+    """Returns whether the package zstandard is installed."""
     return _zstandard is not None
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How a tier encodes records that are put, and what it can decode."""
+    """The encoding of a tier: how it encodes records that are put, and what it can decode."""
 
     codec: Codec = Codec.NONE
     key: TierKey | None = None
-    takes_plain: bool = False  # Whether records that are not encrypted are taken in spite of a key.
+    takes_plain: bool = False  # Whether a tier with a key also reads records without encryption.
 
     @property
     def encodes(self) -> bool:
-        """Whether records that are put are encoded, where that makes sense."""
+        """Whether `encode` encodes records at all."""
         return self.codec is not Codec.NONE or self.key is not None
 
     def encode(self, pieces: Sequence[memoryview]) -> memoryview | None:
-        """An encoded record on pages of its own; None where `pieces` should be written as they are.
+        """Returns the encoded record on pages of its own, or None: write `pieces` as they are.
 
-        They are a whole record. One that is encoded already stays as it is, and without a key one
-        that does not get smaller. Raises TierError where a record cannot be encrypted.
+        `pieces` are a whole record. A record that is encoded already stays as it is. Without a key,
+        so does a record that does not get smaller. Raises TierError where a record cannot be
+        encrypted.
         """
         if not self.encodes or is_encoded(gather(pieces, 0, HEADER_BYTES)):
             return None
@@ -135,17 +136,17 @@ class Coding:
             header = encoded_header(record, Encoding(_DIGEST_BYTES + len(content), codec, 0))
             return _on_pages(header + xxh3_64_digest(content) + content)
         if codec is Codec.NONE:
-            payload = payload_offset(record.parts), record.part_bytes * record.parts
-            content = signatures + gather(pieces, *payload)
+            payload_bytes = record.part_bytes * record.parts
+            content = signatures + gather(pieces, payload_offset(record.parts), payload_bytes)
         size = ADDED_BYTES + len(content)
         header = encoded_header(record, Encoding(size, codec, Cipher.AES_256_GCM, self.key.id))
         return _on_pages(header + self.key.encrypt(content, header))
 
     def decode(self, encoded: Sequence[memoryview], pieces: Sequence[memoryview]) -> None:
-        """Turn the encoded record in `encoded`, with zeros behind it, into a plain one in `pieces`.
+        """Decode the record in `encoded`, which ends with zeros, into `pieces`.
 
         Both may be the same memory. Raises DamagedError, and UndecodableError where a library or
-        the key is missing; `pieces` may have any bytes then.
+        the key is missing. `pieces` has any bytes then.
         """
         start = gather(encoded, 0, HEADER_BYTES)
         header = read_encoded(start)
@@ -155,12 +156,12 @@ class Coding:
         if sum(map(len, pieces)) != record.size_bytes:
             raise DamagedError("it is another object")
         body = memoryview(gather(encoded, HEADER_BYTES, encoding.body_bytes))
-        behind = bytes_after(encoded, HEADER_BYTES + encoding.body_bytes)
-        if len(body) < encoding.body_bytes or any(bytes(rest).strip(b"\0") for rest in behind):
+        padding = bytes_after(encoded, HEADER_BYTES + encoding.body_bytes)
+        if len(body) < encoding.body_bytes or any(bytes(piece).strip(b"\0") for piece in padding):
             raise DamagedError(f"it has not {encoding.body_bytes} bytes")
         if encoding.codec not in tuple(Codec) or encoding.cipher not in tuple(Cipher):
             raise UndecodableError("it is encoded by a later version")
-        body, signatures = self._opened(body, encoding, start), CHECKSUM_BYTES * record.parts
+        body, signatures = self._decrypted(body, encoding, start), CHECKSUM_BYTES * record.parts
         if len(body) < signatures:
             raise DamagedError("it has no checksums")
         payload = payload_offset(record.parts)
@@ -177,15 +178,15 @@ class Coding:
         zero_after(pieces, payload + record.part_bytes * record.parts)
 
     def check_plain(self) -> None:
-        """Raises UndecodableError where plain records are not to be taken.
+        """Raise UndecodableError where plain records are refused.
 
-        With a key they are not, since anyone who may write to the tier can make one.
+        With a key they are refused, since anyone who may write to the tier can make a plain record.
         """
         if self.key is not None and not self.takes_plain:
             raise UndecodableError("it is not encrypted, and key= takes nothing else")
 
-    def _opened(self, body: memoryview, encoding: Encoding, header: bytes) -> memoryview:
-        """The signatures and what follows, decrypted, or as they are with their digest proven."""
+    def _decrypted(self, body: memoryview, encoding: Encoding, header: bytes) -> memoryview:
+        """Returns the body without its encryption. Raises DamagedError where its proof fails."""
         if encoding.cipher == Cipher.NONE:
             self.check_plain()
             if body[:_DIGEST_BYTES] != xxh3_64_digest(body[_DIGEST_BYTES:]):
@@ -202,7 +203,7 @@ PLAIN = Coding()  # Encodes nothing, and decodes what needs no key.
 
 
 def coding_of(spec: TierSpec) -> Coding:
-    """How the tier that a URL describes encodes. Raises ConfigError where a library is missing."""
+    """Returns the encoding of the tier `spec`. Raises ConfigError where a library is missing."""
     if spec.codec is not CodecName.NONE and _zstandard is None:
         what = f"tier {spec.shown}: codec={spec.codec} needs the package zstandard"
         raise ConfigError(what, "pip install 'hybridkv[codec]' works")
@@ -211,7 +212,7 @@ def coding_of(spec: TierSpec) -> Coding:
 
 
 def gather(pieces: Sequence[memoryview], start: int, size: int) -> bytes:
-    """`size` bytes of the pieces from `start` on."""
+    """Returns `size` bytes of the pieces, from `start` on, or fewer where the pieces end."""
     return b"".join(first_bytes(bytes_after(pieces, start), size))
 
 
@@ -226,7 +227,7 @@ def scatter(
 
 
 def _on_pages(record: bytes) -> memoryview:
-    """The bytes of an encoded record on pages of their own, with zeros behind them."""
+    """Returns a copy of an encoded record that starts on a page and ends with zeros."""
     size = -(-len(record) // SLOT_ALIGN) * SLOT_ALIGN
     memory = memoryview(mmap.mmap(-1, size))
     memory[: len(record)] = record
@@ -234,13 +235,13 @@ def _on_pages(record: bytes) -> memoryview:
 
 
 def plain_record(pieces: Sequence[memoryview]) -> Record | None:
-    """The header of a plain record; None where the pieces have none."""
+    """Returns the header of a plain record, or None where the pieces have no sound one."""
     parts = parts_of(gather(pieces, 0, HEADER_BYTES))
     return read_head(memoryview(gather(pieces, 0, head_bytes(parts))))
 
 
 def _blocks(record: Record) -> Iterator[tuple[int, int]]:
-    """The (start, bytes) of each block in a plain record."""
+    """Yields (start, size in bytes) of each block in a plain record."""
     payload = payload_offset(record.parts)
     for part in range(record.parts):
         for at in range(0, record.part_bytes, BLOCK_BYTES):
@@ -270,7 +271,7 @@ def _decompress(record: Record, body: memoryview, pieces: Sequence[memoryview]) 
         raise UndecodableError("it is compressed, and the package zstandard is not installed")
     decompressor, at = _zstandard.ZstdDecompressor(), 0
 
-    def taken(size: int) -> memoryview:
+    def take_bytes(size: int) -> memoryview:
         nonlocal at
         at += size
         if at > len(body):
@@ -278,13 +279,13 @@ def _decompress(record: Record, body: memoryview, pieces: Sequence[memoryview]) 
         return body[at - size : at]
 
     for start, size in _blocks(record):
-        block, width = bytearray(size), taken(1)[0]
+        block, width = bytearray(size), take_bytes(1)[0]
         if width not in WIDTHS:
             raise DamagedError(f"its numbers have {width} bytes")
         for plane in range(width):
-            frame = taken(_FRAME.unpack(taken(_FRAME.size))[0])
+            frame = take_bytes(_FRAME.unpack(take_bytes(_FRAME.size))[0])
             try:
-                # The library makes room for what a frame says, so that is looked at before.
+                # The library allocates the size that a frame claims, so the size is checked first.
                 if _zstandard.frame_content_size(frame) != len(range(plane, size, width)):
                     raise DamagedError("its compressed bytes are not those of its numbers")
                 block[plane::width] = decompressor.decompress(frame)

@@ -1,11 +1,13 @@
 """The contract of a tier below RAM.
 
 A tier keeps records (tiers.record) by key, KEY_BYTES each, and may lose any of them at any time.
-It does not check a record; its reader does. Methods may block, and are called by the tier's own
-threads, several at once; only `peek` and `gauges` are called by the daemon's loop and return at
-once. A fault of one item is the TierError of that item; the call does not fail as a whole.
+The reader of a record checks it, not the tier. Methods may block. They are called by the tier's own
+threads, several at once. The daemon's loop calls only `peek` and `gauges`, which return at once. A
+fault of one item is the TierError of that item, and the call does not fail as a whole. After a
+call has returned, the tier writes to none of its memory. Only a `put` that was given up may still
+read it for a moment (S3).
 
-`tests.tier_suite` has the suite that every tier passes.
+The repository has a suite that every tier passes, tests/tier_suite.py.
 """
 
 from abc import ABC, abstractmethod
@@ -17,15 +19,15 @@ from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
 
 
 class TierError(HybridKVError):
-    """The tier failed; the breaker counts it."""
+    """The tier failed. The breaker counts it."""
 
 
 class MissingError(TierError):
-    """The record is not there (any more), which is no failure of the tier."""
+    """The record is not there, or not any more. That is no failure of the tier."""
 
 
 class DamagedError(TierError):
-    """The record is there, and is not what was put: it has another length, for instance."""
+    """The record is there and is not what was put. It has another length, for instance."""
 
 
 class UndecodableError(TierError):
@@ -37,18 +39,18 @@ class FullError(TierError):
 
 
 class WriteRequest(NamedTuple):
-    """A record to write."""
+    """A record that `Tier.put` writes."""
 
     key: bytes
     pieces: Sequence[memoryview]
-    """The record's bytes, in order; each piece starts and ends on a page (SLOT_ALIGN) of memory."""
+    """The record's bytes in order. Each piece starts and ends on a page (SLOT_ALIGN) of memory."""
     parent: bytes = bytes(SHORT_HASH_BYTES)
-    """As in the record's header; the record of the parent is evicted after this one."""
-    interior: bool = False  # As in the record's header; interior records are evicted first.
+    """As in the record's header. The record of the parent is evicted after this record."""
+    interior: bool = False  # As in the record's header. Interior records are evicted first.
 
 
 class ReadRequest(NamedTuple):
-    """A record to read."""
+    """A record that `Tier.get` reads."""
 
     key: bytes
     pieces: Sequence[memoryview]
@@ -56,7 +58,7 @@ class ReadRequest(NamedTuple):
 
 
 def first_bytes(pieces: Sequence[memoryview], size: int) -> list[memoryview]:
-    """The first `size` bytes of the pieces, or all where they are fewer."""
+    """Returns the first `size` bytes of the pieces, or all where they are fewer."""
     first = []
     for piece in pieces:
         if size <= 0:
@@ -67,7 +69,7 @@ def first_bytes(pieces: Sequence[memoryview], size: int) -> list[memoryview]:
 
 
 def bytes_after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
-    """The pieces without their first `done` bytes."""
+    """Returns the pieces without their first `done` bytes."""
     left = []
     for piece in pieces:
         if done < len(piece):
@@ -77,12 +79,12 @@ def bytes_after(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def is_length(size: int, pieces_bytes: int) -> bool:
-    """Whether a record of `size` bytes may be read into memory of `pieces_bytes`."""
+    """Returns whether a record of `size` bytes may be read into memory of `pieces_bytes`."""
     return 0 < size <= pieces_bytes and not size % SLOT_ALIGN
 
 
 def zero_after(pieces: Sequence[memoryview], size: int) -> None:
-    """Zero the memory behind a record of `size` bytes, as `Tier.get` has to."""
+    """Zero the memory after a record of `size` bytes, as `Tier.get` has to."""
     for piece in bytes_after(pieces, size):
         piece[:] = bytes(len(piece))
 
@@ -94,59 +96,59 @@ class Tier(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Connect, or scan what is there, at the start and again after a TierError.
+        """Connect, or scan the records. It is called at the start and again after a TierError.
 
-        Raises ConfigError for settings that can never work, else TierError; `peek` always works.
+        Raises ConfigError for settings that can never work, else TierError. `peek` works before.
         """
 
     def peek(self, key: bytes) -> bool | None:
-        """Whether the record is there, as known without I/O; None: `find` must be asked."""
+        """Returns whether the record is there, as known without I/O. None = only `find` knows."""
         return None
 
     @abstractmethod
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether its record is there; False is always allowed.
+        """Returns for each key whether its record is there. False is always allowed.
 
         Keys are in the order of prefixes. Raises TierError where nobody answers.
         """
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
-        """Count records as used, which are hit in RAM; for each key whether its record is there.
+        """Count records as used, because RAM hits them. Returns what `find` returns.
 
-        What is used goes last where a tier evicts in such an order. Raises TierError as `find`.
+        A tier that evicts by use evicts used records last. Raises TierError as `find` does.
         """
         return self.find(keys)
 
     @abstractmethod
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
-        """Read records, prefix first; for each item None, or its error and any bytes.
+        """Read records, prefix first. Returns each item's error, or None.
 
-        The memory behind a shorter record is zeroed. A record that is longer than the memory, or
-        ends within a page, is damaged.
+        The memory after a shorter record is zeroed. A record that is longer than the memory, or
+        ends within a page, is damaged. The memory of an item with an error has any bytes.
         """
 
     @abstractmethod
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        """Publish records, each as a whole or not at all; for each item None or its error.
+        """Publish records, each as a whole or not at all. Returns each item's error, or None.
 
         That holds for readers in other processes too. A record that is there may be kept.
         """
 
     @abstractmethod
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
-        """Remove records that are there; `damaged` ones are put into quarantine where possible."""
+        """Remove records that are there. `damaged` ones go to quarantine where that is possible."""
 
     @abstractmethod
     def keys(self) -> Iterator[bytes]:
-        """The key of every record, in any order."""
+        """Yields the key of every record, in any order."""
 
     def tend(self) -> None:  # noqa: B027  # most kinds have nothing to do
         """Do regular work, each second: find others' records, reconnect. Raises TierError."""
 
     def gauges(self) -> Mapping[str, float]:
-        """Metrics: `bytes`, `bytes_max`, `objects`, as far as they are known without I/O."""
+        """Returns `bytes`, `bytes_max` and `objects`, as far as they are known without I/O."""
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """Release every resource; records stay. Other threads may still be inside a call."""
+        """Release every resource. Records stay. Other threads may still be inside a call."""

@@ -1,10 +1,10 @@
 """Demotion: objects are written to tiers below, when they are stored or before they are evicted.
 
-Of an answer, with which often nobody goes on, objects are written once somebody reads them, or
-before they are evicted, wherever prompts are written when they are stored.
+The objects of an answer are often never read. A tier that gets prompts when they are stored gets
+answers when a lookup hits them, or before they are evicted.
 
-Tiers do not see what RAM hits. So they hear of it now and then: what is used most goes last there,
-and what they lost or refused is written again.
+Tiers do not see the hits of RAM. So each object that is hit is reported to them now and then. A
+tier evicts what is used last, and records that it lost or refused are written again.
 """
 
 import math
@@ -21,14 +21,14 @@ from hybridkv.tiers.health import JOB_ITEMS_MAX, TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, WrongBytesError
 from hybridkv.tiers.record import record_of
 
-QUEUE_MAX = 1 << 16  # Objects that wait to be written to one tier; more are not written.
+QUEUE_MAX = 1 << 16  # Objects that wait to be written to one tier. More are not written.
 TRIES_MAX = 3
-"""Writes of an object that fail, before it is given up; while all writes fail none is counted."""
+"""Failed writes of an object after which it is given up. While all writes fail, none counts."""
 LOOKS_MAX = 256  # Objects that are looked at in one turn of the loop.
 USE_SECONDS = 600.0
-"""How often tiers hear at most that an object in RAM is used; with S3 that is a HEAD each time."""
+"""The least time between two reports of a use of one object. With S3 a report is a HEAD."""
 HELD_SHARE = 8  # At most 1/8 of the arena is held for one tier, unless one object is more.
-HELD_SHARE_ALL = 4  # At most 1/4 for all tiers; beyond that each of them has one job at a time.
+HELD_SHARE_ALL = 4  # At most 1/4 for all tiers. Beyond that each of them has one job at a time.
 
 
 class QueuedWrite(NamedTuple):
@@ -38,27 +38,27 @@ class QueuedWrite(NamedTuple):
     generation: int  # The slot's generation when the object was queued.
     is_read: bool  # Whether a lookup hit it.
     tries: int = 0
-    is_admitted: bool = False  # Whether the tier's hourly bound has been charged with it.
+    is_admitted: bool = False  # Whether the tier's hourly bound was charged with it.
 
 
 class Demotion:
-    """The queues of all tiers. Only objects that are being written are safe from eviction."""
+    """The queues of writes to all tiers. Only objects that are being written cannot be evicted."""
 
     def __init__(self, store: Store, tiers: Sequence[TierState]) -> None:
         self._store = store
         self._tiers = tiers
-        self._writing: dict[TierJob, Sequence[QueuedWrite]] = {}
-        """What is queued again if the tier fails; empty for what would be evicted."""
+        self.writing: dict[TierJob, Sequence[QueuedWrite]] = {}
+        """By job, what is queued again where the tier fails. Empty for objects in eviction."""
         self._queues: list[deque[QueuedWrite]] = [deque() for _ in tiers]
-        self._leaving: list[deque[JobItem]] = [deque() for _ in tiers]
-        """Per tier the objects that would be evicted, and are held until they are written."""
-        self._used: list[deque[QueuedWrite]] = [deque(maxlen=QUEUE_MAX) for _ in tiers]
-        """Per tier the objects it should have that were hit, and that it has not heard of yet."""
-        self._telling: dict[TierJob, Sequence[QueuedWrite]] = {}
+        self.leaving: list[deque[JobItem]] = [deque() for _ in tiers]
+        """Per tier, objects in eviction, which are held until they are written."""
+        self._uses: list[deque[QueuedWrite]] = [deque(maxlen=QUEUE_MAX) for _ in tiers]
+        """Per tier, objects that it should have, whose hit is to be reported to it."""
+        self._use_jobs: dict[TierJob, Sequence[QueuedWrite]] = {}
         self._unqueued: deque[Slot] = deque()
         """Objects that were stored before a tier was open, and are in no queue yet."""
-        self._looks = LOOKS_MAX  # How many more objects are looked at in this turn.
-        self._held_bytes: Counter[TierState] = Counter()
+        self._looks_left = LOOKS_MAX  # Objects that may still be looked at in this turn.
+        self.held_bytes: Counter[TierState] = Counter()
         self._through = [tier for tier in tiers if tier.spec.write is WritePolicy.THROUGH]
         self._back = [tier for tier in tiers if tier.spec.write is WritePolicy.BACK]
         self._now = 0.0
@@ -67,31 +67,31 @@ class Demotion:
 
     @property
     def waiting(self) -> int:
-        """Objects in all queues, those that are to be, and those that are being written."""
-        return sum(map(len, self._queues)) + len(self._unqueued) + len(list(self.held()))
+        """The number of objects in all queues, not queued yet, or being written."""
+        return sum(map(len, self._queues)) + len(self._unqueued) + len(list(self.held_slots()))
 
     def wakes_at(self) -> float:
-        """When `pump` is due again: at once if the last turn left something to look at."""
-        return math.inf if self._looks else 0.0
+        """Returns when `tick` is due again: at once if the last turn left objects to look at."""
+        return math.inf if self._looks_left else 0.0
 
-    def opened(self, slots: Iterable[Slot]) -> None:
-        """A tier is open from now on; `slots` are all objects of the index."""
+    def queue_all(self, slots: Iterable[Slot]) -> None:
+        """Queue all objects of the index, because a tier has been opened."""
         self._unqueued = deque(slots)
 
-    def stored(self, slots: Iterable[Slot]) -> None:
-        """Queue new objects of the index, also those that were read from another tier."""
-        asked = []
+    def queue_stored(self, slots: Iterable[Slot]) -> None:
+        """Queue new objects of the index, also objects that were read from another tier."""
+        prompt_slots = []
         for slot in slots:
             slot.used_at = self._now
             if slot.eviction_class is not EvictionClass.GENERATED:
-                asked.append(slot)
-        self._queue(self._through, asked, is_read=False)
+                prompt_slots.append(slot)
+        self._queue(self._through, prompt_slots, is_read=False)
 
-    def read(self, slots: Sequence[Slot]) -> None:
-        """Queue objects that are hit, where they were not queued when they were stored.
+    def queue_hit(self, slots: Sequence[Slot]) -> None:
+        """Queue objects that a lookup hits, where they were not queued when they were stored.
 
-        Those are what an hourly bound did not admit, and answers; each USE_SECONDS also what a tier
-        refused. To be called before `Store.pin`.
+        An hourly bound did not admit them, or they are answers. Once each USE_SECONDS, objects that
+        a tier refused are queued too. Call it before `Store.pin`.
         """
         bounded = [tier for tier in self._through if tier.spec.hourly_bytes is not None]
         self._queue(bounded, slots if bounded else (), is_read=True)
@@ -104,24 +104,24 @@ class Demotion:
             for tier in self._tiers:
                 if slot.in_tiers & tier.bit:
                     used = QueuedWrite(slot, slot.generation, is_read=True)
-                    self._used[tier.number].append(used)
+                    self._uses[tier.number].append(used)
         self._queue(self._through, due, is_read=True)
 
-    def pump(self, now: float) -> None:
-        """Start what can be started."""
+    def tick(self, now: float) -> None:
+        """Submit the jobs for which there are threads and room."""
         self._now = now
-        self._looks = LOOKS_MAX
-        while self._unqueued and self._looks:
-            self._looks -= 1
-            self.stored((self._unqueued.popleft(),))
+        self._looks_left = LOOKS_MAX
+        while self._unqueued and self._looks_left:
+            self._looks_left -= 1
+            self.queue_stored((self._unqueued.popleft(),))
         for tier in self._tiers:
-            self._write_leaving(tier, self._leaving[tier.number])
+            self._write_leaving(tier, self.leaving[tier.number])
             self._write_queued(tier, self._queues[tier.number])
-            self._tell_used(tier, self._used[tier.number])
+            self._report_uses(tier, self._uses[tier.number])
 
-    def finished(self, tier: TierState, job: TierJob, outcome: JobOutcome) -> None:
-        """Release the objects of a write job, and queue those again with which the tier failed."""
-        queued = self._writing.pop(job)
+    def on_write_done(self, tier: TierState, job: TierJob, outcome: JobOutcome) -> None:
+        """Release the objects of a WRITE job, and queue again those with which the tier failed."""
+        queued = self.writing.pop(job)
         for at, item in enumerate(job.items):
             error = outcome.error or outcome.errors[at]
             if isinstance(error, WrongBytesError):
@@ -137,20 +137,20 @@ class Demotion:
                 if again.tries >= TRIES_MAX:
                     tier.counters["objects_given_up"] += 1
                 elif _is_there(again):
-                    # At the end, so that an object that always fails keeps nothing else waiting.
+                    # At the end, so that an object that always fails does not block the others.
                     self._append(tier, again)
 
-    def used(self, tier: TierState, job: TierJob, outcome: JobOutcome) -> None:
-        """Take over which of the objects that were used a tier still has; write the others anew."""
-        for queued, is_there in zip(self._telling.pop(job), outcome.found, strict=False):
+    def on_use_done(self, tier: TierState, job: TierJob, outcome: JobOutcome) -> None:
+        """Write the objects of a USE job again that the tier does not have any more."""
+        for queued, is_there in zip(self._use_jobs.pop(job), outcome.found, strict=False):
             if not is_there and _is_there(queued):
                 queued.slot.in_tiers &= ~tier.bit
                 if tier in self._through:
                     self._queue((tier,), (queued.slot,), is_read=True)
 
-    def held(self) -> Iterator[Slot]:
-        """Slots that are held, once for each time."""
-        for items in [*self._leaving, *(job.items for job in self._writing)]:
+    def held_slots(self) -> Iterator[Slot]:
+        """Yields the slots that are held, each as often as it is held."""
+        for items in [*self.leaving, *(job.items for job in self.writing)]:
             yield from map(_slot, items)
 
     # Queues
@@ -169,22 +169,27 @@ class Demotion:
         queued.slot.queued_in |= tier.bit
         queue.append(queued)
 
-    def _tell_used(self, tier: TierState, used: deque[QueuedWrite]) -> None:
-        while used and self._looks and tier.reads(self._now) and tier.has_thread(JobKind.USE):
-            some: list[QueuedWrite] = []
-            while used and self._looks and len(some) < JOB_ITEMS_MAX:
-                self._looks -= 1
-                if _is_there(used[0]):
-                    some.append(used[0])
-                used.popleft()
-            if some:
-                items = [JobItem(record_of(queued.slot)) for queued in some]
+    def _report_uses(self, tier: TierState, uses: deque[QueuedWrite]) -> None:
+        while (
+            uses and self._looks_left and tier.may_read(self._now) and tier.has_thread(JobKind.USE)
+        ):
+            batch: list[QueuedWrite] = []
+            while uses and self._looks_left and len(batch) < JOB_ITEMS_MAX:
+                self._looks_left -= 1
+                if _is_there(uses[0]):
+                    batch.append(uses[0])
+                uses.popleft()
+            if batch:
+                items = [JobItem(record_of(queued.slot)) for queued in batch]
                 job = TierJob(JobKind.USE, tier.number, items)
-                self._telling[job] = some
+                self._use_jobs[job] = batch
                 tier.submit(job, self._now)
 
+    def _can_report(self, tier: TierState) -> bool:
+        return tier.may_read(self._now) and tier.has_thread(JobKind.USE)
+
     def _write_queued(self, tier: TierState, queue: deque[QueuedWrite]) -> None:
-        while queue and self._looks and self._takes(tier):
+        while queue and self._looks_left and self._can_write(tier):
             batch = self._batch(tier, queue)
             if not batch:
                 break
@@ -193,13 +198,16 @@ class Demotion:
             self._write(tier, list(batch), list(batch.values()))
 
     def _batch(self, tier: TierState, queue: deque[QueuedWrite]) -> dict[JobItem, QueuedWrite]:
-        """What to write next, and how to queue it again. What has failed is tried alone."""
+        """Takes the next objects to write from the queue. Returns how to queue each again.
+
+        An object that has failed is written alone.
+        """
         batch: dict[JobItem, QueuedWrite] = {}
         job_bytes, share = 0, len(self._store) // HELD_SHARE
         most = min(tier.job_bytes(JobKind.WRITE, self._now), share)
         is_alone = False
-        while queue and len(batch) < JOB_ITEMS_MAX and self._looks:
-            self._looks -= 1
+        while queue and len(batch) < JOB_ITEMS_MAX and self._looks_left:
+            self._looks_left -= 1
             queued, slot = queue[0], queue[0].slot
             if _is_there(queued):
                 size = job_bytes + slot.size_bytes
@@ -218,7 +226,7 @@ class Demotion:
     def _to_write(
         self, tier: TierState, slot: Slot, is_read: bool, is_admitted: bool = False
     ) -> JobItem | None:
-        """What is written, unless the tier has it or its hourly bound does not admit it."""
+        """Returns the item of a write, or None where the tier has it, or does not admit it."""
         record = record_of(slot)
         is_suspect = record.name.key in tier.suspects
         slot.queued_in &= ~tier.bit
@@ -232,23 +240,26 @@ class Demotion:
     # Eviction
 
     def _write_back(self, victim: Slot) -> bool:
-        """Hold the objects of a chunk that is to be evicted, for each tier that takes them."""
+        """Hold the objects of a victim's chunk for each tier that takes them, as `before_evict`.
+
+        Returns whether the victim is held, so that it is not evicted now.
+        """
         assert victim.entry is not None, "a victim is in the index"
         free = [slot for slot in victim.entry.slots if slot is not None and not slot.pins]
         late = [(slot, tier) for slot in free for tier in self._late_tiers(slot)]
-        # Those whose queue comes too late, and those that cannot take it now.
+        # Tiers that do not get the victim: their queue comes too late, or they cannot take it.
         lost = [tier for tier in self._tiers if victim.queued_in & tier.bit]
         for slot, tier in late:
             if (slot.in_tiers | slot.queued_in) & tier.bit:
                 continue
-            if not (tier.writes(self._now) and self._has_room(tier, slot.size_bytes)):
+            if not (tier.may_write(self._now) and self._has_room(tier, slot.size_bytes)):
                 if slot is victim:
                     lost.append(tier)
                 continue
             is_read = slot.eviction_class is not EvictionClass.GENERATED
             item = self._to_write(tier, slot, is_read)
             if item is not None:
-                self._leaving[tier.number].append(item)
+                self.leaving[tier.number].append(item)
                 self._hold(tier, item)
         if not victim.pins:
             for tier in lost:
@@ -256,12 +267,12 @@ class Demotion:
         return victim.pins > 0
 
     def _late_tiers(self, slot: Slot) -> list[TierState]:
-        """The tiers to which an object is written before it is evicted."""
+        """Returns the tiers to which an object is written before it is evicted."""
         is_answer = slot.eviction_class is EvictionClass.GENERATED
         return [*self._back, *self._through] if is_answer else self._back
 
     def _write_leaving(self, tier: TierState, leaving: deque[JobItem]) -> None:
-        while leaving and self._takes(tier):
+        while leaving and self._can_write(tier):
             items = [leaving.popleft()]
             size, most = items[0].record.size_bytes, tier.job_bytes(JobKind.WRITE, self._now)
             while leaving and len(items) < JOB_ITEMS_MAX:
@@ -270,8 +281,8 @@ class Demotion:
                     break
                 items.append(leaving.popleft())
             self._write(tier, items)
-        if not tier.writes(self._now):
-            # The tier became ill: nobody takes these objects, so they may be evicted.
+        if not tier.may_write(self._now):
+            # The tier became ill. It takes none of these objects, so they may be evicted.
             tier.counters["objects_shed"] += len(leaving)
             for item in leaving:
                 self._release(tier, item)
@@ -279,32 +290,32 @@ class Demotion:
 
     # Held slots
 
-    def _takes(self, tier: TierState) -> bool:
-        return tier.writes(self._now) and tier.has_thread(JobKind.WRITE)
+    def _can_write(self, tier: TierState) -> bool:
+        return tier.may_write(self._now) and tier.has_thread(JobKind.WRITE)
 
     def _write(
         self, tier: TierState, items: Sequence[JobItem], again: Sequence[QueuedWrite] = ()
     ) -> None:
         job = TierJob(JobKind.WRITE, tier.number, items)
-        self._writing[job] = again
+        self.writing[job] = again
         tier.submit(job, self._now)
 
     def _hold(self, tier: TierState, item: JobItem) -> None:
-        self._held_bytes[tier] += item.record.size_bytes
+        self.held_bytes[tier] += item.record.size_bytes
         self._store.hold((_slot(item),))
 
     def _release(self, tier: TierState, item: JobItem, is_written: bool = False) -> None:
         slot = _slot(item)
-        self._held_bytes[tier] -= item.record.size_bytes
+        self.held_bytes[tier] -= item.record.size_bytes
         slot.queued_in &= ~tier.bit
         if is_written:
             slot.in_tiers |= tier.bit
         self._store.unpin((slot,))
 
     def _has_room(self, tier: TierState, size: int) -> bool:
-        """Whether `size` bytes more may be held for a tier."""
-        held, arena = self._held_bytes[tier], len(self._store)
-        total = self._held_bytes.total()
+        """Returns whether `size` more bytes may be held for a tier."""
+        held, arena = self.held_bytes[tier], len(self._store)
+        total = self.held_bytes.total()
         fits = held + size <= arena // HELD_SHARE and total + size <= arena // HELD_SHARE_ALL
         return not held or fits
 
@@ -315,5 +326,5 @@ def _slot(item: JobItem) -> Slot:
 
 
 def _is_there(queued: QueuedWrite) -> bool:
-    """Whether the object has not been evicted since it was queued."""
+    """Returns whether the object has not been evicted since it was queued."""
     return queued.slot.generation == queued.generation and queued.slot.entry is not None

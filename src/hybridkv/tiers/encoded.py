@@ -1,7 +1,7 @@
-"""A tier whose records are encoded on their way down, and decoded on their way up.
+"""A tier that encodes the records it writes, and decodes the records it reads.
 
-Whatever it writes, it reads plain records and those of every codec, so that daemons with and
-without `codec=` may share a directory. With `key=` it reads what was encrypted with that key alone.
+It reads plain records and records of every codec, so that daemons with and without `codec=` may
+share a directory. With `key=` it reads only records that were encrypted with that key.
 """
 
 import mmap
@@ -21,18 +21,18 @@ from hybridkv.tiers.contract import (
 from hybridkv.tiers.record import is_encoded
 from hybridkv.tiers.remote import sizes_of
 
-REMEMBERED_MAX = 1 << 16  # Records that could not be decoded, and are not asked for again.
+REMEMBERED_MAX = 1 << 16  # Records that could not be decoded and are not read again.
 
 
 class EncodedTier(Tier):
-    """Another tier, with encoded records."""
+    """Wraps a tier, whose records are then encoded."""
 
     def __init__(self, tier: Tier, coding: Coding) -> None:
         self.name = tier.name
         self._tier = tier
         self._coding = coding
         self._undecodable: dict[bytes, None] = {}
-        self._lock = threading.Lock()  # For what follows, and what is before.
+        self._lock = threading.Lock()  # For `_undecodable` and the two sums.
         self._plain_bytes = self._encoded_bytes = 0
 
     def open(self) -> None:
@@ -78,15 +78,15 @@ class EncodedTier(Tier):
             try:
                 memory = self._coding.encode(item.pieces)
                 puts[at] = item if memory is None else item._replace(pieces=[memory])
-            except TierError as error:
-                errors[at] = error
+            except TierError as failure:
+                errors[at] = failure
         with self._lock:
             for key in replaced:
                 self._undecodable.pop(key, None)
             self._plain_bytes += sum(sizes_of([items[at] for at in puts]))
             self._encoded_bytes += sum(sizes_of(list(puts.values())))
-        for at, told in zip(puts, self._tier.put(list(puts.values())), strict=True):
-            errors[at] = told
+        for at, error in zip(puts, self._tier.put(list(puts.values())), strict=True):
+            errors[at] = error
         return errors
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
@@ -99,7 +99,7 @@ class EncodedTier(Tier):
         self._tier.tend()
 
     def gauges(self) -> Mapping[str, float]:
-        """Those of the tier, and the bytes of what was put before and after they were encoded."""
+        """Returns the tier's gauges, and the bytes of all records before and after encoding."""
         sizes = {
             "bytes_before_encoding": float(self._plain_bytes),
             "bytes_after_encoding": float(self._encoded_bytes),
@@ -110,7 +110,7 @@ class EncodedTier(Tier):
         self._tier.close()
 
     def _decoded(self, item: ReadRequest, spare: memoryview) -> TierError | None:
-        """Turn what was read into a plain record."""
+        """Decode a record in place. Returns its error, or None."""
         pieces = [*item.pieces, spare]
         try:
             if is_encoded(gather(pieces, 0, HEADER_BYTES)):

@@ -34,12 +34,12 @@ _library = _find_library()
 
 
 def is_there() -> bool:
-    """Whether the library is installed."""
+    """Returns whether the package cryptography is installed."""
     return _library is not None
 
 
 def associated_data(header: bytes) -> bytes:
-    """What a body is bound to: the whole header, with the record's name, shape and tenant."""
+    """Returns what a body is bound to: the whole header, with name, shape and tenant."""
     return header
 
 
@@ -49,29 +49,31 @@ class TierKey:
     def __init__(self, secret: bytes) -> None:
         assert _library is not None, "read_key has found the library"
         self._cipher = _library.AESGCM(secret)
-        self._wrong: type[Exception] = importlib.import_module("cryptography.exceptions").InvalidTag
-        named = hashlib.sha256(b"hybridkv: the id of a tier's key" + secret).digest()
-        self.id = int.from_bytes(named[:4], "little")
-        """Tells keys apart, and tells nothing of the secret."""
+        self._invalid_tag: type[Exception] = importlib.import_module(
+            "cryptography.exceptions"
+        ).InvalidTag
+        digest = hashlib.sha256(b"hybridkv: the id of a tier's key" + secret).digest()
+        self.id = int.from_bytes(digest[:4], "little")
+        """Distinguishes keys, and reveals nothing of the secret."""
 
     def encrypt(self, content: bytes, header: bytes) -> bytes:
-        """The body of a record with that header."""
+        """Returns the encrypted body of a record with this header."""
         nonce = os.urandom(NONCE_BYTES)
         return nonce + bytes(self._cipher.encrypt(nonce, content, associated_data(header)))
 
     def decrypt(self, body: memoryview, header: bytes) -> bytes:
-        """What `encrypt` was given. Raises DamagedError where the body or the header differ."""
+        """Returns the content of a body. Raises DamagedError where body or header were changed."""
         if len(body) < ADDED_BYTES:
             raise DamagedError("its encrypted bytes end too early")
         try:
             bound = associated_data(header)
             return bytes(self._cipher.decrypt(body[:NONCE_BYTES], body[NONCE_BYTES:], bound))
-        except self._wrong as error:
+        except self._invalid_tag as error:
             raise DamagedError("its encrypted bytes are not those that were written") from error
 
 
 def read_key(path: str, where: str) -> TierKey:
-    """The key in a file. Raises ConfigError where it cannot be one, or others may read it."""
+    """Returns the key in a file. Raises ConfigError where it is no key, or others may read it."""
     if _library is None:
         what = f"{where}: key= needs the package cryptography"
         raise ConfigError(what, "pip install 'hybridkv[encryption]' works")

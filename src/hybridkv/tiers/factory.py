@@ -1,4 +1,4 @@
-"""From a tier's URL to the tier. Libraries are imported only for tiers that are used."""
+"""Makes tiers from URLs. A library is imported only for a tier that needs it."""
 
 import importlib
 from dataclasses import replace
@@ -19,16 +19,16 @@ LIBRARIES = {
     "s3": ("s3", "S3Tier"),
     "mooncake": ("mooncake.tier", "MooncakeTier"),
 }
-"""By the URL's scheme: the module, whose first name is also the extra's, and the class."""
+"""By the URL's scheme: (module, class). The module's first name is the extra's too."""
 
 
 def make_tier(spec: TierSpec, node: str) -> Tier:
-    """The tier, not opened yet; `node` names this daemon in it. Raises ConfigError."""
+    """Returns a tier that is not open. `node` names this daemon in it. Raises ConfigError."""
     return EncodedTier(_make_bare(spec, node), coding_of(spec))
 
 
 def _make_bare(spec: TierSpec, node: str) -> Tier:
-    """The tier without encoding."""
+    """Returns the tier without its encoding. Raises ConfigError."""
     if spec.kind.startswith(INJECT):
         options = {name: value for name, value in spec.options.items() if name not in OPTIONS}
         kind, location = spec.kind.removeprefix(INJECT), spec.location.removeprefix(INJECT)
@@ -44,10 +44,10 @@ def _make_bare(spec: TierSpec, node: str) -> Tier:
         )
     module, name = LIBRARIES[spec.kind]
     try:
-        made: Tier = getattr(importlib.import_module(f"hybridkv.tiers.{module}"), name)(spec)
+        tier: Tier = getattr(importlib.import_module(f"hybridkv.tiers.{module}"), name)(spec)
     except ImportError as error:
         raise ConfigError(
             f"tier: {spec.kind} needs {error.name}",
             f"pip install 'hybridkv[{module.partition('.')[0]}]' works",
         ) from error
-    return made
+    return tier

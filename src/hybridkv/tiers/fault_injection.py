@@ -21,10 +21,10 @@ OPTIONS = ("rate", "latency", "fail", "lose", "damage", "seed")
 
 
 class InjectedTier(Tier):
-    """Another tier, made worse."""
+    """Wraps a tier and injects faults into its calls."""
 
     def __init__(self, tier: Tier, spec: TierSpec) -> None:
-        """`spec` is of the whole URL. Raises ConfigError for options that are no numbers."""
+        """`spec` describes the whole URL. Raises ConfigError for options that are no numbers."""
         self.name = tier.name
         self._tier = tier
         rate = spec.options.get("rate")
@@ -36,7 +36,7 @@ class InjectedTier(Tier):
         self._rng = random.Random(spec.options.get("seed"))
         self._lock = threading.Lock()
         self._free_at = 0.0
-        """When the bytes so far will have passed at the rate, by the monotonic clock."""
+        """When all bytes so far have passed at the rate, by the monotonic clock."""
 
     def open(self) -> None:
         self._tier.open()
@@ -45,12 +45,12 @@ class InjectedTier(Tier):
         return self._tier.peek(key)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        self._pass(0)
+        self._delay(0)
         return self._tier.find(keys)
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         errors = self._tier.get(items)
-        self._pass(sum(stored_bytes(item.pieces[0]) for item in items))
+        self._delay(sum(stored_bytes(item.pieces[0]) for item in items))
         for at, item in enumerate(items):
             if errors[at] is None and self._happens(self._lose):
                 errors[at] = MissingError("lost on purpose")
@@ -62,7 +62,7 @@ class InjectedTier(Tier):
         return errors
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        self._pass(sum(sizes_of(items)))
+        self._delay(sum(sizes_of(items)))
         if self._happens(self._fail):
             return [TierError("failed on purpose")] * len(items)
         return self._tier.put(items)
@@ -85,8 +85,8 @@ class InjectedTier(Tier):
     def _happens(self, share: float) -> bool:
         return bool(share) and self._rng.random() < share
 
-    def _pass(self, size: int) -> None:
-        """Take as long as `size` bytes do."""
+    def _delay(self, size: int) -> None:
+        """Sleep as long as `size` bytes take at the rate, and for the latency."""
         wait = self._latency
         if self._rate is not None:
             with self._lock:

@@ -1,9 +1,10 @@
-"""The state of one tier in the daemon's loop: its running jobs, its health, its speed."""
+"""One tier as the daemon's loop sees it: its running jobs, its health, its speed."""
 
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.speed import Speed
@@ -24,16 +25,16 @@ JOB_ITEMS_MAX = 64
 JOB_BYTES_MAX = 8 << 20
 JOB_BYTES_FIRST = 1 << 20  # Bytes of a job for a tier whose speed is not known.
 JOB_SECONDS = 0.1
-"""How long a job should take at most, because its objects count only when all are there."""
-SUSPECTS_MAX = 1 << 14  # Beyond that, damage is found record by record.
+"""The longest that a job should take, because its objects count only when all are there."""
+SUSPECTS_MAX = 1 << 14  # With more suspects, damage is found record by record.
 TEND_SECONDS = 1.0
 OPEN_AGAIN_SECONDS = 5.0
 HOUR_SECONDS = 3600.0
 BURST_SHARE = 4  # A quarter of an hour's bytes may be written at once.
-COLD_SHARE = 2  # Objects that nobody has read are written while more than half of that is left.
+COLD_SHARE = 2  # Objects that nobody has read are written while half of the burst is left.
 
 _LONG = frozenset((JobKind.OPEN, JobKind.TEND, JobKind.CLEAR))
-"""Jobs on all records have no time limit; other jobs show whether the tier hangs."""
+"""Jobs on all records have no time limit. Every other job shows whether the tier hangs."""
 ERROR_COUNTERS: dict[type[TierError], str] = {
     MissingError: "objects_missing",
     DamagedError: "objects_damaged",
@@ -41,11 +42,24 @@ ERROR_COUNTERS: dict[type[TierError], str] = {
     WrongBytesError: "objects_wrong_in_ram",
     FullError: "objects_refused",
 }
-"""The counter of items that failed with an error; others count as "failures"."""
+"""The counter of items that failed with an error. Any other error counts as "failures"."""
+
+
+class MoveCounters(NamedTuple):
+    """The counters of what a job has moved."""
+
+    objects: str
+    bytes: str
+
+
+MOVE_COUNTERS: dict[JobKind, MoveCounters] = {
+    JobKind.READ: MoveCounters("objects_read", "bytes_read"),
+    JobKind.WRITE: MoveCounters("objects_written", "bytes_written"),
+}
 
 
 class TierState:
-    """A tier, its jobs, its health. Times are seconds of the loop's clock."""
+    """A tier, its running jobs and its health. Times are seconds of the loop's clock."""
 
     def __init__(
         self, number: int, name: str, tier: Tier, spec: TierSpec, submit: Callable[[TierJob], None]
@@ -62,10 +76,10 @@ class TierState:
         self.counters: Counter[str] = Counter()
         self.suspects: set[bytes] = set()
         """Keys of records that may be damaged, until they are read whole or written anew."""
-        self._clears_again = False  # Whether it was to be cleared while it was being cleared.
+        self._clears_again = False  # Whether `clear` was called while a CLEAR job ran.
         self._submit = submit
         self._reading = Breaker()
-        self.writing = Breaker()  # Of writes; while it is open, the next write is a probe.
+        self.writing = Breaker()  # Of writes. While it is open, the next write is a probe.
         self._running: dict[TierJob, None] = {}
         self._busy: Counter[JobKind] = Counter()
         self._open_at = 0.0
@@ -76,29 +90,29 @@ class TierState:
 
     @property
     def is_hung(self) -> bool:
-        """Whether a job of the tier is late."""
+        """Whether a job of the tier is late, so that the tier is left alone."""
         return any(job.is_late for job in self._running)
 
     @property
     def is_shut(self) -> bool:
-        """Whether the tier failed so often that it is only tried now and then."""
+        """Whether the tier failed so often that only probes reach it."""
         return self._reading.is_open or self.writing.is_open
 
-    def reads(self, now: float) -> bool:
-        """Whether the tier may be read from now."""
+    def may_read(self, now: float) -> bool:
+        """Returns whether the tier may be read from now."""
         return self.is_open and not self.is_hung and self._reading.allows(now)
 
-    def writes(self, now: float) -> bool:
-        """Whether the tier may be written to now."""
+    def may_write(self, now: float) -> bool:
+        """Returns whether the tier may be written to now."""
         is_well = self.is_open and not self.is_hung and self.writing.allows(now)
         return is_well and self.spec.write is not WritePolicy.OFF
 
     def has_thread(self, kind: JobKind) -> bool:
-        """Whether one more job of that kind may run now."""
+        """Returns whether one more job of that kind may run now."""
         return self._busy[kind] < LIMITS.get(kind, 1)
 
     def job_bytes(self, kind: JobKind, now: float) -> int:
-        """The most bytes that a job should move, unless one object has more."""
+        """Returns the most bytes that a job should move. One object may have more."""
         if kind is JobKind.WRITE and self.writing.is_open:
             return 0
         speed = self.writing_speed if kind is JobKind.WRITE else self.speed
@@ -107,7 +121,7 @@ class TierState:
         return min(JOB_BYTES_MAX, round(JOB_SECONDS / speed.seconds(1, now)))
 
     def admits(self, size: int, is_read: bool, now: float) -> bool:
-        """Charge the hourly bound with `size` bytes; False, and no charge, where it is used up."""
+        """Charge the hourly bound with `size` bytes. Returns False where it is used up."""
         hourly = self.spec.hourly_bytes
         if hourly is None:
             return True
@@ -120,12 +134,12 @@ class TierState:
         return True
 
     def refund(self, size: int) -> None:
-        """Take back a charge of the hourly bound: the tier had the object."""
+        """Take back a charge of the hourly bound, because the tier had the object already."""
         if self.spec.hourly_bytes is not None:
             self._budget += size
 
     def clear(self, now: float) -> None:
-        """Remove all records; once more where that is being done, for those that came meanwhile."""
+        """Remove all records. While that is being done, remove them once more afterwards."""
         if not self.is_open:
             return
         if self.has_thread(JobKind.CLEAR):
@@ -134,9 +148,9 @@ class TierState:
             self._clears_again = True
 
     def suspect(self, keys: Iterable[bytes]) -> None:
-        """Count records as maybe damaged, which are beside a damaged one and were not read.
+        """Remember records that may be damaged, because a record beside them is.
 
-        They are read as before, and the next write of their objects replaces them.
+        They are read as before. The next write of their objects replaces them.
         """
         for key in keys:
             if len(self.suspects) < SUSPECTS_MAX:
@@ -153,8 +167,8 @@ class TierState:
             self.writing = self.writing.asked(now)
         self._submit(job)
 
-    def finished(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
-        """Take over the outcome of a job, maybe very late."""
+    def on_job_done(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
+        """A job has ended, maybe very late."""
         del self._running[job]
         self._busy[job.kind] -= 1
         failed = outcome.error is not None or _is_ill(outcome.errors, job.kind)
@@ -163,18 +177,18 @@ class TierState:
             first = next(filter(None, (outcome.error, *outcome.errors)))
             logger.warning("%s: %s", self.name, first)
 
-        def after(health: Breaker) -> Breaker:
-            return health.failed(now) if failed else health.succeeded()
+        def updated(breaker: Breaker) -> Breaker:
+            return breaker.failed(now) if failed else breaker.succeeded()
 
         match job.kind:
             case JobKind.OPEN:
                 self.is_open, self._open_at = not failed, now + OPEN_AGAIN_SECONDS
-                self._reading = after(self._reading)
+                self._reading = updated(self._reading)
                 self.writing = self.writing if failed else Breaker()
             case JobKind.READ | JobKind.FIND | JobKind.USE:
-                self._reading = after(self._reading)
+                self._reading = updated(self._reading)
             case JobKind.WRITE:
-                self.writing = after(self.writing)
+                self.writing = updated(self.writing)
                 written = [item.record.size_bytes for item, _ in _moved(job, outcome)]
                 if not failed and written:
                     seconds = now - job.submitted_at
@@ -183,11 +197,11 @@ class TierState:
                 self._clears_again = False
                 self.submit(TierJob(JobKind.CLEAR, self.number), now)
             case JobKind.TEND if failed:
-                self._reading, self.writing = after(self._reading), after(self.writing)
+                self._reading, self.writing = updated(self._reading), updated(self.writing)
         self._count(job, outcome)
 
     def tick(self, now: float) -> None:
-        """Mark late jobs, and open or tend the tier where that is due."""
+        """Mark late jobs. Open or tend the tier where that is due."""
         for job in self._running:
             if now > self._late_at(job):
                 job.is_late = True
@@ -199,11 +213,11 @@ class TierState:
             self.submit(TierJob(kind, self.number), now)
 
     def wakes_at(self) -> float:
-        """When `tick` is due again at the latest."""
+        """Returns when `tick` is due again at the latest."""
         return min([self._upkeep()[0], *map(self._late_at, self._running)])
 
     def values(self) -> Iterator[tuple[str, float]]:
-        """Counters and gauges by name."""
+        """Yields the name and value of each counter and gauge."""
         yield from ((counter, float(value)) for counter, value in self.counters.items())
         yield from self.tier.gauges().items()
         yield "jobs_running", float(len(self._running))
@@ -213,12 +227,12 @@ class TierState:
         yield "written_bytes_per_second", self.writing_speed.per_second
 
     def _late_at(self, job: TierJob) -> float:
-        """When the job shows that the tier hangs; never if it has no time limit, or has done so."""
+        """Returns when the job becomes late. Infinity = it is late already, or has no limit."""
         is_timed = not job.is_late and job.kind not in _LONG
         return job.submitted_at + self.spec.timeout_seconds if is_timed else math.inf
 
     def _upkeep(self) -> tuple[float, JobKind]:
-        """When the tier is to be opened or tended next, and which of the two."""
+        """Returns when the tier is to be opened or tended next, and which of the two."""
         kind = JobKind.TEND if self.is_open else JobKind.OPEN
         if self._busy[kind] or (self.is_open and self.is_hung):
             return math.inf, kind
@@ -226,24 +240,24 @@ class TierState:
 
     def _count(self, job: TierJob, outcome: JobOutcome) -> None:
         self.counters["failures"] += outcome.error is not None
-        verb = {JobKind.READ: "read", JobKind.WRITE: "written"}.get(job.kind)
-        if verb is None or outcome.error is not None:
+        counters = MOVE_COUNTERS.get(job.kind)
+        if counters is None or outcome.error is not None:
             return
         for item, error in _moved(job, outcome):
             if error is None:
-                self.counters[f"objects_{verb}"] += 1
-                self.counters[f"bytes_{verb}"] += item.record.size_bytes
+                self.counters[counters.objects] += 1
+                self.counters[counters.bytes] += item.record.size_bytes
             else:
                 self.counters[ERROR_COUNTERS.get(type(error), "failures")] += 1
             if isinstance(error, DamagedError):
                 logger.warning("%s: an object is damaged: %s", self.name, error)
             if isinstance(error, UndecodableError) and self.counters["objects_undecodable"] == 1:
-                told = "%s: an object cannot be decoded, which is a miss: %s"
-                logger.warning(told, self.name, error)
+                text = "%s: an object cannot be decoded, which is a miss: %s"
+                logger.warning(text, self.name, error)
 
 
 def _moved(job: TierJob, outcome: JobOutcome) -> Iterator[tuple[JobItem, TierError | None]]:
-    """The items that a READ or WRITE moved, or failed to: without those that were there."""
+    """Yields each item of a READ or WRITE with its error, except those that were there."""
     kept = outcome.found or [False] * len(job.items)
     errors = outcome.errors or [outcome.error] * len(job.items)
     for item, error, is_kept in zip(job.items, errors, kept, strict=True):
@@ -252,7 +266,7 @@ def _moved(job: TierJob, outcome: JobOutcome) -> Iterator[tuple[JobItem, TierErr
 
 
 def _is_ill(errors: Sequence[TierError | None], kind: JobKind) -> bool:
-    """Whether some errors are the tier's fault, and no item succeeded."""
+    """Returns whether an error is the tier's fault and no item succeeded."""
     excused: tuple[type[TierError], ...] = (WrongBytesError,)
     if kind is JobKind.READ:
         excused = (MissingError, DamagedError, UndecodableError, WrongBytesError)

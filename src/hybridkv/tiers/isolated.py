@@ -1,14 +1,13 @@
-"""A library in a process of its own: calls that end in time, and memory that both processes have.
+"""A library in a process of its own: its calls end in time, and both processes share memory.
 
     python -m hybridkv.tiers.isolated MODULE:CLASS LIFE MEMORY LANE...
 
-IsolatedProcess starts it.  The child makes one CLASS(memory).  A call names one of its methods,
-which returns a code for each item and may raise anything.  Only the child ends where the library
-crashes.
+IsolatedProcess starts it. The child makes one CLASS(memory). A call names one of its methods, which
+returns a code for each item and may raise anything. Where the library crashes, only the child ends.
 
-LIFE, MEMORY and LANE are file descriptors.  LIFE ends with the parent.  MEMORY is shared; bytes of
-records are in it, and a call says where.  Each LANE is a socket (SOCK_SEQPACKET) with a thread of
-the child.  A call is one packet on it, which follows the result of the call before.
+LIFE, MEMORY and LANE are file descriptors. LIFE ends with the parent. MEMORY is shared. It has the
+bytes of records, and a call says where. Each LANE is a socket (SOCK_SEQPACKET) with a thread of the
+child. A call is one packet, sent after the result of the call before.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -34,21 +33,41 @@ ITEMS_MAX = 512  # Items in one call, so that a packet stays below what a socket
 PACKET_BYTES_MAX = 128 << 10
 START_SECONDS = 10.0  # For Python and the library to load on a busy machine.
 SETUP_SECONDS_MIN = 1.0
-LAST_WORDS_SECONDS = 0.5  # For the end of a process that has hung up.
+EXIT_SECONDS_MAX = 0.5  # For the exit of a process that has closed its lanes.
 
 
-_calls = msgspec.msgpack.Decoder(tuple[str, list[Any]])
-_results = msgspec.msgpack.Decoder(tuple[list[int], str])
-"""A code for each item; the text, where it is not empty, says that the call as a whole failed."""
+class LibraryCall(NamedTuple):
+    """A call, as it is sent."""
+
+    method: str
+    arguments: list[Any]
+
+
+class CallResult(NamedTuple):
+    """The result of a call, as it is sent. The child's greeting is one too."""
+
+    codes: list[int]  # A code for each item.
+    error: str = ""  # Why the call as a whole failed. Empty = it did not.
+
+
+class LaneSizes(NamedTuple):
+    """How much a child can do at once."""
+
+    lanes: int  # The number of lanes, each with a thread of the child.
+    memory_bytes: int  # Shared memory of each lane.
+
+
+_calls = msgspec.msgpack.Decoder(LibraryCall)
+_results = msgspec.msgpack.Decoder(CallResult)
 
 
 class DeadChildError(TierError):
-    """The child is gone, or was killed because it did not answer."""
+    """The child has ended, or was killed because it did not answer."""
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Calls to the child, by one thread at a time, with a part of the shared memory."""
+    """A socket to the child and a part of the shared memory, for one thread at a time."""
 
     child: "IsolatedProcess"
     sock: socket.socket
@@ -56,19 +75,23 @@ class Lane:
     memory: memoryview
 
     def call(self, deadline: float, method: str, *arguments: object) -> list[int]:
-        """A code for each of the call's items; raises TierError, and kills a child that is late."""
-        codes, error = self.hear(deadline, msgspec.msgpack.encode((method, arguments)))
-        if error:
-            raise TierError(f"{self.child.name} failed: {error}")
-        return codes
+        """Returns a code for each item. Raises TierError, and kills a child that is late."""
+        request = LibraryCall(method, list(arguments))
+        result = self.receive(deadline, msgspec.msgpack.encode(request))
+        if result.error:
+            raise TierError(f"{self.child.name} failed: {result.error}")
+        return result.codes
 
-    def hear(self, deadline: float, call: bytes = b"") -> tuple[list[int], str]:
-        """What the child says, after a call if there is one; raises and kills as `call` does."""
+    def receive(self, deadline: float, request: bytes = b"") -> CallResult:
+        """Returns the next result, after sending `request` if there is one.
+
+        Raises DeadChildError, and kills a child that is late.
+        """
         what = ""
         try:
             self.sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            if call:
-                self.sock.send(call)
+            if request:
+                self.sock.send(request)
             if packet := self.sock.recv(PACKET_BYTES_MAX):
                 return _results.decode(packet)
         except TimeoutError:
@@ -78,30 +101,24 @@ class Lane:
         except msgspec.MsgspecError as error:
             what = f"answered with no result: {error}"
         self.child.kill()
-        raise DeadChildError(f"{self.child.name} {what or 'is gone' + self.child.epitaph()}")
+        raise DeadChildError(f"{self.child.name} {what or 'is gone' + self.child.describe_exit()}")
 
 
 class IsolatedProcess:
-    """The child, ready for calls as soon as `connect` has returned."""
+    """The child process. It takes calls as soon as `connect` has returned."""
 
     def __init__(
-        self,
-        name: str,
-        library: str,
-        lanes: tuple[int, int],
-        environment: Mapping[str, str],
-        log: str,
+        self, name: str, library: str, sizes: LaneSizes, environment: Mapping[str, str], log: str
     ) -> None:
-        """`lanes`: how many, and the bytes of memory of each; `log`: a file for output, or empty.
+        """`library` is MODULE:CLASS. `log` is a file for the child's output. Empty = none.
 
-        Raises OSError, or RuntimeError where no thread can be started; nothing is left open then.
+        Raises OSError, or RuntimeError where no thread can start. Nothing is left open then.
         """
         self.name = name  # For messages.
         self._changed = threading.Condition()
         self._lanes: list[Lane] = []
         self._dead = False
-        lanes_max, lane_bytes = lanes
-        size = lanes_max * lane_bytes
+        size = sizes.lanes * sizes.memory_bytes
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             life, self._life = os.pipe()
             theirs.callback(os.close, life)
@@ -110,43 +127,43 @@ class IsolatedProcess:
             theirs.callback(os.close, memory_fd)
             os.ftruncate(memory_fd, size)
             memory = ours.enter_context(memoryview(ours.enter_context(mmap.mmap(memory_fd, size))))
-            passed = [life, memory_fd]
-            for start in range(0, size, lane_bytes):
-                sock, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                theirs.callback(other.close)
+            child_fds = [life, memory_fd]
+            for start in range(0, size, sizes.memory_bytes):
+                sock, child_sock = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                theirs.callback(child_sock.close)
                 ours.callback(sock.close)
-                passed.append(other.fileno())
-                part = ours.enter_context(memory[start : start + lane_bytes])
+                child_fds.append(child_sock.fileno())
+                part = ours.enter_context(memory[start : start + sizes.memory_bytes])
                 self._lanes.append(Lane(self, sock, start, part))
-            # The first lane, which has the greeting, is the first one taken.
+            # `connect` takes the first lane, on which the greeting comes.
             self._free = self._lanes[::-1]
             output = theirs.enter_context(open(log or os.devnull, "ab"))
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "hybridkv.tiers.isolated", library, *map(str, passed)],
+                [sys.executable, "-m", "hybridkv.tiers.isolated", library, *map(str, child_fds)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=passed,
+                pass_fds=child_fds,
                 env={**os.environ, **environment},
                 cwd="/",
                 process_group=0,
             )
-            ours.callback(self.epitaph)
+            ours.callback(self.describe_exit)
             ours.callback(self.process.kill)
             reaper = threading.Thread(target=self.process.wait, name="hybridkv-reaper", daemon=True)
             reaper.start()
             ours.pop_all()
 
     def connect(self, seconds: float, *arguments: object) -> list[int]:
-        """Load the library and call its `setup`; returns the codes.
+        """Load the library and call its `setup`. Returns the codes.
 
-        Raises ImportError where the library cannot be loaded, and TierError; kills the child then.
+        Raises ImportError where the library cannot be loaded, and TierError. Kills the child then.
         """
         try:
             with self.lane(time.monotonic() + START_SECONDS) as lane:
-                _, missing = lane.hear(time.monotonic() + START_SECONDS)
-                if missing:
-                    raise ImportError(missing)
+                greeting = lane.receive(time.monotonic() + START_SECONDS)
+                if greeting.error:
+                    raise ImportError(greeting.error)
                 seconds = max(seconds, SETUP_SECONDS_MIN)
                 return lane.call(time.monotonic() + seconds, "setup", *arguments)
         except BaseException:
@@ -154,15 +171,15 @@ class IsolatedProcess:
             raise
 
     @property
-    def alive(self) -> bool:
-        """Whether calls may still be answered."""
+    def is_alive(self) -> bool:
+        """Whether the child may still answer calls."""
         if self.process.poll() is not None:
             self.kill()
         return not self._dead
 
     @contextlib.contextmanager
     def lane(self, deadline: float) -> Iterator[Lane]:
-        """A lane to call on, when one is free; raises TierError."""
+        """Waits for a free lane and lends it. Raises TierError where none is free in time."""
         with self._changed:
             seconds = max(deadline - time.monotonic(), 0.0)
             self._changed.wait_for(lambda: self._free or self._dead, seconds)
@@ -181,28 +198,28 @@ class IsolatedProcess:
                     self._free.append(lane)
                     self._changed.notify()
 
-    def epitaph(self) -> str:
-        """How the process ended, if it has."""
+    def describe_exit(self) -> str:
+        """Returns how the process ended, ", it ended with -9". Empty = it has not ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(LAST_WORDS_SECONDS)
+            self.process.wait(EXIT_SECONDS_MAX)
         code = self.process.returncode
         return "" if code is None else f", it ended with {code}"
 
     def stop(self, seconds: float) -> None:
-        """Call the library's `close`, if that is possible in time; then the process is ended."""
+        """Call the library's `close`, if that is possible in time. Then kill the process."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(TierError), self.lane(deadline) as lane:
             lane.call(deadline, "close")
         self.kill()
 
     def kill(self) -> None:
-        """End the process, and every call with it; does not wait for the process."""
+        """Kill the process, and end every call with it. Does not wait for the process."""
         with self._changed:
             if self._dead:
                 return
             self._dead = True
             self.process.kill()
-            for lane in self._lanes:  # threads that wait in those in use wake up, and close them
+            for lane in self._lanes:  # A thread that waits in a lane wakes up and closes it.
                 with contextlib.suppress(OSError):
                     lane.sock.shutdown(socket.SHUT_RDWR)
                 if lane in self._free:
@@ -213,23 +230,24 @@ class IsolatedProcess:
 
 
 def answer_calls(lane: socket.socket, library: object) -> None:
-    """Serve one lane in the child, whose process ends with the lane, and after `close`."""
+    """Serve one lane in the child. The process ends with the lane, and after `close`."""
     method = ""
     while method != "close" and (packet := lane.recv(PACKET_BYTES_MAX)):
         method, arguments = _calls.decode(packet)
         try:
-            result = getattr(library, method)(*arguments), ""
+            result = CallResult(getattr(library, method)(*arguments))
         except Exception as error:  # noqa: BLE001  # the parent raises it
-            result = [], f"{type(error).__name__}: {error}"
+            result = CallResult([], f"{type(error).__name__}: {error}")
         lane.send(msgspec.msgpack.encode(result))
     os._exit(0)
 
 
 def end_with_parent(life: int) -> None:
-    """Let the kernel end this process when `life` is closed, on which nothing is ever written.
+    """Let the kernel end this process when the parent's end of `life` is closed.
 
-    Nobody handles SIGIO here, so it ends the process even while a thread of the library holds the
-    interpreter.  (The signal of PR_SET_PDEATHSIG is for the end of the *thread* that started us.)
+    Nothing is ever written to `life`. Nobody handles SIGIO here, so it ends the process even while
+    a thread of the library holds the interpreter. (PR_SET_PDEATHSIG would be for the end of the
+    *thread* that started us.)
     """
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
@@ -238,19 +256,19 @@ def end_with_parent(life: int) -> None:
 
 
 def main(name: str, *descriptors: str) -> None:
-    """The child: serve until the parent closes a lane, or ends."""
+    """Run the child: serve until the parent closes a lane, or ends."""
     life, memory_fd, *lane_fds = map(int, descriptors)
     end_with_parent(life)
-    first, *others = (socket.socket(fileno=fd) for fd in lane_fds)
-    module, _, made = name.partition(":")
+    first, *later = (socket.socket(fileno=fd) for fd in lane_fds)
+    module, _, class_name = name.partition(":")
     try:
-        make = getattr(importlib.import_module(module), made)
+        make = getattr(importlib.import_module(module), class_name)
     except ImportError as error:
-        first.send(msgspec.msgpack.encode(([], str(error))))
+        first.send(msgspec.msgpack.encode(CallResult([], str(error))))
         return
-    first.send(msgspec.msgpack.encode(([], "")))
+    first.send(msgspec.msgpack.encode(CallResult([])))
     library = make(mmap.mmap(memory_fd, os.fstat(memory_fd).st_size))
-    for lane in others:
+    for lane in later:
         threading.Thread(target=answer_calls, args=(lane, library), daemon=True).start()
     answer_calls(first, library)
 

@@ -1,8 +1,8 @@
-"""Jobs of a tier's threads: they copy objects between slots and a tier, and prove them on the way.
+"""Jobs of a tier's threads, which copy objects between slots and a tier and prove their bytes.
 
-A job is a value; `execute` does it, in a thread that may hang, and touches only slots that the
-daemon keeps for the job until its outcome is known. A tier has threads of its own, so that one that
-hangs blocks no other tier.
+A job is a value. `execute` does it in a thread that may hang. It touches only slots that the daemon
+keeps for the job until the outcome is known. Each tier has its own threads, so that a tier that
+hangs blocks no other.
 """
 
 import contextlib
@@ -29,31 +29,31 @@ class WrongBytesError(TierError):
 
 
 class JobKind(StrEnum):
-    """What a job does."""
+    """The kinds of jobs, which are also names in metrics and spans."""
 
     OPEN = "open"
     TEND = "tend"
     FIND = "find"
-    USE = "use"  # The tier hears of what RAM hits, and says whether it still has that.
+    USE = "use"  # The tier counts records as used, and says whether it still has them.
     READ = "read"
     WRITE = "write"
-    DISCARD = "discard"  # Damaged records are put aside.
+    DISCARD = "discard"  # Damaged records go to quarantine.
     CLEAR = "clear"
 
 
 LIMITS = {JobKind.READ: 4, JobKind.WRITE: 4, JobKind.FIND: 2}
-"""Jobs of a kind that may run at once; 1 of the other kinds."""
+"""Jobs of a kind that may run at once. Of each other kind 1 may run."""
 THREADS = sum(LIMITS.values()) + 4
-"""Threads of a tier: one for every job that may run at once, so that none waits for a hung one."""
+"""Threads of a tier: one for each job that may run at once, so that no job waits for a hung one."""
 
 
 class JobItem(NamedTuple):
-    """One object. Without a slot only its name counts."""
+    """One object of a job. Without a slot only its name counts."""
 
     record: Record
-    """What is written. For a read: the name, the shape, and the seed of the slot's signatures."""
+    """The record to write. For a read: its name, its shape, and the seed of the slot."""
     slot: Slot | None = None
-    replaces: bool = False  # Whether it is written although a record is there, maybe a damaged one.
+    replaces: bool = False  # It is written even where a record is there, which may be damaged.
 
     @property
     def key(self) -> bytes:
@@ -69,23 +69,23 @@ class TierJob:
     tier: int  # The tier's number.
     items: Sequence[JobItem] = ()
     submitted_at: float = 0.0
-    is_late: bool = False
+    is_late: bool = False  # It ran longer than the tier's timeout.
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all records."""
+        """Bytes of all records of the job."""
         return sum(item.record.size_bytes for item in self.items)
 
 
 @dataclass(slots=True)
 class JobOutcome:
-    """What became of a job."""
+    """The result of a job."""
 
-    error: TierError | None = None  # The error of the whole job, which did nothing.
+    error: TierError | None = None  # The error of the whole job, which then did nothing.
     errors: Sequence[TierError | None] = field(default_factory=list)
     """For READ and WRITE: the error of each item, or None."""
     found: Sequence[bool] = ()
-    """For FIND and USE: whether each record is there; for WRITE: whether it was, and is kept."""
+    """For FIND and USE: whether each record is there. For WRITE: whether it was there already."""
     tenants: Sequence[int] = ()  # For READ: the tenant of each item.
     config: ConfigError | None = None  # For OPEN: why the tier's settings can never work.
 
@@ -106,8 +106,8 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
                 tier.discard([item.key for item in job.items], damaged=True)
             case JobKind.CLEAR:
                 keys = tier.keys()
-                while some := list(islice(keys, CLEAR_KEYS)):
-                    tier.discard(some)
+                while batch := list(islice(keys, CLEAR_KEYS)):
+                    tier.discard(batch)
             case JobKind.READ:
                 return _read(tier, job.items, memory)
             case JobKind.WRITE:
@@ -121,36 +121,40 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
     return JobOutcome()
 
 
-_Place = tuple[JobItem, memoryview, memoryview, list[memoryview]]
-"""An item, memory for its record's first pages, its slot, and the record: those, then the slot."""
+class ItemMemory(NamedTuple):
+    """The memory of one item of a job that copies."""
+
+    item: JobItem
+    head: memoryview  # Pages for the record's first `head_bytes`.
+    slot: memoryview
+    pieces: list[memoryview]  # The whole record: `head`, then the rest of the slot.
 
 
-def _places(items: Sequence[JobItem], memory: memoryview) -> Iterator[_Place]:
+def _item_memories(items: Sequence[JobItem], memory: memoryview) -> Iterator[ItemMemory]:
     sizes = [head_bytes(item.record.parts) for item in items]
     pages = memoryview(mmap.mmap(-1, sum(sizes)))
     for item, size, end in zip(items, sizes, accumulate(sizes), strict=True):
         assert item.slot is not None, "a job that copies has slots"
         head, slot = pages[end - size : end], memory[item.slot.offset :][: item.record.size_bytes]
-        yield item, head, slot, [piece for piece in (head, slot[size:]) if piece]
+        pieces = [piece for piece in (head, slot[size:]) if piece]
+        yield ItemMemory(item, head, slot, pieces)
 
 
 def _read(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> JobOutcome:
-    places = list(_places(items, memory))
-    errors = tier.get([ReadRequest(item.key, pieces) for item, _, _, pieces in places])
+    copies = list(_item_memories(items, memory))
+    errors = list(tier.get([ReadRequest(copy.item.key, copy.pieces) for copy in copies]))
     tenants = [0] * len(items)
-    proven: list[TierError | None] = []
-    for at, ((item, head, slot, _), wrong) in enumerate(zip(places, errors, strict=True)):
+    for at, copy in enumerate(copies):
         try:
-            if wrong is None:
-                tenants[at] = _prove(item.record, head, slot)
-            proven.append(wrong)
+            if errors[at] is None:
+                tenants[at] = _prove(copy.item.record, copy.head, copy.slot)
         except DamagedError as error:
-            proven.append(error)
-    return JobOutcome(errors=proven, tenants=tenants)
+            errors[at] = error
+    return JobOutcome(errors=errors, tenants=tenants)
 
 
 def _prove(wanted: Record, head: memoryview, slot: memoryview) -> int:
-    """Turn a record into the content of its slot; its tenant. Raises DamagedError if unsound."""
+    """Turn a record into the content of its slot. Returns the tenant. Raises DamagedError."""
     record = read_head(head)
     if record is None:
         raise DamagedError("its header is not sound")
@@ -174,37 +178,38 @@ def _write(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> JobOutco
         is_there and not item.replaces
         for item, is_there in zip(items, tier.find([item.key for item in items]), strict=True)
     ]
-    for at, (item, head, slot, pieces) in enumerate(_places(items, memory)):
-        record = item.record
+    for at, copy in enumerate(_item_memories(items, memory)):
+        record = copy.item.record
         try:
             if not found[at]:
-                write_head(record, slot, head)
-                requests[at] = WriteRequest(item.key, pieces, record.parent, record.interior)
-        except ValueError as wrong:
-            errors[at] = WrongBytesError(str(wrong))
-    told = tier.put(list(requests.values()))
-    for at, error in zip(requests, told, strict=True):
-        errors[at] = error
+                write_head(record, copy.slot, copy.head)
+                requests[at] = WriteRequest(
+                    copy.item.key, copy.pieces, record.parent, record.interior
+                )
+        except ValueError as error:
+            errors[at] = WrongBytesError(str(error))
+    for at, put_error in zip(requests, tier.put(list(requests.values())), strict=True):
+        errors[at] = put_error
     return JobOutcome(errors=errors, found=found)
 
 
 class TierThreads:
-    """The threads of one tier, started as needed. They do not keep the process from ending."""
+    """The threads of one tier, which start when they are needed. They are daemon threads."""
 
     def __init__(
         self, tier: Tier, memory: memoryview, done: Callable[[TierJob, JobOutcome], None]
     ) -> None:
-        """`done` is called by a thread after each job, or by `submit` if no thread starts."""
+        """`done` is called after each job: by the thread, or by `submit` where no thread starts."""
         self._tier = tier
         self._memory = memory
         self._done = done
         self._jobs: SimpleQueue[TierJob | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._idle = 0  # Threads without a job; if negative, jobs that wait for a thread.
+        self._idle = 0  # Threads without a job. If negative, jobs that wait for a thread.
 
     def submit(self, job: TierJob) -> None:
-        """Give a job to a thread. If none can be started, it waits for a running one, or fails."""
+        """Give a job to a thread. Where none can start, it waits for a running one, or fails."""
         with self._lock:
             self._idle -= 1
             missing = -self._idle
@@ -216,9 +221,9 @@ class TierThreads:
             except RuntimeError:
                 break
             self._threads.append(thread)
-            self._more_idle()
+            self._count_idle()
         if not self._threads:
-            self._more_idle()
+            self._count_idle()
             self._done(job, JobOutcome(error=TierError("no thread can be started")))
             return
         self._jobs.put(job)
@@ -226,7 +231,7 @@ class TierThreads:
     def close(self, seconds: float) -> bool:
         """End the threads, wait at most `seconds` for running jobs, and close the tier.
 
-        Returns whether all threads have ended: otherwise the tier and the memory may still be used.
+        Returns whether all threads have ended. Otherwise the tier and the memory may still be used.
         """
         for _ in self._threads:
             self._jobs.put(None)
@@ -243,9 +248,9 @@ class TierThreads:
                 outcome = execute(self._tier, job, self._memory)
             except BaseException as error:  # noqa: BLE001  # a library's panic must not lose a job
                 outcome = JobOutcome(error=TierError(f"{type(error).__name__}: {error}"))
-            self._more_idle()
+            self._count_idle()
             self._done(job, outcome)
 
-    def _more_idle(self) -> None:
+    def _count_idle(self) -> None:
         with self._lock:
             self._idle += 1

@@ -6,8 +6,8 @@ written with direct I/O::
     0        128                 payload_offset(parts)
     |header  |checksum per part  |payload: part 0, part 1 ...          | zeros to SLOT_ALIGN
 
-An *encoded* record (tiers.coding) has the same header with another version, and a body behind it
-that is compressed, encrypted or both; it ends with zeros to SLOT_ALIGN too::
+An *encoded* record (tiers.coding) has the same header with another version, then a body that is
+compressed, encrypted or both. It ends with zeros to SLOT_ALIGN too::
 
     0        128
     |header  |body: nonce?, checksum per part, payload     | zeros to SLOT_ALIGN
@@ -38,16 +38,20 @@ RECORD_VERSION = 2  # The same under the name that the disk tier uses.
 ENCODED_VERSION = 3  # Of records with a body.
 KEY_BYTES = 2 * HASH_BYTES + 2
 _MAGIC = 0x6365527633766B68  # "hkv3vRec" read as little-endian
-# magic, version, parts, gid, flags, part bytes, namespace, chunk hash, parent's short hash, tenant,
-# seed of the signatures
+# The fields of the header are those that `_pack` packs, in its order.
 _HEADER = struct.Struct(f"<QHHHHQ{HASH_BYTES}s{HASH_BYTES}s{SHORT_HASH_BYTES}sQQ")
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = HEADER_BYTES - _CRC.size
 _INTERIOR = 1
-# How the body is encoded: its bytes, the codec, the cipher, the key's id.
+# The fields are those of Encoding, in their order.
 _ENCODING = struct.Struct("<IBBxxI")
 
 assert _HEADER.size + _ENCODING.size <= _CRC_OFFSET
+
+
+def record_key(namespace: bytes, gid: int, chunk_hash: bytes) -> bytes:
+    """Returns the KEY_BYTES that name an object in a tier: namespace, chunk hash, gid."""
+    return namespace + chunk_hash + gid.to_bytes(2, "big")
 
 
 class RecordName(NamedTuple):
@@ -59,59 +63,66 @@ class RecordName(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """The KEY_BYTES that name the object in a tier: namespace, chunk hash, gid."""
-        return self.namespace + self.chunk_hash + self.gid.to_bytes(2, "big")
+        """The object's key in tiers."""
+        return record_key(self.namespace, self.gid, self.chunk_hash)
 
 
 class Record(NamedTuple):
-    """What the header of a record says."""
+    """The header of a record."""
 
     name: RecordName
     part_bytes: int
     parts: int
     seed: int  # The seed of the parts' signatures.
     parent: bytes = bytes(SHORT_HASH_BYTES)
-    """The start of the hash of the chunk before, if a hit needs the group's object there too."""
+    """The start of the hash of the chunk before, where a hit needs the group's object there too."""
     tenant: int = 0
-    interior: bool = False  # Whether only a shorter hit needs the object, see store.eviction.
+    interior: bool = False  # Only a shorter hit needs the object, see store.eviction.
 
     @property
     def shape(self) -> SlotShape:
-        """The bytes of one part, and the number of parts."""
+        """(part_bytes, parts), as of a slot."""
         return self.part_bytes, self.parts
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole record."""
+        """Bytes of the whole record, a multiple of SLOT_ALIGN."""
         return layout.slot_bytes(self.part_bytes, self.parts)
 
 
 class Encoding(NamedTuple):
-    """How the body of an encoded record is encoded."""
+    """The encoding of the body of an encoded record."""
 
     body_bytes: int
     codec: int  # See tiers.coding.
     cipher: int
-    key_id: int = 0  # Tells keys apart; 0 without a cipher.
+    key_id: int = 0  # The `id` of the TierKey. 0 = no cipher.
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole encoded record."""
+        """Bytes of the whole encoded record, a multiple of SLOT_ALIGN."""
         return -(-(HEADER_BYTES + self.body_bytes) // layout.SLOT_ALIGN) * layout.SLOT_ALIGN
 
 
+class EncodedHeader(NamedTuple):
+    """The header of an encoded record."""
+
+    record: Record  # Of the plain record.
+    encoding: Encoding
+
+
 def head_bytes(parts: int) -> int:
-    """Bytes from the start of a record to the first page without header or checksums."""
+    """Returns the bytes before the first page of a record that has payload alone."""
     return -(-payload_offset(parts) // layout.SLOT_ALIGN) * layout.SLOT_ALIGN
 
 
 def write_head(record: Record, slot: memoryview, head: memoryview) -> None:
-    """Write the first `head_bytes` of a record into `head`; its other bytes are those of `slot`.
+    """Write the first `head_bytes` of a record into `head`. Its other bytes are those of `slot`.
 
-    Signs parts that are not signed, and zeroes the slot behind its payload. Raises ValueError where
+    Signs parts that are not signed, and zeroes the slot after its payload. Raises ValueError where
     a part has a wrong signature.
     """
-    digests = part_digests(slot, *record.shape)
+    digests = part_digests(slot, record.part_bytes, record.parts)
     signed = is_signed(slot, digests, record.seed)
     if signed is False:
         raise ValueError("its bytes are not those that were stored")
@@ -124,22 +135,24 @@ def write_head(record: Record, slot: memoryview, head: memoryview) -> None:
 
 
 def write_header(record: Record, head: memoryview) -> None:
-    """Write the header of a record into the start of `head`, which has its checksums already."""
+    """Write the header of a record to the start of `head`, which has the checksums already."""
     _pack(record, RECORD_VERSION, head)
     _CRC.pack_into(head, _CRC_OFFSET, _crc(head, payload_offset(record.parts)))
 
 
 def encoded_header(record: Record, encoding: Encoding) -> bytes:
-    """The header of an encoded record, HEADER_BYTES."""
+    """Returns the header of an encoded record, HEADER_BYTES."""
     header = bytearray(HEADER_BYTES)
     _pack(record, ENCODED_VERSION, header)
-    _ENCODING.pack_into(header, _HEADER.size, *encoding)
+    _ENCODING.pack_into(
+        header, _HEADER.size, encoding.body_bytes, encoding.codec, encoding.cipher, encoding.key_id
+    )
     _CRC.pack_into(header, _CRC_OFFSET, zlib.crc32(header[:_CRC_OFFSET]))
     return bytes(header)
 
 
 def read_head(head: memoryview) -> Record | None:
-    """The header of a record; None where it is not a sound one of this version.
+    """Returns the header of a record, or None where it is not a sound header of this version.
 
     `head` has at least the `head_bytes` of the record's number of parts.
     """
@@ -150,8 +163,8 @@ def read_head(head: memoryview) -> Record | None:
     return _unpack(head)
 
 
-def read_encoded(start: bytes | memoryview) -> tuple[Record, Encoding] | None:
-    """What the header of an encoded record says; None where it is not a sound one.
+def read_encoded(start: bytes | memoryview) -> EncodedHeader | None:
+    """Returns the header of an encoded record, or None where it is not a sound one.
 
     `start` has at least HEADER_BYTES.
     """
@@ -159,18 +172,19 @@ def read_encoded(start: bytes | memoryview) -> tuple[Record, Encoding] | None:
         start[:_CRC_OFFSET]
     ):
         return None
-    return _unpack(start), Encoding(*_ENCODING.unpack_from(start, _HEADER.size))
+    encoding = Encoding._make(_ENCODING.unpack_from(start, _HEADER.size))
+    return EncodedHeader(_unpack(start), encoding)
 
 
 def stored_bytes(start: memoryview) -> int:
-    """The bytes of a record in its tier by its first HEADER_BYTES, unproven; 0 = no header."""
-    if known := read_encoded(start[:HEADER_BYTES]):
-        return known[1].size_bytes
+    """Returns the bytes of a record in its tier, as its header claims. 0 = no header."""
+    if header := read_encoded(start[:HEADER_BYTES]):
+        return header.encoding.size_bytes
     return _unpack(start).size_bytes if parts_of(start) else 0
 
 
 def is_encoded(start: bytes | memoryview) -> bool:
-    """Whether the first HEADER_BYTES are those of an encoded record, unproven."""
+    """Returns whether a header claims to be that of an encoded record."""
     return len(start) >= HEADER_BYTES and _HEADER.unpack_from(start)[:2] == (
         _MAGIC,
         ENCODED_VERSION,
@@ -178,7 +192,7 @@ def is_encoded(start: bytes | memoryview) -> bool:
 
 
 def parts_of(start: bytes | memoryview) -> int:
-    """The number of parts by the first HEADER_BYTES of a record, unproven; 0 = no header."""
+    """Returns the number of parts, as the header of a plain record claims. 0 = no header."""
     if len(start) < HEADER_BYTES:
         return 0
     magic, version, parts = _HEADER.unpack_from(start)[:3]
@@ -186,29 +200,48 @@ def parts_of(start: bytes | memoryview) -> int:
 
 
 def proven_digests(record: Record, memory: memoryview) -> list[bytes] | None:
-    """The digests of the parts if `memory` has exactly the record's bytes, else None.
+    """Returns the digests of the parts if `memory` has exactly the record's bytes, else None.
 
-    The record's header was read already.
+    `record` is the header of these bytes.
     """
     rest = bytes(memory[payload_offset(record.parts) + record.part_bytes * record.parts :])
     if len(memory) != record.size_bytes or rest.strip(b"\0"):
         return None
-    digests = part_digests(memory, *record.shape)
+    digests = part_digests(memory, record.part_bytes, record.parts)
     return digests if is_signed(memory, digests, record.seed) else None
 
 
 def _pack(record: Record, version: int, head: memoryview | bytearray) -> None:
-    name, part_bytes, parts, seed, parent, tenant, interior = record
-    common = (_MAGIC, version, parts, name.gid, _INTERIOR * interior, part_bytes)
-    _HEADER.pack_into(head, 0, *common, name.namespace, name.chunk_hash, parent, tenant, seed)
+    _HEADER.pack_into(
+        head,
+        0,
+        _MAGIC,
+        version,
+        record.parts,
+        record.name.gid,
+        _INTERIOR * record.interior,
+        record.part_bytes,
+        record.name.namespace,
+        record.name.chunk_hash,
+        record.parent,
+        record.tenant,
+        record.seed,
+    )
     head[_HEADER.size : _CRC_OFFSET] = bytes(_CRC_OFFSET - _HEADER.size)
 
 
 def _unpack(head: bytes | memoryview) -> Record:
-    _, _, parts, gid, flags, part_bytes, *rest = _HEADER.unpack_from(head)
-    namespace, chunk_hash, parent, tenant, seed = rest
-    name = RecordName(namespace, gid, chunk_hash)
-    return Record(name, part_bytes, parts, seed, parent, tenant, bool(flags & _INTERIOR))
+    _, _, parts, gid, flags, part_bytes, *names, tenant, seed = _HEADER.unpack_from(head)
+    namespace, chunk_hash, parent = names
+    return Record(
+        name=RecordName(namespace, gid, chunk_hash),
+        part_bytes=part_bytes,
+        parts=parts,
+        seed=seed,
+        parent=parent,
+        tenant=tenant,
+        interior=bool(flags & _INTERIOR),
+    )
 
 
 def _crc(head: memoryview, payload: int) -> int:
@@ -216,11 +249,18 @@ def _crc(head: memoryview, payload: int) -> int:
 
 
 def record_of(slot: Slot) -> Record:
-    """The record of an object of the index."""
+    """Returns the record of an object of the index."""
     entry = slot.entry
     assert entry is not None, "only objects of the index have names"
     namespace = entry.namespace
     parent = (slot.parent_short if slot.is_prefix else 0).to_bytes(SHORT_HASH_BYTES, "little")
     name = RecordName(namespace.identity, namespace.gids[slot.group_index], entry.chunk_hash)
-    interior = slot.eviction_class is EvictionClass.INTERIOR
-    return Record(name, *slot.shape, slot.generation, parent, slot.tenant, interior)
+    return Record(
+        name=name,
+        part_bytes=slot.part_bytes,
+        parts=slot.parts,
+        seed=slot.generation,
+        parent=parent,
+        tenant=slot.tenant,
+        interior=slot.eviction_class is EvictionClass.INTERIOR,
+    )

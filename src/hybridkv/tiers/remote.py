@@ -1,4 +1,4 @@
-"""What the tiers behind a network share: deadlines of calls, batches, copies, connections."""
+"""Helpers of the tiers on a network: deadlines of calls, batches, copies, connections."""
 
 import socket
 import threading
@@ -12,11 +12,11 @@ from hybridkv.tiers.contract import ReadRequest, TierError, WriteRequest
 from hybridkv.tiers.record import KEY_BYTES
 
 FIND_SHARE = 0.75
-"""The share of `timeout` after which `find` returns what it knows, so that it is never late."""
+"""After this share of `timeout`, `find` returns what it knows, so that it is never late."""
 NAME_LOOKUPS_MAX = 4
 COPY_STEP_BYTES = 1 << 20
-"""One copy is of so much, since other threads wait for the interpreter's lock meanwhile."""
-KEY_DIGITS = f"[0-9a-f]{{{2 * KEY_BYTES}}}"  # A pattern for a key in hexadecimal digits.
+"""The most that is copied at once, since other threads wait for the interpreter's lock."""
+KEY_DIGITS = f"[0-9a-f]{{{2 * KEY_BYTES}}}"  # The pattern of a key in hexadecimal digits.
 
 Item = TypeVar("Item", ReadRequest, WriteRequest)
 
@@ -24,13 +24,13 @@ _lookups = threading.BoundedSemaphore(NAME_LOOKUPS_MAX)
 
 
 class Deadline:
-    """When a call must be over."""
+    """The time by which a call must be over."""
 
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
 
-    def left(self) -> float:
-        """Seconds until then, more than 0; raises TimeoutError where there are none."""
+    def seconds_left(self) -> float:
+        """Returns the seconds that are left, more than 0. Raises TimeoutError where none are."""
         left = self._at - time.monotonic()
         if left <= 0:
             raise TimeoutError("the time for this call is over")
@@ -38,12 +38,12 @@ class Deadline:
 
 
 def sizes_of(items: Sequence[ReadRequest | WriteRequest]) -> list[int]:
-    """The bytes of each record."""
+    """Returns the bytes of each item's record."""
     return [sum(map(len, item.pieces)) for item in items]
 
 
 def batches(sizes: Sequence[int], bytes_max: int, count_max: int) -> Iterator[tuple[int, int]]:
-    """Half-open ranges that cover `sizes` in order, none empty, within both bounds if possible.
+    """Yields half-open ranges that cover `sizes` in order, within both bounds if possible.
 
     ::
 
@@ -66,9 +66,9 @@ def in_batches(
     count_max: int,
     act: Callable[[Sequence[Item], Sequence[int]], Sequence[TierError | None]],
 ) -> list[TierError | None]:
-    """What `act` says of each item; it is given some and their sizes at a time.
+    """Call `act` with the items and sizes of one batch at a time. Returns each item's error.
 
-    Where it raises TierError, the items that are left have that error, and are not tried.
+    Where `act` raises TierError, all items that are left have that error and are not tried.
     """
     sizes = sizes_of(items)
     results: list[TierError | None] = []
@@ -83,7 +83,10 @@ def in_batches(
 def copy_steps(
     pieces: Sequence[memoryview], memory: memoryview, offset: int = 0
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """The pieces in parts of at most COPY_STEP_BYTES, with those of `memory` from `offset` on."""
+    """Yields parts of the pieces, each with its part of `memory`, which begins at `offset`.
+
+    A part has at most COPY_STEP_BYTES.
+    """
     for piece in pieces:
         for start in range(0, len(piece), COPY_STEP_BYTES):
             part = piece[start : start + COPY_STEP_BYTES]
@@ -92,12 +95,12 @@ def copy_steps(
 
 
 def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
-    """A connection to the first address of `host` that answers; raises OSError."""
+    """Returns a connection to the first address of `host` that answers. Raises OSError."""
     error: OSError = ConnectionError("the name has no address")
     for family, kind, protocol, _, address in _addresses(host, port, deadline):
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.settimeout(deadline.left())
+            sock.settimeout(deadline.seconds_left())
             sock.connect(address)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as failed:
@@ -109,10 +112,10 @@ def dial(host: str, port: int, deadline: Deadline) -> socket.socket:
 
 
 def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[Any, ...]]:
-    """What `host` resolves to, as getaddrinfo says it.
+    """Returns what getaddrinfo returns for `host`. Raises OSError.
 
-    The system's resolver knows no timeout, so a thread asks it, which is left behind where that
-    takes too long; there are no more than NAME_LOOKUPS_MAX of them.
+    The system's resolver has no timeout, so a thread calls it. A thread that takes too long is
+    abandoned. At most NAME_LOOKUPS_MAX threads run at once.
     """
     resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
@@ -121,7 +124,7 @@ def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[Any, ...]
         raise ConnectionError("this can be no name of a host") from None
     except socket.gaierror:
         pass
-    if not _lookups.acquire(timeout=deadline.left()):
+    if not _lookups.acquire(timeout=deadline.seconds_left()):
         raise TimeoutError("the resolver does not answer")
     answer: Future[list[tuple[Any, ...]]] = Future()
 
@@ -139,6 +142,6 @@ def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[Any, ...]
         _lookups.release()
         raise OSError(f"the resolver cannot be asked: {error}") from None
     try:
-        return answer.result(deadline.left())
+        return answer.result(deadline.seconds_left())
     except TimeoutError:
         raise TimeoutError("the resolver does not answer") from None

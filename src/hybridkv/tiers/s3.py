@@ -9,7 +9,7 @@
     PREFIX/quarantine/KEY      a damaged one, put aside
 
 Credentials come from where the AWS tools have them: AWS_ACCESS_KEY_ID and its sisters, or the
-machine's role.  The bucket has no bound here: its owner's lifecycle rules say what goes.
+machine's role. The bucket has no bound here. Its owner's lifecycle rules decide what goes.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.remote import FIND_SHARE, KEY_DIGITS, Deadline, copy_steps, in_batches
 
 FLIGHT_BYTES_MAX = 64 << 20
-"""Bytes of objects that are on their way at once, where it is more than one."""
+"""The most bytes of objects that are on their way at once. One object may have more."""
 FLIGHT_REQUESTS_MAX = 16
-WAVE_REQUESTS = 32  # Objects that are asked about at once.
+WAVE_REQUESTS = 32  # HEAD requests at once.
 ASIDE = "quarantine/"
 QUARANTINE_MAX = 16  # Damaged objects that are put aside in a tier's life.
 GRACE_SECONDS = 0.5
@@ -44,7 +44,7 @@ RETRIES_MAX = 1
 
 _T = TypeVar("_T")
 _Request: TypeAlias = Callable[[], Awaitable[_T]]
-_Meaning: TypeAlias = Callable[[Exception], Exception]  # What an error means for the caller.
+_Translate: TypeAlias = Callable[[Exception], Exception]  # From an error to the caller's.
 _FAULTS = (BaseError, OSError, ValueError, RuntimeError)
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _PREFIX = re.compile(rf"{_PART}(/{_PART})*")
@@ -56,12 +56,12 @@ _REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 
 
 class S3Tier(Tier):
-    """A prefix of a bucket."""
+    """Keeps records as objects below a prefix of a bucket."""
 
     name = "s3"
 
     def __init__(self, spec: TierSpec) -> None:
-        """Raises ConfigError where the URL says nothing that could work."""
+        """Raises ConfigError for settings that can never work."""
         parts = urlsplit(spec.location)
         self._bucket, prefix = parts.netloc, parts.path.strip("/")
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self._bucket):
@@ -91,7 +91,7 @@ class S3Tier(Tier):
                     f"tier {self._place}: endpoint is no address of a server",
                     "endpoint=https://s3.example.com works",
                 )
-            # This one would otherwise come from the environment, and go before the other.
+            # The environment may set this one, and it would win over `endpoint`.
             self._settings["aws_endpoint_url_s3"] = endpoint
         limit = timedelta(seconds=spec.timeout_seconds)
         backoff, backoff_max = timedelta(milliseconds=50), timedelta(milliseconds=100)
@@ -107,7 +107,7 @@ class S3Tier(Tier):
         }
         self._timeout_seconds = spec.timeout_seconds
         self._opened: S3Store | None = None
-        self._lock = threading.Lock()  # For what follows here.
+        self._lock = threading.Lock()  # For the attributes below.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread  # Serves the loop, where there is one.
         self._closed = False
@@ -117,7 +117,7 @@ class S3Tier(Tier):
     # The contract
 
     def open(self) -> None:
-        """See whether the bucket is there and ours."""
+        """List the first names, which shows whether the bucket can be used."""
         try:
             self._opened = S3Store(self._bucket, **self._settings)
         except (*_FAULTS, TypeError) as error:
@@ -136,15 +136,15 @@ class S3Tier(Tier):
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         # There is one HEAD for each key, since a listing by a prefix of hashes would bring a random
-        # share of the bucket. What fails, or does not answer in time, is not found; only if all
-        # fails nobody answers.
+        # share of the bucket. A request that fails, or takes too long, finds nothing. The call as a
+        # whole fails only where all requests do.
         deadline = Deadline(FIND_SHARE * self._timeout_seconds)
         answers: list[Any] = []
         while len(answers) < len(keys):
-            asked = keys[len(answers) : len(answers) + WAVE_REQUESTS]
-            requests = [partial(obstore.head_async, self._store, _path(key)) for key in asked]
-            answers += self._each(requests, deadline)
-            if all(map(_is_failure, answers[-len(asked) :])):
+            wave = keys[len(answers) : len(answers) + WAVE_REQUESTS]
+            requests = [partial(obstore.head_async, self._store, _path(key)) for key in wave]
+            answers += self._do_all(requests, deadline)
+            if all(map(_is_failure, answers[-len(wave) :])):
                 break
         errors = list(filter(_is_failure, answers))
         if errors and len(errors) == len(answers):
@@ -157,15 +157,16 @@ class S3Tier(Tier):
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         deadline = Deadline(self._timeout_seconds)
 
-        def read(some: Sequence[ReadRequest], sizes: Sequence[int]) -> list[TierError | None]:
-            requests = [partial(self._fetch, *one) for one in zip(some, sizes, strict=True)]
-            answers = self._each(requests, deadline)
-            for item, answer in zip(some, answers, strict=True):
+        def read(batch: Sequence[ReadRequest], sizes: Sequence[int]) -> list[TierError | None]:
+            requests = [
+                partial(self._fetch, item, size) for item, size in zip(batch, sizes, strict=True)
+            ]
+            answers = self._do_all(requests, deadline)
+            for item, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, memoryview):
-                    for part, came in copy_steps(
-                        contract.first_bytes(item.pieces, len(answer)), answer
-                    ):
-                        part[:] = came
+                    pieces = contract.first_bytes(item.pieces, len(answer))
+                    for part, content in copy_steps(pieces, answer):
+                        part[:] = content
                     contract.zero_after(item.pieces, len(answer))
             return [answer if isinstance(answer, TierError) else None for answer in answers]
 
@@ -174,20 +175,20 @@ class S3Tier(Tier):
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         deadline = Deadline(self._timeout_seconds)
 
-        def write(some: Sequence[WriteRequest], _sizes: Sequence[int]) -> list[TierError | None]:
+        def write(batch: Sequence[WriteRequest], _sizes: Sequence[int]) -> list[TierError | None]:
             # A request that is given up may still read the pieces for a moment. The server compares
-            # what came with the signature of what was to come, and takes nothing else.
+            # the bytes with the signature that it was sent before, and refuses others.
             send = partial(obstore.put_async, self._store, use_multipart=False)
-            # Each object once: some servers do not take the same one twice at a time.
-            once = {_path(item.key): item.pieces for item in some}
-            requests = [partial(send, name, pieces) for name, pieces in once.items()]
-            errors: dict[str, TierError | None] = dict.fromkeys(once)
-            for name, answer in zip(once, self._each(requests, deadline), strict=True):
+            # Each object is sent once: some servers refuse two puts of one name at a time.
+            pieces_of = {_path(item.key): item.pieces for item in batch}
+            requests = [partial(send, name, pieces) for name, pieces in pieces_of.items()]
+            errors: dict[str, TierError | None] = dict.fromkeys(pieces_of)
+            for name, answer in zip(pieces_of, self._do_all(requests, deadline), strict=True):
                 if isinstance(answer, contract.MissingError):
                     errors[name] = TierError(f"{self._place}: the bucket is gone")
                 elif isinstance(answer, TierError):
                     errors[name] = answer
-            return [errors[_path(item.key)] for item in some]
+            return [errors[_path(item.key)] for item in batch]
 
         return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, write)
 
@@ -199,18 +200,18 @@ class S3Tier(Tier):
                 self._aside += min(len(keys), room)
             copy = partial(obstore.copy_async, self._store)
             copies = [partial(copy, _path(key), ASIDE + key.hex()) for key in keys[:room]]
-            self._each(copies, deadline)
+            self._do_all(copies, deadline)
         # The library sends as many names in one request as a server takes.
         delete = partial(obstore.delete_async, self._store, [_path(key) for key in keys])
-        self._sound([delete], deadline)
+        self._do_all_checked([delete], deadline)
 
     def keys(self) -> Iterator[bytes]:
-        for name in self._names(self._wrong):
+        for name in self._names(self._tier_error):
             if ours := _OURS.fullmatch(name):
                 yield bytes.fromhex(ours[2])
 
     def gauges(self) -> Mapping[str, float]:
-        """How often `find` did not learn of every object whether it is there."""
+        """Returns `finds_cut`: how often `find` did not learn of every object in time."""
         return {"finds_cut": float(self._finds_cut)}
 
     def close(self) -> None:
@@ -221,7 +222,7 @@ class S3Tier(Tier):
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(GRACE_SECONDS)
 
-    # Asking
+    # Requests
 
     @property
     def _store(self) -> S3Store:
@@ -238,36 +239,42 @@ class S3Tier(Tier):
             raise contract.DamagedError(f"{len(body)} bytes came, not {found.meta['size']}")
         return body
 
-    def _names(self, wrong: _Meaning) -> Iterator[str]:
-        """What is below the prefix."""
-        following = partial(anext, obstore.list(self._store, chunk_size=1000), None)
-        while page := self._each([following], Deadline(self._timeout_seconds), wrong)[0]:
+    def _names(self, translate: _Translate) -> Iterator[str]:
+        """Yields the names below the prefix. Raises what `translate` makes of an error."""
+        next_page = partial(anext, obstore.list(self._store, chunk_size=1000), None)
+        while page := self._do_all([next_page], Deadline(self._timeout_seconds), translate)[0]:
             if isinstance(page, Exception):
                 raise page
-            yield from (one["path"] for one in page)
+            yield from (entry["path"] for entry in page)
 
-    def _sound(self, requests: Sequence[_Request[_T]], deadline: Deadline) -> list[_T | Exception]:
-        """Do all at once; for each what came of it, or MissingError. Raises any other TierError."""
-        answers = self._each(requests, deadline)
+    def _do_all_checked(
+        self, requests: Sequence[_Request[_T]], deadline: Deadline
+    ) -> list[_T | Exception]:
+        """Do all at once. Returns each answer, or its MissingError. Raises any other TierError."""
+        answers = self._do_all(requests, deadline)
         for error in filter(_is_failure, answers):
             raise error
         return answers
 
-    def _each(
-        self, requests: Sequence[_Request[_T]], deadline: Deadline, wrong: _Meaning | None = None
+    def _do_all(
+        self,
+        requests: Sequence[_Request[_T]],
+        deadline: Deadline,
+        translate: _Translate | None = None,
     ) -> list[_T | Exception]:
-        """Do all at once; for each what came of it, or what was `wrong`. Never raises."""
-        wrong = wrong or self._wrong
+        """Do all at once. Returns each answer, or its error after `translate`. Never raises."""
+        translate = translate or self._tier_error
         try:
-            seconds = deadline.left()
+            seconds = deadline.seconds_left()
             with self._lock:
                 if self._loop is None:
                     raise TierError("closed")
                 futures = [
-                    asyncio.run_coroutine_threadsafe(_do(one), self._loop) for one in requests
+                    asyncio.run_coroutine_threadsafe(_do(request), self._loop)
+                    for request in requests
                 ]
         except (TierError, TimeoutError) as error:
-            return [wrong(error) for _ in requests]
+            return [translate(error) for _ in requests]
         concurrent.futures.wait(futures, seconds)
         results: list[_T | Exception] = []
         for future in futures:
@@ -278,11 +285,11 @@ class S3Tier(Tier):
             except TimeoutError as error:
                 future.cancel()
                 answer = error
-            results.append(wrong(answer) if isinstance(answer, Exception) else answer)
+            results.append(translate(answer) if isinstance(answer, Exception) else answer)
         return results
 
-    def _wrong(self, error: Exception) -> TierError:
-        """The error for the caller. It never has the library's text, which may show credentials."""
+    def _tier_error(self, error: Exception) -> TierError:
+        """Returns the caller's error, without the library's text, which may show credentials."""
         if isinstance(error, TierError):
             return error
         if isinstance(error, FileNotFoundError):
@@ -294,12 +301,12 @@ class S3Tier(Tier):
             return contract.MissingError("the object went while it was read")
         if status == 507 or code in _FULL_CODES:
             return contract.FullError(f"{self._place} is full ({code or status})")
-        said = " ".join(str(word) for word in (status, code) if word)
-        does = f"answers {said}" if said else "does not answer"
+        words = " ".join(str(word) for word in (status, code) if word)
+        does = f"answers {words}" if words else "does not answer"
         return TierError(f"{self._place} {does} ({type(error).__name__})")
 
     def _list_error(self, error: Exception) -> Exception:
-        """What is wrong with the settings, where it is the first listing that fails."""
+        """Returns the error of the first listing, which may be the fault of a setting."""
         status, code = _status(error)
         if code == "NoSuchBucket" or status == 404:
             what, remedy = f"there is no bucket {self._bucket!r}", "one that exists works"
@@ -312,8 +319,9 @@ class S3Tier(Tier):
         elif status in (301, 307, 400) and code in _REGION_CODES:
             what, remedy = "the bucket is in another region", "region= of the bucket works"
         else:
-            wrong = self._wrong(error)
-            return TierError(str(wrong)) if isinstance(wrong, contract.MissingError) else wrong
+            failure = self._tier_error(error)
+            is_missing = isinstance(failure, contract.MissingError)
+            return TierError(str(failure)) if is_missing else failure
         return ConfigError(f"{self._place}: {what}", remedy)
 
 
@@ -326,7 +334,7 @@ def _is_failure(answer: object) -> TypeGuard[TierError]:
 
 
 async def _do(request: _Request[_T]) -> _T | Exception:
-    # An error is returned: asyncio would log the text of one that came too late for anybody.
+    # An error is returned, because asyncio would log the text of an error that nobody takes.
     try:
         return await request()
     except (TierError, *_FAULTS) as error:
@@ -334,7 +342,7 @@ async def _do(request: _Request[_T]) -> _T | Exception:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """The thread of the loop, until the loop is stopped; what still waits then is cancelled."""
+    """Run the loop in its thread until it is stopped. Requests that wait then are cancelled."""
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.get_loop().run_forever()
 

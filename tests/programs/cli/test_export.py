@@ -26,7 +26,7 @@ from hybridkv.tiers.encryption import read_key
 from hybridkv.tiers.record import is_encoded
 from tests.invariants import check_disk
 from tests.layouts import LAYOUTS
-from tests.tier_suite import read, sample
+from tests.tier_suite import make_sample, read
 from tests.unit.daemon.tierclient import (
     IDENTITY,
     Client,
@@ -51,8 +51,8 @@ def opened(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
 def filled(root: Path, objects: int = OBJECTS) -> DiskTier:
     tier = opened(root)
     for number in range(objects):
-        record = sample(number, namespace=(IDENTITY, OTHER)[number % 2])
-        assert tier.put([record.putting()]) == [None]
+        record = make_sample(number, namespace=(IDENTITY, OTHER)[number % 2])
+        assert tier.put([record.write_request()]) == [None]
         os.utime(root / "objects/here" / FileName(record.key).path, (number, number))
     return tier
 
@@ -79,7 +79,7 @@ def has(root: Path, numbers: range, writer: str = "reader") -> list[bool]:
     """Whether a daemon finds records; those that it does are proven."""
     tier = opened(root, writer)
     return [
-        read(tier, sample(number, namespace=(IDENTITY, OTHER)[number % 2])) is None
+        read(tier, make_sample(number, namespace=(IDENTITY, OTHER)[number % 2])) is None
         for number in numbers
     ]
 
@@ -93,7 +93,8 @@ def test_what_was_exported_can_be_imported(
     assert (status, document["objects"]) == (0, OBJECTS)
     assert document["bytes"] == sum(path.stat().st_size for path in object_files(tmp_path / "from"))
     by_age = [
-        FileName(sample(n, namespace=(IDENTITY, OTHER)[n % 2]).key).text for n in range(OBJECTS)
+        FileName(make_sample(n, namespace=(IDENTITY, OTHER)[n % 2]).key).text
+        for n in range(OBJECTS)
     ]
     assert [member.name for member in members(file)] == [*by_age, END_MEMBER]
     status, document = command(capsys, "import", file, "--disk", tmp_path / "to")
@@ -111,8 +112,8 @@ def test_encrypted_objects_need_the_key(tmp_path: Path, capsys: pytest.CaptureFi
     key.chmod(0o600)
     coding = Coding(Codec.ZPLANES, read_key(str(key), "key"))
     tier = EncodedTier(opened(tmp_path / "from"), coding)
-    samples = [sample(number) for number in range(OBJECTS)]
-    assert tier.put([record.putting() for record in samples]) == [None] * OBJECTS
+    samples = [make_sample(number) for number in range(OBJECTS)]
+    assert tier.put([record.write_request() for record in samples]) == [None] * OBJECTS
     file, disk, with_key = tmp_path / "all.tar", tmp_path / "from", ("--key", f"file:{key}")
     why = "it is encrypted, and there is no key="
     status, document = command(capsys, "export", file, "--disk", disk)
@@ -145,7 +146,7 @@ def test_an_import_with_a_key_encrypts_what_is_plain(
     assert command(capsys, *words).document["objects"] == OBJECTS
     assert all(is_encoded(path.read_bytes()) for path in object_files(tmp_path / "to"))
     reader = EncodedTier(opened(tmp_path / "to", "r"), Coding(key=read_key(str(key), "key")))
-    assert read(reader, sample(0, namespace=IDENTITY)) is None
+    assert read(reader, make_sample(0, namespace=IDENTITY)) is None
 
 
 def test_only_one_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +188,7 @@ def test_any_damaged_byte_of_the_file_is_noticed(
     file = tmp_path / "all.tar"
     command(capsys, "export", file, "--disk", tmp_path / "from")
     good = file.read_bytes()
-    size = sample(0).record.size_bytes
+    size = make_sample(0).record.size_bytes
     for number, at in enumerate(range(0, len(good) - 9 * 512, 1531)):
         file.write_bytes(good[:at] + bytes([good[at] ^ 8]) + good[at + 1 :])
         to = tmp_path / f"to-{number}"
@@ -225,7 +226,7 @@ def test_members_that_are_no_records_are_left_out(
     with tarfile.open(file, "w") as tar:
         for name, content in {
             "../../evil": record,
-            FileName(sample(5).key).text: record,
+            FileName(make_sample(5).key).text: record,
             "notes.txt": b"hello",
             "pages": bytes(1 << 16),
             path.name: record,
@@ -233,7 +234,7 @@ def test_members_that_are_no_records_are_left_out(
             info = tarfile.TarInfo(name)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
-        link = tarfile.TarInfo(FileName(sample(6).key).text)
+        link = tarfile.TarInfo(FileName(make_sample(6).key).text)
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
     status, document = command(capsys, "import", file, "--disk", tmp_path / "to")
@@ -305,7 +306,7 @@ def test_nobody_takes_away_what_is_being_imported(
     real = DiskTier._write
 
     def write(self: DiskTier, *args: Any) -> int:
-        tier._writers._look_at = 0
+        tier.writers.look_due_at = 0
         tier.tend()
         during.append(sorted(path.name[:7] for path in (tmp_path / "to/objects").iterdir()))
         return real(self, *args)
@@ -315,7 +316,7 @@ def test_nobody_takes_away_what_is_being_imported(
         document = command(capsys, "import", file, "--disk", tmp_path / "to").document
     assert document["kept"] == 20
     assert all(names == ["here", "import-"] for names in during[1:])
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert [path.name for path in (tmp_path / "to/objects").iterdir()] == ["here"]
     check_disk(tier)
@@ -334,10 +335,10 @@ def test_an_import_shows_that_it_lives(
     real, silent = DiskTier._write, []
 
     def write(self: DiskTier, *args: Any) -> int:
-        alive = self._writers.home / "alive"
+        alive = self.writers.home / "alive"
         if alive.exists():
             silent.append(alive.stat().st_mtime < LOST_SECONDS)
-            self._writers._alive_at = 0
+            self.writers.alive_due_at = 0
             os.utime(alive, (1, 1))
         return real(self, *args)
 

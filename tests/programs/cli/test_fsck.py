@@ -21,7 +21,7 @@ from hybridkv.tiers.disk.files import FileName, parse_name, prove_file
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import QUIET_SECONDS
 from tests.invariants import check_disk
-from tests.tier_suite import read, sample
+from tests.tier_suite import make_sample, read
 from tests.unit.daemon.tierclient import Client, is_written, object_files
 from tests.waiting import until
 
@@ -36,7 +36,10 @@ def opened(root: Path, writer: str = "here") -> DiskTier:
 
 def filled(root: Path, writer: str = "here") -> DiskTier:
     tier = opened(root, writer)
-    assert tier.put([sample(number).putting() for number in range(OBJECTS)]) == [None] * OBJECTS
+    assert (
+        tier.put([make_sample(number).write_request() for number in range(OBJECTS)])
+        == [None] * OBJECTS
+    )
     return tier
 
 
@@ -61,7 +64,7 @@ def fsck(root: Path, capsys: pytest.CaptureFixture[str], *options: str) -> FsckR
 
 
 def path_of(root: Path, number: int, writer: str = "here") -> Path:
-    return root / "objects" / writer / FileName(sample(number).key).path
+    return root / "objects" / writer / FileName(make_sample(number).key).path
 
 
 def flip(at: int) -> Callable[[bytearray], None]:
@@ -129,8 +132,8 @@ def test_a_damaged_file_is_told_and_put_aside(
     assert (status, report["repaired"], report["quarantined"]) == (0, 1, 1)
     status, report = fsck(tmp_path, capsys)
     assert (status, report["damaged"], report["writers"][0]["whole"]) == (0, 0, OBJECTS - 1)
-    assert isinstance(read(tier, sample(3)), MissingError), "the daemon that knew it goes on"
-    assert tier.put([sample(3).putting()]) == [None]
+    assert isinstance(read(tier, make_sample(3)), MissingError), "the daemon that knew it goes on"
+    assert tier.put([make_sample(3).write_request()]) == [None]
     check_disk(tier)
 
 
@@ -153,7 +156,7 @@ def test_swapped_files_get_their_own_names_back(
     assert (status, report["repaired"]) == (0, 2)
     assert fsck(tmp_path, capsys).report["writers"][0]["whole"] == OBJECTS
     tier = opened(tmp_path)
-    assert [read(tier, sample(number)) for number in range(OBJECTS)] == [None] * OBJECTS
+    assert [read(tier, make_sample(number)) for number in range(OBJECTS)] == [None] * OBJECTS
     check_disk(tier)
 
 
@@ -182,7 +185,7 @@ def test_without_hard_links_a_misnamed_record_gets_its_name_all_the_same(
     filled(tmp_path)
     silence(tmp_path)
     path = path_of(tmp_path, 1)
-    wrong = path.with_name(FileName(sample(50).key).text)
+    wrong = path.with_name(FileName(make_sample(50).key).text)
     path.rename(wrong)
     if is_taken:
         path.write_bytes(wrong.read_bytes())
@@ -195,7 +198,7 @@ def test_without_hard_links_a_misnamed_record_gets_its_name_all_the_same(
     assert not wrong.exists()
     assert fsck(tmp_path, capsys).report["writers"][0]["whole"] == OBJECTS
     tier = opened(tmp_path)
-    assert read(tier, sample(1)) is None
+    assert read(tier, make_sample(1)) is None
     check_disk(tier)
 
 
@@ -244,7 +247,7 @@ def test_in_a_living_writers_directory_nothing_appears(
     assert leftover.exists()
     leftover.unlink()
     for number in (1, 2):
-        assert isinstance(read(tier, sample(number)), MissingError)
+        assert isinstance(read(tier, make_sample(number)), MissingError)
     check_disk(tier)
     leftover.write_bytes(b"was being written")
     silence(tmp_path)
@@ -265,7 +268,7 @@ def test_what_is_not_the_tiers_is_counted_and_left(
     ]
     for path in foreign:
         path.write_text("mine")
-    link = home / FileName(sample(50).key).path
+    link = home / FileName(make_sample(50).key).path
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(path_of(tmp_path, 1))
     status, report = fsck(tmp_path, capsys, "--repair")
@@ -279,7 +282,7 @@ def test_files_that_vanish_meanwhile_are_nobodys_fault(
     filled(tmp_path)
 
     def gone(path: str, name: FileName | None, coding: Coding) -> files.FileProof | None:
-        if name is not None and name.key == sample(3).key:
+        if name is not None and name.key == make_sample(3).key:
             os.unlink(path)
             os.unlink(path_of(tmp_path, 4))
             os.unlink(path_of(tmp_path, 5))
@@ -326,13 +329,13 @@ def test_what_is_no_tier_is_one_sentence(
 
 
 def test_names_are_read_as_they_are_written() -> None:
-    for name in (FileName(sample(1).key), FileName(sample(2).key, b"parent__", True)):
+    for name in (FileName(make_sample(1).key), FileName(make_sample(2).key, b"parent__", True)):
         assert parse_name(name.text) == name
     for text in (
         "",
         "ab.cd",
-        FileName(sample(1).key).text.upper(),
-        FileName(sample(1).key).text + "ii",
+        FileName(make_sample(1).key).text.upper(),
+        FileName(make_sample(1).key).text + "ii",
         "é" * 70,
     ):
         assert parse_name(text) is None
@@ -340,7 +343,9 @@ def test_names_are_read_as_they_are_written() -> None:
 
 def test_a_writers_name_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled(tmp_path, "gpu[bold]7[\x1b[2J")
-    (tmp_path / "objects/gpu[bold]7[\x1b[2J" / FileName(sample(3).key).path).write_bytes(b"damaged")
+    (tmp_path / "objects/gpu[bold]7[\x1b[2J" / FileName(make_sample(3).key).path).write_bytes(
+        b"damaged"
+    )
     capsys.readouterr()
     assert main(["fsck", "--disk", str(tmp_path)]) == 1
     output = capsys.readouterr().out

@@ -48,7 +48,7 @@ class Watch:
 
 
 def measure(name: str, call: Callable[[], object]) -> None:
-    """Print a line."""
+    """Measure one way of moving a value, and print a line."""
     call()
     with Watch() as watch:
         start = time.perf_counter()

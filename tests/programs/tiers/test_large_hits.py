@@ -17,8 +17,8 @@ RAM = 4 << 20
 WAIT_MS = 20_000
 FULL = Group(0, GroupKind.FULL, 128, (60_000,))
 GEOMETRIES = {
-    name: Geometry((FULL, *more), 128, 128, 128)
-    for name, more in {
+    name: Geometry((FULL, *options), 128, 128, 128)
+    for name, options in {
         "full": (),
         "sliding": (Group(1, GroupKind.SLIDING, 128, (30_000,), 256),),
         "chunked": (Group(1, GroupKind.CHUNKED_LOCAL, 128, (30_000,), 512),),
@@ -72,10 +72,10 @@ def test_what_others_read_is_left_to_them(node: tuple[DaemonProcess, Client]) ->
     _, client = node
     lease = client.ask(1, CHUNKS * RAM * 3 // 4 // hit_bytes(client.geometry, CHUNKS), WAIT_MS)
     leased = client.answer(lease)
-    taken = hit_bytes(client.geometry, leased.chunks)
-    assert taken > RAM // 2
+    taken_bytes = hit_bytes(client.geometry, leased.chunks)
+    assert taken_bytes > RAM // 2
     found = client.look_up(2, CHUNKS, WAIT_MS).found
-    assert 0.7 * (RAM - taken) < hit_bytes(client.geometry, found.chunks) <= RAM - taken
+    assert 0.7 * (RAM - taken_bytes) < hit_bytes(client.geometry, found.chunks) <= RAM - taken_bytes
     assert found.why == f"RAM has room for {found.chunks * 128} of {CHUNKS * 128} tokens"
     client.prove(leased, 1)
     client.release(lease)

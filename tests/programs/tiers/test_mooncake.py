@@ -39,7 +39,7 @@ from tests.programs.tiers.master import (
     free_port,
     needs_mooncake,
 )
-from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
+from tests.tier_suite import SampleObject, TierSuite, make_sample, pages, read
 from tests.waiting import is_stopped, state_of, until
 
 HASTY_SECONDS = 2.0
@@ -103,17 +103,17 @@ def tier(master: Master, node: MooncakeTier, timeout: float) -> Iterator[Mooncak
 
 
 def client(tier: MooncakeTier) -> IsolatedProcess:
-    assert tier._client
-    return tier._client
+    assert tier.client
+    return tier.client
 
 
 def keeper(tier: MooncakeTier) -> IsolatedProcess:
-    assert tier._keeper
-    return tier._keeper
+    assert tier.keeper
+    return tier.keeper
 
 
 def put(tier: MooncakeTier, samples: list[SampleObject]) -> list[TierError | None]:
-    return tier.put([one.putting() for one in samples])
+    return tier.put([sample.write_request() for sample in samples])
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def in_time() -> Iterator[None]:
 
 def nobody_answers(tier: MooncakeTier, there: SampleObject) -> None:
     """Every call fails for each of its items, and in time."""
-    large = [sample(n, 5 << 20) for n in range(100, 104)]
+    large = [make_sample(n, 5 << 20) for n in range(100, 104)]
     with in_time():
         errors = put(tier, large)
     assert all(isinstance(error, TierError) for error in errors)
@@ -139,13 +139,13 @@ def nobody_answers(tier: MooncakeTier, there: SampleObject) -> None:
     with in_time(), pytest.raises(TierError):
         tier.find([there.key] * 1500)
     with in_time(), pytest.raises(TierError):
-        tier.discard([sample(99).key])
+        tier.discard([make_sample(99).key])
     assert tier.peek(there.key) is None
 
 
 def work_again(*tiers: MooncakeTier) -> None:
     """What the daemon does until a tier works again, and the proof that it does."""
-    samples = [sample(n) for n in range(200, 210)]
+    samples = [make_sample(n) for n in range(200, 210)]
 
     def works() -> bool:
         for tier in tiers:
@@ -154,7 +154,7 @@ def work_again(*tiers: MooncakeTier) -> None:
         if put(tiers[0], samples) != [None] * len(samples):
             return False
         # On a loaded machine a lease may end before the bytes are there, which is an error too.
-        return [read(tiers[0], one) for one in samples] == [None] * len(samples)
+        return [read(tiers[0], sample) for sample in samples] == [None] * len(samples)
 
     def quietly() -> bool:
         with contextlib.suppress(TierError):
@@ -166,7 +166,7 @@ def work_again(*tiers: MooncakeTier) -> None:
 
 @needs_mooncake
 class TestMooncake(TierSuite):
-    """The contract."""
+    """The conformance suite over a real master."""
 
     discards_for_all = False
 
@@ -182,26 +182,26 @@ class TestMooncake(TierSuite):
 def test_what_was_discarded_goes_when_its_lease_has_ended(
     master: Master, tier: MooncakeTier
 ) -> None:
-    other = master.tier()
-    other.open()
-    one = sample(1)
-    assert put(tier, [one]) == [None]
-    assert read(other, one) is None
-    tier.discard([one.key])
-    assert tier.peek(one.key) is False
-    assert tier.find([one.key]) == [False]
-    assert isinstance(read(tier, one), MissingError)
+    second_tier = master.tier()
+    second_tier.open()
+    sample = make_sample(1)
+    assert put(tier, [sample]) == [None]
+    assert read(second_tier, sample) is None
+    tier.discard([sample.key])
+    assert tier.peek(sample.key) is False
+    assert tier.find([sample.key]) == [False]
+    assert isinstance(read(tier, sample), MissingError)
     assert list(tier.keys()) == []
-    assert list(other.keys()) == [one.key]
+    assert list(second_tier.keys()) == [sample.key]
 
     def gone() -> bool:
         tier.tend()
         return not tier.gauges()["discards_waiting"]
 
     until(gone, "the end of the lease")
-    assert isinstance(read(other, one), MissingError)
-    assert list(other.keys()) == []
-    other.close()
+    assert isinstance(read(second_tier, sample), MissingError)
+    assert list(second_tier.keys()) == []
+    second_tier.close()
 
 
 @needs_mooncake
@@ -209,17 +209,17 @@ def test_a_damaged_record_is_replaced_in_spite_of_its_lease(start: Callable[[str
     master = start("1h")
     node = master.tier(size=NODE_BYTES)
     node.open()
-    one, wrong = sample(1), pages(len(sample(1).memory))
-    assert node.put([WriteRequest(one.key, [wrong])]) == [None]
-    assert node.find([one.key]) == [True]
-    node.discard([one.key], damaged=True)
-    assert put(node, [one]) == [None]
-    assert read(node, one) is None
-    node.discard([one.key])
+    sample, wrong = make_sample(1), pages(len(make_sample(1).memory))
+    assert node.put([WriteRequest(sample.key, [wrong])]) == [None]
+    assert node.find([sample.key]) == [True]
+    node.discard([sample.key], damaged=True)
+    assert put(node, [sample]) == [None]
+    assert read(node, sample) is None
+    node.discard([sample.key])
     assert node.gauges()["discards_waiting"] == 1
-    assert put(node, [one]) == [None]
+    assert put(node, [sample]) == [None]
     assert node.gauges()["discards_waiting"] == 0
-    assert read(node, one) is None
+    assert read(node, sample) is None
     node.close()
 
 
@@ -227,8 +227,8 @@ def test_a_damaged_record_is_replaced_in_spite_of_its_lease(start: Callable[[str
 def test_a_damaged_record_that_could_not_be_removed_is_not_taken_for_the_new_one(
     tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, wrong = sample(1), pages(len(sample(1).memory))
-    assert tier.put([WriteRequest(one.key, [wrong])]) == [None]
+    sample, wrong = make_sample(1), pages(len(make_sample(1).memory))
+    assert tier.put([WriteRequest(sample.key, [wrong])]) == [None]
 
     def nobody(*_: object) -> None:
         raise TierError("the master does not answer")
@@ -236,12 +236,12 @@ def test_a_damaged_record_that_could_not_be_removed_is_not_taken_for_the_new_one
     with monkeypatch.context() as patch:
         patch.setattr(tier, "_remove", nobody)
         with pytest.raises(TierError):
-            tier.discard([one.key], damaged=True)
-        errors = put(tier, [one, sample(2)])
+            tier.discard([sample.key], damaged=True)
+        errors = put(tier, [sample, make_sample(2)])
     assert isinstance(errors[0], TierError)
     assert errors[1] is None
-    assert put(tier, [one]) == [None]
-    assert read(tier, one) is None
+    assert put(tier, [sample]) == [None]
+    assert read(tier, sample) is None
 
 
 @needs_mooncake
@@ -283,18 +283,18 @@ def test_a_child_is_not_asked_what_it_has_no_time_for(monkeypatch: pytest.Monkey
 
 
 def test_what_others_keep_in_the_store_is_none_of_ours(tier: MooncakeTier) -> None:
-    one = sample(1)
-    assert put(tier, [one]) == [None]
+    sample = make_sample(1)
+    assert put(tier, [sample]) == [None]
     others = [
-        f"theirs-1-{one.key.hex()}",
-        f"hybridkv-2-{one.key.hex()}",
-        f"hybridkv-1-{one.key.hex()}-x",
+        f"theirs-1-{sample.key.hex()}",
+        f"hybridkv-2-{sample.key.hex()}",
+        f"hybridkv-1-{sample.key.hex()}-x",
         "ä\n",
     ]
     deadline = time.monotonic() + DEADLINE_SECONDS
     with client(tier).lane(deadline) as lane:
         assert lane.call(deadline, "put", others, [lane.start] * 4, [4096] * 4) == [4096] * 4
-    assert list(tier.keys()) == [one.key]
+    assert list(tier.keys()) == [sample.key]
 
 
 @needs_mooncake
@@ -302,20 +302,25 @@ def test_records_go_with_the_node_that_gave_the_memory(master: Master) -> None:
     giver, taker = master.tier(size=NODE_BYTES), master.tier()
     giver.open()
     taker.open()
-    one = sample(1)
-    assert put(taker, [one]) == [None]
-    assert read(giver, one) is None
+    sample = make_sample(1)
+    assert put(taker, [sample]) == [None]
+    assert read(giver, sample) is None
     giver.close()
-    until(lambda: taker.find([one.key]) == [False], "the end of what that node gave")
-    assert isinstance(read(taker, one), MissingError)
-    assert isinstance(put(taker, [one])[0], FullError)
+    until(lambda: taker.find([sample.key]) == [False], "the end of what that node gave")
+    assert isinstance(read(taker, sample), MissingError)
+    assert isinstance(put(taker, [sample])[0], FullError)
     taker.close()
 
 
 @needs_mooncake
 def test_one_that_is_wrong_does_not_harm_the_others(tier: MooncakeTier) -> None:
-    small, large, long, absent = sample(1), sample(2, 3 << 20), sample(3), sample(4)
-    too_large = sample(5, 17 << 20)
+    small, large, long, absent = (
+        make_sample(1),
+        make_sample(2, 3 << 20),
+        make_sample(3),
+        make_sample(4),
+    )
+    too_large = make_sample(5, 17 << 20)
     errors = put(tier, [small, too_large, large, long])
     assert errors[0] is errors[2] is errors[3] is None
     assert "buffer" in str(errors[1])
@@ -353,11 +358,11 @@ def test_no_copy_keeps_other_threads_from_running_for_longer_than_a_step(
     (*_, first) = client(tier)._free
     watched = Watched(first.memory)
     first.memory = watched  # type: ignore[assignment]
-    one = sample(1, (5 << 20) + 4096)
+    sample = make_sample(1, (5 << 20) + 4096)
     for name in ("put", "read"):
         watched.copied.clear()
-        assert (put(tier, [one]) if name == "put" else [read(tier, one)]) == [None]
-        assert sum(watched.copied) == len(one.memory)
+        assert (put(tier, [sample]) if name == "put" else [read(tier, sample)]) == [None]
+        assert sum(watched.copied) == len(sample.memory)
         assert max(watched.copied) <= COPY_STEP_BYTES
 
 
@@ -366,11 +371,11 @@ def test_a_full_store_says_so(start: Callable[[str], Master]) -> None:
     master = start("1h")  # so that nothing can be evicted
     node = master.tier(size=16 << 20)
     node.open()
-    samples = [sample(n, 1 << 20, 1) for n in range(20)]
+    samples = [make_sample(n, 1 << 20, 1) for n in range(20)]
     errors: list[TierError | None] = []
-    for one in samples:
-        errors += put(node, [one])
-        node.find([one.key])
+    for sample in samples:
+        errors += put(node, [sample])
+        node.find([sample.key])
     assert errors[0] is None
     assert isinstance(errors[-1], FullError)
     assert {type(error) for error in errors} == {type(None), FullError}
@@ -383,17 +388,17 @@ def test_a_full_store_says_so(start: Callable[[str], Master]) -> None:
 def test_a_killed_master_is_an_error_in_time_and_its_successor_works(
     master: Master, node: MooncakeTier, tier: MooncakeTier
 ) -> None:
-    one = sample(1)
-    assert put(tier, [one]) == [None]
+    sample = make_sample(1)
+    assert put(tier, [sample]) == [None]
     master.kill()
-    nobody_answers(tier, one)
+    nobody_answers(tier, sample)
     with in_time(), pytest.raises(TierError):
         tier.tend()
     with in_time(), pytest.raises(TierError):
         list(tier.keys())
     master.restart()
     work_again(tier, node)
-    assert isinstance(read(tier, one), MissingError)
+    assert isinstance(read(tier, sample), MissingError)
 
 
 @needs_mooncake
@@ -401,21 +406,21 @@ def test_a_killed_master_is_an_error_in_time_and_its_successor_works(
 def test_a_stopped_master_holds_nobody_up(
     master: Master, node: MooncakeTier, tier: MooncakeTier
 ) -> None:
-    one = sample(1)
-    assert put(tier, [one]) == [None]
+    sample = make_sample(1)
+    assert put(tier, [sample]) == [None]
     master.process.send_signal(signal.SIGSTOP)
-    nobody_answers(tier, one)
+    nobody_answers(tier, sample)
     with in_time(), pytest.raises(TierError):
         list(tier.keys())
-    assert client(tier).alive, "it was not the client that did not answer"
+    assert client(tier).is_alive, "it was not the client that did not answer"
     with in_time(), pytest.raises(TierError):
         tier.tend()
-    assert not client(tier).alive, "it might have been the client after all"
-    other = master.tier(timeout=HASTY_SECONDS)
+    assert not client(tier).is_alive, "it might have been the client after all"
+    second_tier = master.tier(timeout=HASTY_SECONDS)
     with in_time(), pytest.raises(TierError):
-        other.open()
+        second_tier.open()
     with in_time():
-        other.close()
+        second_tier.close()
     master.process.send_signal(signal.SIGCONT)
     work_again(tier, node)
 
@@ -429,7 +434,7 @@ def test_a_stopped_master_does_not_hold_up_the_end(master: Master) -> None:
     tier.close()
     for child in (client(tier), keeper(tier)):
         assert child.process.wait(DEADLINE_SECONDS) is not None
-    for call in (tier.open, tier.tend, lambda: tier.find([sample(1).key])):
+    for call in (tier.open, tier.tend, lambda: tier.find([make_sample(1).key])):
         with pytest.raises(TierError):
             call()
     master.process.send_signal(signal.SIGCONT)
@@ -437,12 +442,14 @@ def test_a_stopped_master_does_not_hold_up_the_end(master: Master) -> None:
 
 @needs_mooncake
 def test_a_stopped_node_is_an_error_in_time(node: MooncakeTier, tier: MooncakeTier) -> None:
-    one, absent = sample(1, 1 << 20), sample(2)
-    assert put(tier, [one]) == [None]
+    sample, absent = make_sample(1, 1 << 20), make_sample(2)
+    assert put(tier, [sample]) == [None]
     os.kill(keeper(node).process.pid, signal.SIGSTOP)
     until(lambda: is_stopped(keeper(node).process.pid), "the stop of every thread")
     with in_time():
-        errors = tier.get([ReadRequest(who.key, [pages(len(who.memory))]) for who in (one, absent)])
+        errors = tier.get(
+            [ReadRequest(who.key, [pages(len(who.memory))]) for who in (sample, absent)]
+        )
     assert isinstance(errors[0], TierError)
     assert not isinstance(errors[0], MissingError)
     assert isinstance(errors[1], MissingError)
@@ -454,31 +461,31 @@ def test_a_stopped_node_is_an_error_in_time(node: MooncakeTier, tier: MooncakeTi
 @hasty
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_a_client_that_ends_or_hangs_is_replaced(end: signal.Signals, tier: MooncakeTier) -> None:
-    one = sample(1)
-    assert put(tier, [one]) == [None]
+    sample = make_sample(1)
+    assert put(tier, [sample]) == [None]
     before = client(tier)
     os.kill(before.process.pid, end)
-    nobody_answers(tier, one)
+    nobody_answers(tier, sample)
     assert before.process.wait(DEADLINE_SECONDS) == -(
         signal.SIGKILL if end == signal.SIGSTOP else end
     )
     tier.tend()
-    assert read(tier, one) is None
+    assert read(tier, sample) is None
     assert client(tier).process.pid != before.process.pid
     assert tier.gauges()["client_starts"] == 2
     os.kill(client(tier).process.pid, signal.SIGKILL)
-    until(lambda: not client(tier).alive, "the end of the client")
+    until(lambda: not client(tier).is_alive, "the end of the client")
     tier.tend()
-    assert read(tier, one) is None
+    assert read(tier, sample) is None
 
 
 @needs_mooncake
 def test_a_keeper_that_ends_is_replaced(node: MooncakeTier) -> None:
-    one = sample(1)
-    assert put(node, [one]) == [None]
+    sample = make_sample(1)
+    assert put(node, [sample]) == [None]
     os.kill(keeper(node).process.pid, signal.SIGKILL)
     keeper(node).process.wait()
-    assert isinstance(read(node, one), TierError)
+    assert isinstance(read(node, sample), TierError)
     work_again(node)
 
 
@@ -488,7 +495,7 @@ def test_the_children_end_with_their_parent(master: Master) -> None:
         "import sys; from hybridkv.core.tier_urls import parse_tier;"
         " from hybridkv.tiers.mooncake.tier import MooncakeTier;"
         " tier = MooncakeTier(parse_tier(sys.argv[1], 'tier')); tier.open();"
-        " print(tier._client.process.pid, tier._keeper.process.pid, flush=True); sys.stdin.read()"
+        " print(tier.client.process.pid, tier.keeper.process.pid, flush=True); sys.stdin.read()"
     )
     url = f"mooncake://127.0.0.1:{master.port}?bytes=16MiB"
     command = [sys.executable, "-c", code, url]
@@ -515,10 +522,10 @@ def test_no_master_is_an_error_in_time() -> None:
     with in_time(), pytest.raises(TierError, match="no Mooncake master"):
         tier.open()
     assert tier.gauges()["client_starts"] == 0
-    for call in (lambda: tier.find([sample(1).key]), tier.tend):
+    for call in (lambda: tier.find([make_sample(1).key]), tier.tend):
         with pytest.raises(TierError):
             call()
-    assert isinstance(read(tier, sample(1)), TierError)
+    assert isinstance(read(tier, make_sample(1)), TierError)
     tier.close()
 
 
@@ -555,7 +562,7 @@ def test_a_port_that_never_answers_is_an_error_in_time() -> None:
 
 
 class Started(subprocess.Popen[bytes]):
-    """Remembers all."""
+    """Remembers every child that was started."""
 
     all: ClassVar[list["Started"]] = []
 

@@ -38,7 +38,7 @@ from tests.programs.tiers.records import (
 )
 from tests.programs.tiers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port
 from tests.programs.tiers.test_encoded import key_file
-from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
+from tests.tier_suite import SampleObject, TierSuite, make_sample, pages, read
 from tests.waiting import DEADLINE_SECONDS, until
 
 Make = Callable[[str], S3Tier]
@@ -87,13 +87,13 @@ def files(server: S3Server, prefix: str) -> list[Path]:
     return [path for path in (server.bucket / prefix).rglob("*") if len(path.name) == 2 * KEY_BYTES]
 
 
-def name_of(prefix: str, one: SampleObject) -> str:
-    digits = one.key.hex()
+def name_of(prefix: str, sample: SampleObject) -> str:
+    digits = sample.key.hex()
     return f"{prefix}/{digits[:2]}/{digits}"
 
 
 def raw(server: S3Server) -> S3Store:
-    """Another client of the bucket."""
+    """Returns a client of the bucket that is not the tier's."""
     return S3Store(
         server.bucket.name,
         endpoint=f"http://{server.address}",
@@ -178,20 +178,20 @@ class TestEncoded(TestS3):
 
 
 def test_an_object_is_the_record(server: S3Server, prefix: str, make: Make) -> None:
-    tier, one = make(server.url(prefix)), sample(1)
-    assert tier.put([one.putting(cut=2)]) == [None]
-    assert (server.bucket / name_of(prefix, one)).read_bytes() == one.memory
+    tier, sample = make(server.url(prefix)), make_sample(1)
+    assert tier.put([sample.write_request(cut=2)]) == [None]
+    assert (server.bucket / name_of(prefix, sample)).read_bytes() == sample.memory
     assert len(files(server, prefix)) == 1
 
 
 def test_an_object_of_another_length_is_damaged(server: S3Server, prefix: str, make: Make) -> None:
-    other = raw(server)
+    client = raw(server)
 
-    def change(one: SampleObject, value: bytes | None) -> None:
+    def change(sample: SampleObject, value: bytes | None) -> None:
         if value is None:
-            obstore.delete(other, name_of(prefix, one))
+            obstore.delete(client, name_of(prefix, sample))
         else:
-            obstore.put(other, name_of(prefix, one), value)
+            obstore.put(client, name_of(prefix, sample), value)
 
     assert_other_lengths_are_damaged(make(server.url(prefix)), change)
 
@@ -199,15 +199,15 @@ def test_an_object_of_another_length_is_damaged(server: S3Server, prefix: str, m
 def test_damaged_objects_are_put_aside_and_what_is_not_ours_is_left_alone(
     server: S3Server, prefix: str, make: Make
 ) -> None:
-    tier, one = make(server.url(prefix)), sample(1)
-    tier.put([one.putting()])
-    for foreign in ("aa/notes.txt", f"zz/{sample(2).key.hex()}", "aa/aa"):
+    tier, sample = make(server.url(prefix)), make_sample(1)
+    tier.put([sample.write_request()])
+    for foreign in ("aa/notes.txt", f"zz/{make_sample(2).key.hex()}", "aa/aa"):
         obstore.put(raw(server), f"{prefix}/{foreign}", b"mine")
-    tier.discard([one.key, sample(3).key], damaged=True)
-    assert (server.bucket / prefix / "quarantine" / one.key.hex()).read_bytes() == one.memory
+    tier.discard([sample.key, make_sample(3).key], damaged=True)
+    assert (server.bucket / prefix / "quarantine" / sample.key.hex()).read_bytes() == sample.memory
     assert list(tier.keys()) == []
-    assert isinstance(read(tier, one), MissingError)
-    for foreign in ("aa/notes.txt", f"zz/{sample(2).key.hex()}", "aa/aa"):
+    assert isinstance(read(tier, sample), MissingError)
+    for foreign in ("aa/notes.txt", f"zz/{make_sample(2).key.hex()}", "aa/aa"):
         assert (server.bucket / prefix / foreign).read_text() == "mine"
 
 
@@ -215,10 +215,10 @@ def test_the_number_put_aside_is_bounded(
     server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "QUARANTINE_MAX", 3)
-    tier, samples = make(server.url(prefix)), [sample(number) for number in range(6)]
-    tier.put([one.putting() for one in samples])
-    tier.discard([one.key for one in samples[:2]], damaged=True)
-    tier.discard([one.key for one in samples[2:]], damaged=True)
+    tier, samples = make(server.url(prefix)), [make_sample(number) for number in range(6)]
+    tier.put([sample.write_request() for sample in samples])
+    tier.discard([sample.key for sample in samples[:2]], damaged=True)
+    tier.discard([sample.key for sample in samples[2:]], damaged=True)
     assert len(files(server, f"{prefix}/quarantine")) == 3
     assert list(tier.keys()) == []
 
@@ -237,7 +237,7 @@ class Deleting(BaseHTTPRequestHandler):
     counts: ClassVar[list[int]]
 
     def do_POST(self) -> None:
-        """DeleteObjects."""
+        """Answer DeleteObjects."""
         body = self.rfile.read(int(self.headers["content-length"]))
         names = re.findall(rb"<Key>[^<]*</Key>", body)
         self.counts.append(len(names))
@@ -245,7 +245,7 @@ class Deleting(BaseHTTPRequestHandler):
         self._answer(b"<DeleteResult>%b</DeleteResult>" % deleted)
 
     def do_GET(self) -> None:
-        """ListObjects: there are none."""
+        """Answer ListObjects: there are none."""
         self._answer(b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
 
     def _answer(self, answer: bytes) -> None:
@@ -255,7 +255,7 @@ class Deleting(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def test_no_request_deletes_more_than_s3_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +279,12 @@ def test_no_request_deletes_more_than_s3_takes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_behind_a_long_hole_is_found(server: S3Server, prefix: str, make: Make) -> None:
     """As a recurrent state at the end of a prompt, of which none is stored before."""
-    tier, samples = make(server.url(prefix)), [sample(number) for number in range(80)]
+    tier, samples = make(server.url(prefix)), [make_sample(number) for number in range(80)]
     stored = {1, 5, 79}
-    tier.put([samples[number].putting() for number in stored])
-    assert tier.find([one.key for one in samples]) == [number in stored for number in range(80)]
+    tier.put([samples[number].write_request() for number in stored])
+    assert tier.find([sample.key for sample in samples]) == [
+        number in stored for number in range(80)
+    ]
 
 
 class Turns:
@@ -291,8 +293,8 @@ class Turns:
     def __init__(self, turns: int) -> None:
         self._turns = turns
 
-    def left(self) -> float:
-        """As that of a Deadline."""
+    def seconds_left(self) -> float:
+        """Count a turn, as `Deadline.seconds_left` is called once in each."""
         self._turns -= 1
         if self._turns < 0:
             raise TimeoutError("the time for this call is over")
@@ -302,8 +304,8 @@ class Turns:
 def test_what_was_found_before_the_time_is_over_is_found(
     server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, samples = make(server.url(prefix)), [sample(number) for number in range(40)]
-    tier.put([one.putting() for one in samples])
+    tier, samples = make(server.url(prefix)), [make_sample(number) for number in range(40)]
+    tier.put([sample.write_request() for sample in samples])
     given: list[float] = []
 
     def deadline(seconds: float) -> Turns:
@@ -312,36 +314,41 @@ def test_what_was_found_before_the_time_is_over_is_found(
 
     monkeypatch.setattr(module, "Deadline", deadline)
     monkeypatch.setattr(module, "WAVE_REQUESTS", 5)
-    assert tier.find([one.key for one in samples]) == [True] * 10 + [False] * 30
+    assert tier.find([sample.key for sample in samples]) == [True] * 10 + [False] * 30
     assert tier.gauges()["finds_cut"] == 1
     assert given[0] < tier._timeout_seconds, "it is over before the job is late"
     monkeypatch.setattr(module, "Deadline", lambda seconds: Turns(0))
     with pytest.raises(TierError, match="does not answer"):
-        tier.find([one.key for one in samples])
+        tier.find([sample.key for sample in samples])
     assert tier.gauges()["finds_cut"] == 1
 
 
 def test_what_is_found_while_others_fail_is_found(
     server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, samples = make(server.url(prefix)), [sample(number) for number in range(40)]
-    tier.put([one.putting() for one in samples])
-    head, failing = obstore.head_async, {name_of("", one).lstrip("/") for one in samples[1::3]}
+    tier, samples = make(server.url(prefix)), [make_sample(number) for number in range(40)]
+    tier.put([sample.write_request() for sample in samples])
+    head, failing = (
+        obstore.head_async,
+        {name_of("", sample).lstrip("/") for sample in samples[1::3]},
+    )
 
-    async def some(store: S3Store, name: str) -> object:
+    async def some_heads(store: S3Store, name: str) -> object:
         if name in failing:
             raise GenericError("Server returned non-2xx status code: 503 Service Unavailable")
         return await head(store, name)
 
-    monkeypatch.setattr(obstore, "head_async", some)
-    assert tier.find([one.key for one in samples]) == [number % 3 != 1 for number in range(40)]
+    monkeypatch.setattr(obstore, "head_async", some_heads)
+    assert tier.find([sample.key for sample in samples]) == [
+        number % 3 != 1 for number in range(40)
+    ]
     assert tier.gauges()["finds_cut"] == 1
-    failing |= {name_of("", one).lstrip("/") for one in samples}
+    failing |= {name_of("", sample).lstrip("/") for sample in samples}
     with pytest.raises(TierError, match="503"):
-        tier.find([one.key for one in samples])
+        tier.find([sample.key for sample in samples])
     monkeypatch.setattr(module, "WAVE_REQUESTS", 4)
-    failing -= {name_of("", one).lstrip("/") for one in samples[:4]}
-    assert tier.find([one.key for one in samples]) == [True] * 4 + [False] * 36
+    failing -= {name_of("", sample).lstrip("/") for sample in samples[:4]}
+    assert tier.find([sample.key for sample in samples]) == [True] * 4 + [False] * 36
     assert tier.gauges()["finds_cut"] == 2
 
 
@@ -350,20 +357,20 @@ def test_what_is_found_while_others_fail_is_found(
 
 @pytest.mark.soak
 def test_a_killed_server_is_an_error_until_it_is_back(own_server: S3Server, make: Make) -> None:
-    tier, one = make(own_server.url("kv")), sample(1)
-    assert tier.put([one.putting()]) == [None]
+    tier, sample = make(own_server.url("kv")), make_sample(1)
+    assert tier.put([sample.write_request()]) == [None]
     own_server.kill()
     assert_each_fails(calls(tier), SLACK_SECONDS)
     own_server.start()
     tier.open()
-    assert read(tier, one) is None
-    assert tier.put([one.putting()]) == [None]
+    assert read(tier, sample) is None
+    assert tier.put([sample.write_request()]) == [None]
 
 
 @pytest.mark.soak
 def test_a_stopped_server_keeps_nobody_waiting(own_server: S3Server, make: Make) -> None:
     tier = make(own_server.url("kv", "&timeout=0.3"))
-    large = [sample(3, 8 << 20, 2), *map(sample, range(40))]
+    large = [make_sample(3, 8 << 20, 2), *map(make_sample, range(40))]
     assert_keeps_nobody_waiting(tier, own_server, calls(tier), large)
 
 
@@ -391,7 +398,7 @@ def test_closing_wakes_who_waits(own_server: S3Server) -> None:
 def test_a_tier_that_is_not_open_yet_is_an_error() -> None:
     tier = tier_of("s3://bucket/kv")
     with pytest.raises(TierError):
-        tier.find([sample(1).key])
+        tier.find([make_sample(1).key])
     tier.close()
 
 
@@ -436,7 +443,9 @@ def test_credentials_that_are_revoked_are_an_error_of_each_item(
     changed = [word.replace(SECRET_KEY, "another-one") for word in command]
     own_server.command = lambda: changed  # type: ignore[method-assign]
     own_server.start()
-    errors = tier.put([sample(1).putting()]) + tier.get([ReadRequest(sample(1).key, [pages(4096)])])
+    errors = tier.put([make_sample(1).write_request()]) + tier.get(
+        [ReadRequest(make_sample(1).key, [pages(4096)])]
+    )
     assert [type(error) for error in errors] == [TierError, TierError]
     assert all("403" in str(error) and SECRET_KEY not in str(error) for error in errors)
     with pytest.raises(ConfigError):
@@ -487,7 +496,7 @@ def test_the_endpoint_of_the_url_goes_before_the_environment(
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    assert make(server.url(prefix)).put([sample(1).putting()]) == [None]
+    assert make(server.url(prefix)).put([make_sample(1).write_request()]) == [None]
 
 
 def test_plain_http_is_only_for_an_endpoint_that_says_so(

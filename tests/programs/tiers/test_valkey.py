@@ -49,7 +49,7 @@ from tests.programs.tiers.records import (
 )
 from tests.programs.tiers.servers import ValkeyServer, free_port
 from tests.programs.tiers.test_encoded import key_file
-from tests.tier_suite import SampleObject, TierSuite, pages, read, sample
+from tests.tier_suite import SampleObject, TierSuite, make_sample, pages, read
 from tests.waiting import DEADLINE_SECONDS
 
 Make = Callable[[str], ValkeyTier]
@@ -79,7 +79,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def raw(server: ValkeyServer) -> "library.Valkey":
-    """Another client, somebody else's code."""
+    """Lends a client of another library, which is somebody else's code."""
     return library.Valkey(host="127.0.0.1", port=server.port)
 
 
@@ -124,42 +124,46 @@ class TestEncoded(TestOverTcp):
 
 
 def test_a_value_is_the_record_and_its_name_can_be_read(server: ValkeyServer, make: Make) -> None:
-    tier, one = make(server.url), sample(1)
-    tier.put([one.putting(cut=2)])
-    with raw(server) as other:
-        assert other.get(f"hybridkv:1:{one.key.hex()}") == bytes(one.memory)
-    tier.discard([one.key])
+    tier, sample = make(server.url), make_sample(1)
+    tier.put([sample.write_request(cut=2)])
+    with raw(server) as client:
+        assert client.get(f"hybridkv:1:{sample.key.hex()}") == bytes(sample.memory)
+    tier.discard([sample.key])
 
 
 def test_a_value_of_another_length_is_damaged(server: ValkeyServer, make: Make) -> None:
     tier = make(f"{server.url}?prefix=length:")
-    with raw(server) as other:
+    with raw(server) as client:
 
-        def change(one: SampleObject, value: bytes | None) -> None:
-            name = f"length:{one.key.hex()}"
+        def change(sample: SampleObject, value: bytes | None) -> None:
+            name = f"length:{sample.key.hex()}"
             if value is None:
-                other.delete(name)
+                client.delete(name)
             else:
-                other.set(name, value)
+                client.set(name, value)
 
         samples = assert_other_lengths_are_damaged(tier, change)
-    assert tier.find([one.key for one in samples]) == [True, True, True, False, True]
+    assert tier.find([sample.key for sample in samples]) == [True, True, True, False, True]
 
 
 def test_what_is_not_ours_is_left_alone(server: ValkeyServer, make: Make) -> None:
-    tier, one, other_one = make(f"{server.url}?prefix=foreign:"), sample(1), sample(2)
-    with raw(server) as other:
-        other.rpush(f"foreign:{one.key.hex()}", "a list")
-        other.set("foreign:short", "x")
-        other.set(f"foreign:{'Z' * len(one.key.hex())}", "x")
-        assert isinstance(read(tier, one), DamagedError)
-        assert tier.put([other_one.putting()]) == [None]
-        assert sorted(tier.keys()) == sorted([one.key, other_one.key])
-        tier.discard([one.key], damaged=True)
-        assert isinstance(read(tier, one), MissingError)
-        assert tier.put([one.putting()]) == [None]
-        assert read(tier, one) is None
-        assert other.get("foreign:short") == b"x"
+    tier, sample, sound_sample = (
+        make(f"{server.url}?prefix=foreign:"),
+        make_sample(1),
+        make_sample(2),
+    )
+    with raw(server) as client:
+        client.rpush(f"foreign:{sample.key.hex()}", "a list")
+        client.set("foreign:short", "x")
+        client.set(f"foreign:{'Z' * len(sample.key.hex())}", "x")
+        assert isinstance(read(tier, sample), DamagedError)
+        assert tier.put([sound_sample.write_request()]) == [None]
+        assert sorted(tier.keys()) == sorted([sample.key, sound_sample.key])
+        tier.discard([sample.key], damaged=True)
+        assert isinstance(read(tier, sample), MissingError)
+        assert tier.put([sample.write_request()]) == [None]
+        assert read(tier, sample) is None
+        assert client.get("foreign:short") == b"x"
 
 
 def test_many_in_one_call(
@@ -170,7 +174,7 @@ def test_many_in_one_call(
     monkeypatch.setattr(module, "FLIGHT_BYTES_MAX", 100_000)
     tier = make(f"{server.url}?prefix=many:")
     samples = assert_many_in_one_call(tier, 60)
-    tier.discard([one.key for one in samples])
+    tier.discard([sample.key for sample in samples])
     assert list(tier.keys()) == []
 
 
@@ -181,22 +185,22 @@ def test_what_was_found_before_the_time_is_over_is_found(
     server: ValkeyServer, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FLIGHT_COMMANDS_MAX", 4)
-    tier, samples = make(f"{server.url}?prefix=cut:"), [sample(number) for number in range(10)]
-    assert tier.put([one.putting() for one in samples]) == [None] * 10
-    connection, given = tier._pool.connection, itertools.count(1)
+    tier, samples = make(f"{server.url}?prefix=cut:"), [make_sample(number) for number in range(10)]
+    assert tier.put([sample.write_request() for sample in samples]) == [None] * 10
+    connection, given = tier.pool.connection, itertools.count(1)
 
     def connected(deadline: Deadline) -> Any:
         if next(given) > flights:
             raise TierError("no answer in time")
         return connection(deadline)
 
-    monkeypatch.setattr(tier._pool, "connection", connected)
+    monkeypatch.setattr(tier.pool, "connection", connected)
     flights = 2
-    assert tier.find([one.key for one in samples]) == [True] * 8 + [False] * 2
+    assert tier.find([sample.key for sample in samples]) == [True] * 8 + [False] * 2
     assert tier.gauges()["finds_cut"] == 1
     flights = 0
     with pytest.raises(TierError, match="no answer in time"):
-        tier.find([one.key for one in samples])
+        tier.find([sample.key for sample in samples])
     assert tier.gauges()["finds_cut"] == 1
 
 
@@ -205,8 +209,8 @@ def test_a_full_server_is_full_and_still_answers(tmp_path: Path, make: Make) -> 
         tmp_path, "--maxmemory", "24mb", "--maxmemory-policy", "noeviction"
     ) as server:
         tier = make(server.url)
-        samples = [sample(number, 1 << 20, 1) for number in range(30)]
-        errors = tier.put([one.putting() for one in samples])
+        samples = [make_sample(number, 1 << 20, 1) for number in range(30)]
+        errors = tier.put([sample.write_request() for sample in samples])
         assert errors[0] is None
         assert isinstance(errors[-1], FullError)
         assert {type(error) for error in errors} == {type(None), FullError}
@@ -214,20 +218,20 @@ def test_a_full_server_is_full_and_still_answers(tmp_path: Path, make: Make) -> 
         tier.tend()
         assert tier.gauges()["bytes_max"] == 24 << 20
         assert tier.gauges()["objects"] == errors.count(None)
-        tier.discard([one.key for one in samples])
-        assert tier.put([samples[-1].putting()]) == [None]
+        tier.discard([sample.key for sample in samples])
+        assert tier.put([samples[-1].write_request()]) == [None]
 
 
 def test_a_value_longer_than_the_server_takes_is_refused_here(
     server: ValkeyServer, make: Make
 ) -> None:
-    tier, one = make(f"{server.url}?prefix=long:"), sample(1)
+    tier, sample = make(f"{server.url}?prefix=long:"), make_sample(1)
     piece = pages(1 << 20)
-    long = WriteRequest(sample(2).key, [piece] * 513)
-    errors = tier.put([long, one.putting()])
+    long = WriteRequest(make_sample(2).key, [piece] * 513)
+    errors = tier.put([long, sample.write_request()])
     assert isinstance(errors[0], FullError)
     assert errors[1] is None
-    assert read(tier, one) is None
+    assert read(tier, sample) is None
 
 
 # Servers that are gone, hung, or back again
@@ -239,15 +243,15 @@ def all_calls(tier: ValkeyTier) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.soak
 def test_a_killed_server_is_an_error_until_it_is_back(own_server: ValkeyServer, make: Make) -> None:
-    tier, one = make(own_server.url), sample(1)
-    assert tier.put([one.putting()]) == [None]
+    tier, sample = make(own_server.url), make_sample(1)
+    assert tier.put([sample.write_request()]) == [None]
     own_server.kill()
     assert_each_fails(all_calls(tier), SLACK_SECONDS)
     own_server.start()
     tier.tend()
-    assert isinstance(read(tier, one), MissingError)
-    assert tier.put([one.putting()]) == [None]
-    assert read(tier, one) is None
+    assert isinstance(read(tier, sample), MissingError)
+    assert tier.put([sample.write_request()]) == [None]
+    assert read(tier, sample) is None
 
 
 def test_a_server_that_was_restarted_between_two_calls_is_not_noticed(
@@ -269,7 +273,7 @@ def test_a_server_killed_in_the_middle_of_a_call(own_server: ValkeyServer, make:
 @pytest.mark.soak
 def test_a_stopped_server_keeps_nobody_waiting(own_server: ValkeyServer, make: Make) -> None:
     tier = make(f"{own_server.url}?timeout=0.3")
-    big = sample(3, 8 << 20, 2)  # more than fits into the socket
+    big = make_sample(3, 8 << 20, 2)  # more than fits into the socket
     assert_keeps_nobody_waiting(tier, own_server, all_calls(tier), [big])
 
 
@@ -331,8 +335,8 @@ def sentence(url: str) -> str:
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[ValkeyServer]:
     with ValkeyServer(tmp_path, "--requirepass", "open/#?@:%") as running:
-        with library.Valkey(host="127.0.0.1", port=running.port, password="open/#?@:%") as other:
-            other.acl_setuser(
+        with library.Valkey(host="127.0.0.1", port=running.port, password="open/#?@:%") as client:
+            client.acl_setuser(
                 "reader",
                 enabled=True,
                 passwords=["+qzxjwv"],
@@ -349,7 +353,7 @@ def test_a_wrong_password_is_told_and_not_printed(guarded: ValkeyServer, make: M
     assert "refuses this user or password" in sentence(f"valkey://who:qzxjwv@{place}")
     assert "GET SET" in sentence(f"valkey://reader:qzxjwv@{place}")
     tier = make(f"valkey://:open%2F%23%3F%40%3A%25@{place}")
-    assert read(tier, sample(1)) is not None
+    assert read(tier, make_sample(1)) is not None
     assert "qzxjwv" not in repr(tier_of(f"valkey://:qzxjwv@{place}").__dict__)
 
 
@@ -361,7 +365,7 @@ def test_a_password_may_stand_in_a_file(guarded: ValkeyServer, make: Make, tmp_p
     with pytest.raises(ConfigError, match="refuses this user or password"):
         tier_of(url).open()
     file.write_text("open/#?@:%\n")
-    assert read(make(url), sample(1)) is not None
+    assert read(make(url), make_sample(1)) is not None
     file.write_text("qzxjwv")
     with pytest.raises(ConfigError, match="GET SET"):
         tier_of(f"valkey://reader@{place}?password_file={file}").open()
@@ -376,10 +380,10 @@ def test_a_password_that_was_changed_is_an_error_of_each_item(
     guarded: ValkeyServer, make: Make
 ) -> None:
     tier = make(f"valkey://:open%2F%23%3F%40%3A%25@127.0.0.1:{guarded.port}/0")
-    with library.Valkey(host="127.0.0.1", port=guarded.port, password="open/#?@:%") as other:
-        other.config_set("requirepass", "another")
-        other.client_kill_filter(_type="normal", skipme=True)
-    assert type(read(tier, sample(1))) is TierError
+    with library.Valkey(host="127.0.0.1", port=guarded.port, password="open/#?@:%") as client:
+        client.config_set("requirepass", "another")
+        client.client_kill_filter(_type="normal", skipme=True)
+    assert type(read(tier, make_sample(1))) is TierError
     with pytest.raises(ConfigError):
         tier.open()
 
@@ -469,7 +473,7 @@ class Relay:
         self._start(self._accept)
 
     def close(self) -> None:
-        """After every client has closed."""
+        """Close the server, after every client has closed."""
         self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         for thread in self._threads:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hybridkv.core.coverage import part_bytes, stored_blocks
+from hybridkv.core.coverage import SlotShape, part_bytes, stored_blocks
 from hybridkv.core.findings import Verdict
 from hybridkv.core.geometry import Geometry, GroupKind, length_finding
 from hybridkv.core.sizes import parse_size
@@ -36,19 +36,26 @@ def preview(
     geometry: Geometry, max_model_len: int, rule: StateRule | None = None, refused: str = ""
 ) -> ConfigPreview:
     groups = tuple(
-        GroupPreview(g.gid, str(g.kind), g.tokens_per_block, 2, g.block_bytes, g.window_tokens)
-        for g in geometry.groups
+        GroupPreview(
+            gid=group.gid,
+            kind=str(group.kind),
+            tokens_per_block=group.tokens_per_block,
+            layers=2,
+            block_bytes=group.block_bytes,
+            window_tokens=group.window_tokens,
+        )
+        for group in geometry.groups
     )
     if refused:
         groups += (GroupPreview(len(groups), "SinkFullAttentionSpec", 16, 1, 96, refusal=refused),)
     return ConfigPreview(
-        "model",
-        max_model_len,
-        "auto",
-        geometry.ranks,
-        groups,
-        None if refused else geometry,
-        rule or StateRule(),
+        model="model",
+        max_model_len=max_model_len,
+        kv_dtype="auto",
+        ranks=geometry.ranks,
+        groups=groups,
+        geometry=None if refused else geometry,
+        states=rule or StateRule(),
     )
 
 
@@ -132,7 +139,7 @@ def test_objects_of_a_prompt_are_counted_one_by_one(
     name: str, rule: StateRule, tokens: int
 ) -> None:
     geometry = LAYOUTS[name]
-    expected: Counter[tuple[int, int]] = Counter()
+    expected: Counter[SlotShape] = Counter()
     for group in geometry.groups:
         parts = 1 if group.replicated else geometry.ranks
         if group.kind is GroupKind.RECURRENT:

@@ -40,7 +40,14 @@ def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(
         for index, group in enumerate(geometry.groups)
         for chunk in needed_chunks(geometry, group, hit)
     ]
-    runs = plan_load(geometry, hit, local, tables, pack_u64(offsets), pack_u64([7] * len(offsets)))
+    runs = plan_load(
+        geometry=geometry,
+        hit_chunks=hit,
+        local_tokens=local,
+        tables=tables,
+        offsets=pack_u64(offsets),
+        generations=pack_u64([7] * len(offsets)),
+    )
     ops = [op for run in runs for op in run.ops()]
     assert [run.objects for run in runs] == [len(list(run.ops())) for run in runs]
     for index, group in enumerate(geometry.groups):
@@ -65,13 +72,25 @@ def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(
 def storable(
     geometry: Geometry, index: int, chunks: range, mask: bytes, table: list[int]
 ) -> list[CopyOp]:
-    """What workers store of it."""
+    """Returns the copies of the objects that workers would store."""
     spans, _ = storable_spans(geometry, index, chunks, mask, table)
     slots = pack_u64(list(range(max(1, sum(span.objects for span in spans)))))
     runs = [
         CopyRun(span, slots[: span.objects * U64], slots[: span.objects * U64]) for span in spans
     ]
     return [op for run in runs for op in run.copies() if NULL_BLOCK not in op.blocks]
+
+
+def plan_full_load(hit: int, table: list[int], slots: bytes) -> tuple[CopyRun, ...]:
+    """Plan a load into one full group, without a local hit."""
+    return plan_load(
+        geometry=LAYOUTS["qwen3"],
+        hit_chunks=hit,
+        local_tokens=0,
+        tables=[table],
+        offsets=slots,
+        generations=slots,
+    )
 
 
 def test_a_null_block_is_never_stored_and_never_loaded_into() -> None:
@@ -84,21 +103,21 @@ def test_a_null_block_is_never_stored_and_never_loaded_into() -> None:
         "holes are counted"
     )
     with pytest.raises(PlanError, match="no block for a chunk"):
-        plan_load(geometry, 2, 0, [[5, NULL_BLOCK]], slots, slots)
+        plan_full_load(2, [5, NULL_BLOCK], slots)
     with pytest.raises(PlanError, match="no block for the end"):
-        plan_load(geometry, 2, 0, [[5]], slots, slots)
+        plan_full_load(2, [5], slots)
 
 
 def test_a_null_block_among_others_is_found_before_anything_is_copied() -> None:
     slots = pack_u64([0, 1, 2])
-    (run,) = plan_load(LAYOUTS["qwen3"], 3, 0, [[5, NULL_BLOCK, 7]], slots, slots)
+    (run,) = plan_full_load(3, [5, NULL_BLOCK, 7], slots)
     with pytest.raises(PlanError, match="null block"):
         next(run.ops())
 
 
 def test_slots_must_match_what_the_hit_needs() -> None:
     with pytest.raises(PlanError, match="1 slots for the 2 objects"):
-        plan_load(LAYOUTS["qwen3"], 2, 0, [[5, 6]], pack_u64([0]), pack_u64([0]))
+        plan_full_load(2, [5, 6], pack_u64([0]))
 
 
 def drawn(data: st.DataObject, name: str) -> tuple[Geometry, int, int]:

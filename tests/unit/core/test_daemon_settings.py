@@ -1,7 +1,7 @@
 """The table of the daemon's settings: where each may be given, and which place wins."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -9,37 +9,46 @@ from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSettings, resol
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.settings import parse_settings
 
-GIVEN: dict[str, tuple[str, str, Any]] = {
-    "socket": ("/a/d.sock", "/b/d.sock", "/c/d.sock"),
-    "ram": ("1GiB", "2GiB", "3GiB"),
-    "shm_dir": ("/a", "/b", "/c"),
-    "arena_ttl": ("1min", "2h", 30),
-    "eviction": ("lru", "lru", "lru"),
-    "salt_quota": ("1MiB", "2MiB", 4096),
-    "metrics_port": ("1", "2", 3),
-    "metrics_host": ("127.0.0.2", "::1", "127.0.0.3"),
-    "metrics_token": ("file:/a", "file:/b", "file:/c"),
-    "fresh": ("true", "1", True),
-    "disk": ("/a", "/b", "/c"),
-    "disk_bytes": ("1MiB", "2MiB", "3MiB"),
-    "tiers": ("disk:///a", "disk:///b s3://c/d", ["disk:///c"]),
-    "node": ("a", "b", "c"),
-    "traces": ("http://a", "http://b", "https://c"),
-    "log_level": ("debug", "warning", "error"),
-    "log_format": ("json", "json", "json"),
-    "group": ("a", "b", "c"),
-    "log_file": ("/a", "/b", "auto"),
+
+class GivenValues(NamedTuple):
+    """One setting, as it is given in each place."""
+
+    word: str  # Of the command line.
+    variable: str
+    in_file: Any
+
+
+GIVEN: dict[str, GivenValues] = {
+    "socket": GivenValues("/a/d.sock", "/b/d.sock", "/c/d.sock"),
+    "ram": GivenValues("1GiB", "2GiB", "3GiB"),
+    "shm_dir": GivenValues("/a", "/b", "/c"),
+    "arena_ttl": GivenValues("1min", "2h", 30),
+    "eviction": GivenValues("lru", "lru", "lru"),
+    "salt_quota": GivenValues("1MiB", "2MiB", 4096),
+    "metrics_port": GivenValues("1", "2", 3),
+    "metrics_host": GivenValues("127.0.0.2", "::1", "127.0.0.3"),
+    "metrics_token": GivenValues("file:/a", "file:/b", "file:/c"),
+    "fresh": GivenValues("true", "1", True),
+    "disk": GivenValues("/a", "/b", "/c"),
+    "disk_bytes": GivenValues("1MiB", "2MiB", "3MiB"),
+    "tiers": GivenValues("disk:///a", "disk:///b s3://c/d", ["disk:///c"]),
+    "node": GivenValues("a", "b", "c"),
+    "traces": GivenValues("http://a", "http://b", "https://c"),
+    "log_level": GivenValues("debug", "warning", "error"),
+    "log_format": GivenValues("json", "json", "json"),
+    "group": GivenValues("a", "b", "c"),
+    "log_file": GivenValues("/a", "/b", "auto"),
 }
-"""Of each setting a word of the command line, a variable and a value in a file."""
 
 
 def test_every_setting_may_be_given_in_each_place() -> None:
     assert GIVEN.keys() == DAEMON_SETTINGS.keys()
     words = {
-        key: [one] if DAEMON_SETTINGS[key].is_list else one for key, (one, _, _) in GIVEN.items()
+        key: [given.word] if DAEMON_SETTINGS[key].is_list else given.word
+        for key, given in GIVEN.items()
     }
-    variables = {DAEMON_SETTINGS[key].variable: text for key, (_, text, _) in GIVEN.items()}
-    file = {key: value for key, (_, _, value) in GIVEN.items()}
+    variables = {DAEMON_SETTINGS[key].variable: given.variable for key, given in GIVEN.items()}
+    file = {key: given.in_file for key, given in GIVEN.items()}
     default = DaemonSettings()
     places = [
         resolve(words, {}, {}, ""),
@@ -47,8 +56,8 @@ def test_every_setting_may_be_given_in_each_place() -> None:
         resolve({}, {}, file, "f.toml"),
     ]
     for settings in places:
-        for one in fields(settings):
-            assert getattr(settings, one.name) != getattr(default, one.name), one.name
+        for field in fields(settings):
+            assert getattr(settings, field.name) != getattr(default, field.name), field.name
     assert resolve(words, variables, file, "f.toml") == places[0]
     assert resolve({}, variables, file, "f.toml") == places[1]
     assert resolve({}, {}, {}, "") == default

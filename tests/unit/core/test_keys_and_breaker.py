@@ -27,14 +27,14 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
     """Requirements B18, D15: no PYTHONHASHSEED is ever needed."""
     code = f"from hybridkv.core.keys import fingerprint; print(fingerprint({FACTS!r}).hex())"
     for seed in ("1", "2"):
-        said = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code],
             env={"PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
             check=True,
         )
-        assert said.stdout.strip() == fingerprint(FACTS).hex()
+        assert process.stdout.strip() == fingerprint(FACTS).hex()
 
 
 def test_hashes_of_another_length_become_ours() -> None:

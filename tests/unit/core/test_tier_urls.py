@@ -119,14 +119,14 @@ def test_a_directory_as_a_url() -> None:
 
 @given(st.text(max_size=60) | st.from_regex(r"[a-z0-9]{1,6}://?/?[^\n]{0,40}", fullmatch=True))
 def test_anything_is_a_tier_or_one_sentence(url: str) -> None:
-    said = ""
+    message = ""
     try:
         spec = parse_tier(url, "tier")
     except ConfigError as error:
-        said = str(error)
-    if said:
-        assert said.startswith("tier")
-        assert said.count("\n") <= url.count("\n")
+        message = str(error)
+    if message:
+        assert message.startswith("tier")
+        assert message.count("\n") <= url.count("\n")
     else:
         assert 0.01 <= spec.timeout_seconds <= 60.0
         assert spec.max_bytes is None or spec.max_bytes > 0

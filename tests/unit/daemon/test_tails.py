@@ -168,3 +168,15 @@ def test_a_tier_that_must_be_asked_is_not_asked_for_tails() -> None:
     node.work()
     found = node.answer()
     assert (found.chunks, found.tail) == (1, 0)
+
+
+def test_who_waits_for_a_tail_that_is_read_for_another_knows_its_own_place(tmp_path: Path) -> None:
+    """The second lookup has fewer chunks and fewer names of tails than that which reads it."""
+    node = below_ram(tmp_path, 0, 104)
+    assert isinstance(looked_up(node, lease=7), Pending)
+    shorter = Lookup(6, 8, hashes(0, 1), WAIT_MS, tails=hashes(103, 104, 105), tails_from=1)
+    assert isinstance(node.daemon.handle(1, shorter, node.now), Pending)
+    node.work()
+    answers = [found for _, found in node.daemon.outgoing if isinstance(found, Found)]
+    assert [(found.chunks, found.tail) for found in answers] == [(2, 5), (2, 2)]
+    assert [found.tiers for found in answers] == [{"disk": 2}] * 2

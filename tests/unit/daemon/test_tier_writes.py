@@ -150,7 +150,7 @@ def test_tiers_that_hang_do_not_keep_others_from_being_written(hung: int) -> Non
     assert (
         len(set(done)) == well.counters["objects_written"] == objects == node.daemon.store.objects
     )
-    held = [slot.size_bytes for slot in node.daemon.demotion.held()]
+    held = [slot.size_bytes for slot in node.daemon.demotion.held_slots()]
     share = len(node.memory) // HELD_SHARE
     assert share - max(held) < sum(held), "it was a limit"
     assert sum(held) <= min(hung * share, len(node.memory) // HELD_SHARE_ALL + hung * max(held))
@@ -159,7 +159,7 @@ def test_tiers_that_hang_do_not_keep_others_from_being_written(hung: int) -> Non
 def test_the_first_write_holds_no_more_of_a_small_arena_than_later_ones() -> None:
     node = remote({}, "sim://0", arena=ARENA // 4)
     node.store(FULL, [1, 2, 3])
-    held = [slot.size_bytes for slot in node.daemon.demotion.held()]
+    held = [slot.size_bytes for slot in node.daemon.demotion.held_slots()]
     share = len(node.memory) // HELD_SHARE
     assert share - max(held) < sum(held) <= share
 
@@ -265,7 +265,7 @@ def test_what_was_to_be_written_to_a_tier_that_hangs_may_go(tmp_path: Path) -> N
         for index, group in enumerate(FULL.groups):
             slots = grant(node.daemon, 1, part_bytes(FULL, group, 0), 1, FULL.parts(group))
             commit(node.daemon, 1, slots, index, [first] * len(slots))
-    (leaving,) = node.daemon.demotion._leaving
+    (leaving,) = node.daemon.demotion.leaving
     slots_held = [item.slot for item in leaving]
     assert slots_held
     node.tick(0.6)

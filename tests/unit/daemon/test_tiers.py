@@ -534,7 +534,7 @@ def test_a_tier_is_asked_in_rounds(end: str, monkeypatch: pytest.MonkeyPatch) ->
     node.jobs.clear()
     assert len(first.items) == 2
     if end == "is left alone":
-        monkeypatch.setattr(TierState, "reads", lambda *_: False)
+        monkeypatch.setattr(TierState, "may_read", lambda *_: False)
     node.finish(first, execute(node.daemon.tiers[0].tier, first, node.memory))
     if end == "fails":
         (second,) = node.jobs

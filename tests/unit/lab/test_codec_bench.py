@@ -8,13 +8,16 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.codec_bench import measure_codecs
 from hybridkv.tiers.disk.tier import DiskTier
-from tests.tier_suite import sample
+from tests.tier_suite import make_sample
 
 
 def test_the_objects_of_a_directory_are_measured(tmp_path: Path) -> None:
     tier = DiskTier(parse_tier(f"disk://{tmp_path}/tier?bytes=64MiB", "disk"), "here")
     tier.open()
-    assert tier.put([sample(number, 100_000).putting() for number in range(3)]) == [None] * 3
+    assert (
+        tier.put([make_sample(number, 100_000).write_request() for number in range(3)])
+        == [None] * 3
+    )
     rows = measure_codecs(str(tmp_path / "tier"))
     assert [row["codec"] for row in rows] == ["zplanes", "none, key", "zplanes, key"]
     assert {row["objects"] for row in rows} == {f"3 objects of {tmp_path}/tier"}

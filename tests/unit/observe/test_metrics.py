@@ -23,7 +23,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe import catalog
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import WebPages
-from hybridkv.tiers.health import ERROR_COUNTERS
+from hybridkv.tiers.health import ERROR_COUNTERS, MOVE_COUNTERS
 from hybridkv.tiers.load_or_compute import ShortfallKind
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -151,6 +151,7 @@ def test_whatever_the_daemon_counts_is_described() -> None:
     for metric, label in (kind.counter for kind in ShortfallKind):
         assert metric in (catalog.LABELLED if label else catalog.PLAIN)
     names += map(CountedName, ERROR_COUNTERS.values())
+    names += (CountedName(name) for counters in MOVE_COUNTERS.values() for name in counters)
     assert len(names) > 20
     for name, is_start in names:
         assert name in known or (is_start and name in starts), name

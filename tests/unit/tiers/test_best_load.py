@@ -79,16 +79,19 @@ def test_the_latest_measurement_counts_half() -> None:
     amount=st.floats(1, 1e15),
     seconds=st.floats(0, 1e6),
     age=st.floats(0, 1e9),
-    more=st.floats(0, 1e9),
+    later_by=st.floats(0, 1e9),
 )
 def test_what_was_slow_is_believed_less_and_less(
-    amount: float, seconds: float, age: float, more: float
+    amount: float, seconds: float, age: float, later_by: float
 ) -> None:
     speed = Speed().measured(amount, seconds, 100.0)
     at_once = speed.seconds(amount, 100.0)
     assert at_once == pytest.approx(max(seconds, MEASURED_SECONDS_MIN))
     assert speed.seconds(amount, 50.0) == at_once, "a clock that steps back makes nothing older"
-    later, latest = speed.seconds(amount, 100.0 + age), speed.seconds(amount, 100.0 + age + more)
+    later, latest = (
+        speed.seconds(amount, 100.0 + age),
+        speed.seconds(amount, 100.0 + age + later_by),
+    )
     assert 0 < latest <= later <= at_once
     assert math.isfinite(later)
     assert speed.seconds(amount, 100.0 + DOUBLING_SECONDS) == pytest.approx(at_once / 2)

@@ -6,7 +6,7 @@ import random
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +30,7 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LAYOUT_FILE, check_root
 from hybridkv.tiers.factory import make_tier
 from tests.invariants import check_disk
-from tests.tier_suite import SampleObject, TierSuite, read, sample
+from tests.tier_suite import SampleObject, TierSuite, make_sample, read
 
 
 def disk(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
@@ -72,10 +72,9 @@ class TestSharedDirectory(TierSuite):
 
 
 class TestWithoutDirectIO(TestDisk):
-    def make(self) -> DiskTier:
-        tier = disk(self._root)
-        tier._probe = lambda: setattr(tier, "_direct", 0)  # type: ignore[method-assign]
-        return tier
+    @pytest.fixture(autouse=True)
+    def _no_flag(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "O_DIRECT", 0)
 
 
 class TestInjected(TestDisk):
@@ -119,7 +118,7 @@ def test_a_file_system_without_direct_io_is_told_of_at_the_first_start(
 
     with mock.patch("os.open", without), caplog.at_level("INFO", "hybridkv.daemon"):
         tier = opened(tmp_path)
-        assert tier.put([sample(1).putting()]) == [None]
+        assert tier.put([make_sample(1).write_request()]) == [None]
     assert [line.endswith("; no direct I/O there") for line in caplog.messages] == [True]
 
 
@@ -128,22 +127,22 @@ def test_faults_come_as_often_as_asked_for(tmp_path: Path) -> None:
         url = f"inject+disk://{tmp_path}/{option}?bytes=64MiB&{option}=0.5&seed=3"
         tier = make_tier(parse_tier(url, "disk"), "here")
         tier.open()
-        samples = [sample(number) for number in range(40)]
-        for one in samples:
-            while tier.put([one.putting()]) != [None]:
+        samples = [make_sample(number) for number in range(40)]
+        for sample in samples:
+            while tier.put([sample.write_request()]) != [None]:
                 pass
-        told: list[TierError | None] = []
-        for one in samples:
+        found: list[TierError | None] = []
+        for sample in samples:
             try:
-                told.append(read(tier, one))
+                found.append(read(tier, sample))
             except AssertionError:
-                told.append(DamagedError("seen by whoever proves it"))
-        return told
+                found.append(DamagedError("seen by whoever proves it"))
+        return found
 
     for option, kind in (("fail", TierError), ("lose", MissingError), ("damage", DamagedError)):
-        told = errors(option)
-        assert 10 < sum(type(error) is kind for error in told) < 30
-        assert 10 < told.count(None) < 30
+        found = errors(option)
+        assert 10 < sum(type(error) is kind for error in found) < 30
+        assert 10 < found.count(None) < 30
 
 
 def test_options_that_are_no_numbers_are_one_sentence(tmp_path: Path) -> None:
@@ -154,19 +153,19 @@ def test_options_that_are_no_numbers_are_one_sentence(tmp_path: Path) -> None:
 
 def chain(length: int, start: int = 0, part_bytes: int = 9000) -> list[tuple[SampleObject, bytes]]:
     """Records of one prompt's prefix, each with the tag of the one before."""
-    samples = [sample(start + 5 * n, part_bytes, namespace=b"n" * 32) for n in range(length)]
-    parents = [bytes(8), *(one.record.name.chunk_hash[:8] for one in samples[:-1])]
+    samples = [make_sample(start + 5 * n, part_bytes, namespace=b"n" * 32) for n in range(length)]
+    parents = [bytes(8), *(sample.record.name.chunk_hash[:8] for sample in samples[:-1])]
     return list(zip(samples, parents, strict=True))
 
 
 def put(tier: DiskTier, records: list[tuple[SampleObject, bytes]]) -> list[TierError | None]:
-    return tier.put([one.putting()._replace(parent=parent) for one, parent in records])
+    return tier.put([sample.write_request()._replace(parent=parent) for sample, parent in records])
 
 
 def test_the_bound_holds_for_what_the_files_really_take(tmp_path: Path, rng: random.Random) -> None:
     tier = opened(tmp_path, size="1MiB")
     for number in range(200):
-        assert tier.put([sample(number, rng.randrange(1, 60_000)).putting()]) == [None]
+        assert tier.put([make_sample(number, rng.randrange(1, 60_000)).write_request()]) == [None]
         assert real_bytes(tmp_path) <= 1 << 20
         check_disk(tier)
     assert tier.gauges()["bytes"] > 800 << 10
@@ -174,20 +173,20 @@ def test_the_bound_holds_for_what_the_files_really_take(tmp_path: Path, rng: ran
 
 def test_what_never_fits_is_refused(tmp_path: Path) -> None:
     tier = opened(tmp_path, size="64KiB")
-    assert tier.put([sample(1).putting()]) == [None]
-    (error,) = tier.put([sample(2, 100_000).putting()])
+    assert tier.put([make_sample(1).write_request()]) == [None]
+    (error,) = tier.put([make_sample(2, 100_000).write_request()])
     assert isinstance(error, FullError)
-    assert read(tier, sample(1)) is None
+    assert read(tier, make_sample(1)) is None
 
 
 def test_a_lower_bound_holds_as_soon_as_the_next_one_opens(tmp_path: Path) -> None:
     tier = opened(tmp_path, size="4MiB")
-    tier.put([sample(number, 100_000).putting() for number in range(15)])
+    tier.put([make_sample(number, 100_000).write_request() for number in range(15)])
     assert real_bytes(tmp_path) > 1 << 20
     again = opened(tmp_path, size="1MiB")
     assert real_bytes(tmp_path) <= 1 << 20
     check_disk(again)
-    assert read(again, sample(14, 100_000)) is None, "the oldest go"
+    assert read(again, make_sample(14, 100_000)) is None, "the oldest go"
 
 
 def test_suffixes_go_before_prefixes_also_after_a_restart(tmp_path: Path) -> None:
@@ -199,7 +198,7 @@ def test_suffixes_go_before_prefixes_also_after_a_restart(tmp_path: Path) -> Non
         if restart:
             tier = opened(root, size="480KiB")
         put(tier, chain(8, start=1000))
-        there = tier.find([one.key for one, _ in records])
+        there = tier.find([sample.key for sample, _ in records])
         assert there[0]
         assert sorted(there, reverse=True) == there, "what is left is a prefix"
         assert not all(there)
@@ -208,10 +207,13 @@ def test_suffixes_go_before_prefixes_also_after_a_restart(tmp_path: Path) -> Non
 
 def test_names_that_wait_for_each_other_are_no_dead_end(tmp_path: Path) -> None:
     tier = opened(tmp_path, size="64KiB")
-    one, other = (sample(number, namespace=b"n" * 32) for number in (0, 5))
-    put(tier, [(one, other.record.name.chunk_hash[:8]), (other, one.record.name.chunk_hash[:8])])
+    first, second = (make_sample(number, namespace=b"n" * 32) for number in (0, 5))
+    put(
+        tier,
+        [(first, second.record.name.chunk_hash[:8]), (second, first.record.name.chunk_hash[:8])],
+    )
     for number in range(20):
-        assert tier.put([sample(10 + number).putting()]) == [None]
+        assert tier.put([make_sample(10 + number).write_request()]) == [None]
     check_disk(tier)
 
 
@@ -224,36 +226,40 @@ def test_a_killed_writers_leftovers_go(tmp_path: Path) -> None:
 
 def test_what_a_lost_writer_left_is_taken_over_within_the_bound(tmp_path: Path) -> None:
     lost = opened(tmp_path, "lost")
-    samples = [sample(number, 100_000) for number in range(15)]
-    lost.put([one.putting() for one in samples])
+    samples = [make_sample(number, 100_000) for number in range(15)]
+    lost.put([sample.write_request() for sample in samples])
     tier = opened(tmp_path, size="1MiB")
-    assert all(tier.find([one.key for one in samples])), "others' files are read where they are"
+    assert all(tier.find([sample.key for sample in samples])), (
+        "others' files are read where they are"
+    )
     tier.tend()
     assert (tmp_path / "objects/lost").exists(), "it may still live"
     os.utime(tmp_path / "objects/lost/alive", (1, 1))
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert not (tmp_path / "objects/lost").exists()
     assert 500 << 10 < real_bytes(tmp_path) <= 1 << 20
     check_disk(tier)
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     kept = [
-        one
-        for one, there in zip(samples, tier.find([one.key for one in samples]), strict=True)
+        sample
+        for sample, there in zip(
+            samples, tier.find([sample.key for sample in samples]), strict=True
+        )
         if there
     ]
     assert kept
-    assert [read(tier, one) for one in kept] == [None] * len(kept)
-    for one in samples:
-        assert isinstance(read(lost, one), MissingError | None)
+    assert [read(tier, sample) for sample in kept] == [None] * len(kept)
+    for sample in samples:
+        assert isinstance(read(lost, sample), MissingError | None)
 
 
 def test_two_daemons_of_one_name_do_not_write_over_each_other(tmp_path: Path) -> None:
     first = opened(tmp_path)
     first.tend()
     opened(tmp_path).tend()
-    first._writers._alive_at = 0
+    first.writers.alive_due_at = 0
     with pytest.raises(TierError, match="another daemon"):
         first.tend()
 
@@ -262,19 +268,19 @@ def test_a_writer_that_has_just_come_is_not_taken_over(tmp_path: Path) -> None:
     """It has made its directory, and had no time to say that it lives."""
     tier = opened(tmp_path)
     (tmp_path / "objects/new/tmp").mkdir(parents=True)
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert (tmp_path / "objects/new/tmp").exists()
     os.utime(tmp_path / "objects/new", (1, 1))
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert not (tmp_path / "objects/new").exists(), "but not for ever"
 
 
 def test_a_writer_that_is_taken_over_while_it_comes_back_opens_all_the_same(tmp_path: Path) -> None:
-    opened(tmp_path, "back").put([sample(1).putting()])
+    opened(tmp_path, "back").put([make_sample(1).write_request()])
     os.utime(tmp_path / "objects/back/alive", (1, 1))
-    other, back = opened(tmp_path), disk(tmp_path, "back")
+    neighbour, back = opened(tmp_path), disk(tmp_path, "back")
     listdir = os.listdir
 
     turns = iter([True])
@@ -282,28 +288,28 @@ def test_a_writer_that_is_taken_over_while_it_comes_back_opens_all_the_same(tmp_
     def meanwhile(path: str | Path) -> list[str]:
         if Path(path).parent.name == "back" and next(turns, False):
             os.utime(tmp_path / "objects/back/alive", (1, 1))
-            other._writers._look_at = 0
-            other.tend()
+            neighbour.writers.look_due_at = 0
+            neighbour.tend()
         return listdir(path)
 
     with mock.patch("os.listdir", meanwhile):
         back.open()
-    assert read(other, sample(1)) is None
-    assert back.put([sample(2).putting()]) == [None]
+    assert read(neighbour, make_sample(1)) is None
+    assert back.put([make_sample(2).write_request()]) == [None]
 
 
 def test_a_writer_that_was_silent_for_too_long_goes_on(tmp_path: Path) -> None:
     """As after a night in standby: the others have its objects, and it writes new ones."""
-    tier, other = opened(tmp_path), opened(tmp_path, "other")
-    tier.put([sample(1).putting()])
+    tier, neighbour = opened(tmp_path), opened(tmp_path, "other")
+    tier.put([make_sample(1).write_request()])
     os.utime(tmp_path / "objects/here/alive", (1, 1))
-    other._writers._look_at = 0
-    other.tend()
-    assert isinstance(read(tier, sample(1)), MissingError)
+    neighbour.writers.look_due_at = 0
+    neighbour.tend()
+    assert isinstance(read(tier, make_sample(1)), MissingError)
     tier.tend()
-    assert read(tier, sample(1)) is None, "it is the other's now"
-    assert tier.put([sample(2).putting()]) == [None]
-    assert read(tier, sample(2)) is None
+    assert read(tier, make_sample(1)) is None, "it is the other's now"
+    assert tier.put([make_sample(2).write_request()]) == [None]
+    assert read(tier, make_sample(2)) is None
     check_disk(tier)
 
 
@@ -313,8 +319,8 @@ def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
         opened(tmp_path),
     )
     guest.open()
-    guest.put([sample(1).putting()])
-    tier._writers._look_at = 0
+    guest.put([make_sample(1).write_request()])
+    tier.writers.look_due_at = 0
     tier.tend()
     assert (tmp_path / "objects/guest").exists()
     opened(tmp_path, "lost")
@@ -322,33 +328,33 @@ def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
     guest.tend()
     assert (tmp_path / "objects/lost").exists(), "that is for those who stay"
     guest.leave()
-    tier._writers._look_at = 0
+    tier.writers.look_due_at = 0
     tier.tend()
     assert [path.name for path in (tmp_path / "objects").iterdir()] == ["here"]
-    assert read(tier, sample(1)) is None
+    assert read(tier, make_sample(1)) is None
     assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
 
 
 def test_what_cannot_be_removed_counts(tmp_path: Path) -> None:
     """A file system that is read-only for a while: nothing is forgotten that is still there."""
     tier = opened(tmp_path, size="256KiB")
-    samples = [sample(number, 9000) for number in range(9)]
-    assert tier.put([one.putting() for one in samples]) == [None] * 9
+    samples = [make_sample(number, 9000) for number in range(9)]
+    assert tier.put([sample.write_request() for sample in samples]) == [None] * 9
     read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
     with (
         mock.patch("os.unlink", side_effect=read_only),
         mock.patch("os.rename", side_effect=read_only),
     ):
         for number in range(9, 30):
-            (error,) = tier.put([sample(number, 9000).putting()])
+            (error,) = tier.put([make_sample(number, 9000).write_request()])
             assert isinstance(error, TierError)
             assert real_bytes(tmp_path) <= 256 << 10
-        assert all(tier.find([one.key for one in samples])), "nothing was evicted in vain"
+        assert all(tier.find([sample.key for sample in samples])), "nothing was evicted in vain"
         tier.discard([samples[0].key], damaged=True)
         assert isinstance(read(tier, samples[0]), MissingError)
         check_disk(tier)
     for number in range(40, 60):
-        assert tier.put([sample(number, 9000).putting()]) == [None]
+        assert tier.put([make_sample(number, 9000).write_request()]) == [None]
         check_disk(tier)
     tier.tend()
     assert not list(tmp_path.glob("objects/here/tmp/*/*"))
@@ -360,51 +366,60 @@ def test_what_cannot_be_removed_counts(tmp_path: Path) -> None:
     check_disk(tier)
 
 
+def before_write(action: Callable[[], None]) -> Any:
+    """Patches os.pwritev, so that `action` is called before the first write to a file."""
+    real, turns = os.pwritev, iter([True])
+
+    def pwritev(*args: Any) -> int:
+        if next(turns, False):
+            action()
+        return real(*args)
+
+    return mock.patch("os.pwritev", pwritev)
+
+
 def test_one_object_under_two_names_is_one_file(tmp_path: Path) -> None:
     """Two threads put it at the same time, of two prompts: its prefix is told differently."""
     tier = opened(tmp_path)
-    one = sample(1)
-    write = tier._write
+    sample = make_sample(1)
 
-    def slowly(*args: Any) -> int:
-        tier._write = write  # type: ignore[method-assign]
-        assert tier.put([one.putting()._replace(parent=b"parent__")]) == [None]
-        return write(*args)
+    def put_second_name() -> None:
+        assert tier.put([sample.write_request()._replace(parent=b"parent__")]) == [None]
 
-    tier._write = slowly  # type: ignore[method-assign, assignment]
-    assert tier.put([one.putting()]) == [None]
+    with before_write(put_second_name):
+        assert tier.put([sample.write_request()]) == [None]
     assert len(list(tmp_path.glob("objects/here/??/*"))) == 1
-    assert read(tier, one) is None
+    assert read(tier, sample) is None
     check_disk(tier)
 
 
 @pytest.mark.parametrize("cut", range(0, 24_576, 512))
 def test_a_file_that_was_cut_is_damaged(tmp_path: Path, cut: int) -> None:
     tier = opened(tmp_path)
-    one = sample(1)
-    tier.put([one.putting()])
+    sample = make_sample(1)
+    tier.put([sample.write_request()])
     (path,) = tmp_path.glob("objects/here/??/*")
     if cut < path.stat().st_size:
         os.truncate(path, cut)
-        assert isinstance(read(tier, one), DamagedError)
+        assert isinstance(read(tier, sample), DamagedError)
 
 
 def test_quarantine_keeps_a_few(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     for number in range(QUARANTINE_MAX + 5):
-        tier.put([sample(number).putting()])
-        tier.discard([sample(number).key], damaged=True)
+        tier.put([make_sample(number).write_request()])
+        tier.discard([make_sample(number).key], damaged=True)
     assert len(list((tmp_path / "quarantine").iterdir())) == QUARANTINE_MAX
     assert tier.gauges()["bytes"] == 0
 
 
 def test_a_file_that_vanished_is_missing(tmp_path: Path) -> None:
     tier = opened(tmp_path)
-    tier.put([sample(1).putting()])
+    tier.put([make_sample(1).write_request()])
     (path,) = tmp_path.glob("objects/here/??/*")
     path.unlink()
-    assert isinstance(read(tier, sample(1)), MissingError)
-    assert tier.find([sample(1).key]) == [False]
+    assert isinstance(read(tier, make_sample(1)), MissingError)
+    assert tier.find([make_sample(1).key]) == [False]
     check_disk(tier)
 
 
@@ -413,18 +428,18 @@ def test_a_file_that_vanished_is_missing(tmp_path: Path) -> None:
 )
 def test_an_error_of_the_file_system_is_the_items_own(tmp_path: Path, number: int) -> None:
     tier = opened(tmp_path)
-    tier.put([sample(1).putting()])
+    tier.put([make_sample(1).write_request()])
     with mock.patch("os.pwritev", side_effect=OSError(number, os.strerror(number))):
-        (error,) = tier.put([sample(2).putting()])
+        (error,) = tier.put([make_sample(2).write_request()])
     assert isinstance(error, FullError) == (number == errno.ENOSPC)
     assert isinstance(error, TierError)
     with mock.patch("os.preadv", side_effect=OSError(number, os.strerror(number))):
-        assert isinstance(read(tier, sample(3)), MissingError)
+        assert isinstance(read(tier, make_sample(3)), MissingError)
         if number != errno.ENOSPC:
-            assert isinstance(read(tier, sample(1)), TierError)
+            assert isinstance(read(tier, make_sample(1)), TierError)
     check_disk(tier)
     assert not list(tmp_path.glob("objects/here/tmp/*/*"))
-    assert tier.put([sample(2).putting()]) == [None]
+    assert tier.put([make_sample(2).write_request()]) == [None]
 
 
 def test_a_real_limit_on_file_size_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -433,7 +448,7 @@ def test_a_real_limit_on_file_size_leaves_nothing_behind(tmp_path: Path) -> None
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SLOT_ALIGN, limits[1]))
     try:
-        (error,) = tier.put([sample(1, 20_000).putting()])
+        (error,) = tier.put([make_sample(1, 20_000).write_request()])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
@@ -457,31 +472,31 @@ def test_a_directory_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", ["here", "other"])
 def test_what_is_put_again_while_a_reader_finds_nothing_stays(tmp_path: Path, writer: str) -> None:
-    tier, one = opened(tmp_path), sample(1)
-    opened(tmp_path, writer).put([one.putting()])
+    tier, sample = opened(tmp_path), make_sample(1)
+    opened(tmp_path, writer).put([sample.write_request()])
     tier.open()
     real, turns = os.open, iter([True])
 
     def meanwhile(*args: Any) -> int:
         if not next(turns, False):
             return real(*args)
-        tier.discard([one.key])
+        tier.discard([sample.key])
         try:
             return real(*args)
         finally:
-            assert tier.put([one.putting()]) == [None]
+            assert tier.put([sample.write_request()]) == [None]
 
     with mock.patch("os.open", meanwhile):
-        assert isinstance(read(tier, one), MissingError)
+        assert isinstance(read(tier, sample), MissingError)
     check_disk(tier)
-    assert read(tier, one) is None
+    assert read(tier, sample) is None
 
 
 def test_a_quarantine_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
     tier = opened(tmp_path)
-    tier.put([sample(1).putting()])
+    tier.put([make_sample(1).write_request()])
     (tmp_path / "quarantine").rmdir()
-    tier.discard([sample(1).key], damaged=True)
+    tier.discard([make_sample(1).key], damaged=True)
     assert len(list((tmp_path / "quarantine").iterdir())) == 1
     assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
     check_disk(tier)
@@ -489,10 +504,10 @@ def test_a_quarantine_that_somebody_removed_is_made_again(tmp_path: Path) -> Non
 
 def test_a_damaged_file_that_cannot_be_put_aside_counts_until_it_is_gone(tmp_path: Path) -> None:
     tier = opened(tmp_path)
-    tier.put([sample(1).putting()])
+    tier.put([make_sample(1).write_request()])
     missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     with mock.patch("os.rename", side_effect=missing):
-        tier.discard([sample(1).key], damaged=True)
+        tier.discard([make_sample(1).key], damaged=True)
     assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
     check_disk(tier)
     tier.tend()
@@ -504,7 +519,7 @@ def test_a_damaged_file_that_cannot_be_put_aside_counts_until_it_is_gone(tmp_pat
 def test_what_is_discarded_counts_until_it_is_gone(tmp_path: Path, damaged: bool) -> None:
     """Whoever puts meanwhile must not be given its room."""
     tier = opened(tmp_path)
-    tier.put([sample(number).putting() for number in range(3)])
+    tier.put([make_sample(number).write_request() for number in range(3)])
     name = "rename" if damaged else "unlink"
     real, spare = getattr(os, name), []
 
@@ -513,28 +528,25 @@ def test_what_is_discarded_counts_until_it_is_gone(tmp_path: Path, damaged: bool
         real(*args)
 
     with mock.patch(f"os.{name}", watched):
-        tier.discard([sample(number).key for number in range(3)], damaged)
+        tier.discard([make_sample(number).key for number in range(3)], damaged)
     assert spare == [0, 0, 0]
     assert tier.gauges()["bytes"] == 0
     check_disk(tier)
 
 
 def test_a_second_name_counts_until_it_is_gone(tmp_path: Path) -> None:
-    tier, one = opened(tmp_path), sample(1)
-    write, unlink, spare = tier._write, os.unlink, []
+    tier, sample = opened(tmp_path), make_sample(1)
+    unlink, spare = os.unlink, []
 
-    def slowly(*args: Any) -> int:
-        tier._write = write  # type: ignore[method-assign]
-        assert tier.put([one.putting()._replace(parent=b"parent__")]) == [None]
-        return write(*args)
+    def put_second_name() -> None:
+        assert tier.put([sample.write_request()._replace(parent=b"parent__")]) == [None]
 
     def watched(path: str) -> None:
         spare.append(tier.gauges()["bytes"] - real_bytes(tmp_path))
         unlink(path)
 
-    tier._write = slowly  # type: ignore[method-assign, assignment]
-    with mock.patch("os.unlink", watched):
-        assert tier.put([one.putting()]) == [None]
+    with before_write(put_second_name), mock.patch("os.unlink", watched):
+        assert tier.put([sample.write_request()]) == [None]
     assert [bytes_ >= 0 for bytes_ in spare] == [True]
     check_disk(tier)
 
@@ -552,25 +564,25 @@ def failing(*paths: str) -> Any:
 
 
 def test_what_is_put_again_where_a_file_could_not_be_removed_stays(tmp_path: Path) -> None:
-    tier, one = opened(tmp_path), sample(1)
-    tier.put([one.putting()])
+    tier, sample = opened(tmp_path), make_sample(1)
+    tier.put([sample.write_request()])
     with failing():
-        tier.discard([one.key])
+        tier.discard([sample.key])
     check_disk(tier)
-    assert tier.put([one.putting()]) == [None]
+    assert tier.put([sample.write_request()]) == [None]
     assert tier.gauges()["bytes"] == real_bytes(tmp_path), "it counts once"
     check_disk(tier)
     tier.tend()
-    assert read(tier, one) is None
+    assert read(tier, sample) is None
     check_disk(tier)
 
 
 def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
     tier = opened(tmp_path)
-    tier.put([sample(number).putting() for number in range(5)])
-    first = tier._index.ours[sample(0).key].path
+    tier.put([make_sample(number).write_request() for number in range(5)])
+    first = tier.index.ours[make_sample(0).key].path
     with failing():
-        tier.discard([sample(number).key for number in range(5)])
+        tier.discard([make_sample(number).key for number in range(5)])
     with failing(first):
         tier.tend()
         assert [str(path) for path in tmp_path.glob("objects/here/??/*")] == [first]
@@ -583,16 +595,16 @@ def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> None:
     tier = opened(tmp_path, size="256KiB")
-    records = [sample(number, 9000) for number in range(12)]
-    tier.put([one.putting() for one in records])
-    bad = [tier._index.ours[one.key].path for one in records if one.key in tier._index.ours][
+    records = [make_sample(number, 9000) for number in range(12)]
+    tier.put([sample.write_request() for sample in records])
+    bad = [tier.index.ours[sample.key].path for sample in records if sample.key in tier.index.ours][
         : STUCK_MAX + 2
     ]
     with failing(*bad):
-        tier.put([sample(20, 9000).putting()])
+        tier.put([make_sample(20, 9000).write_request()])
         tier.tend()
         for number in range(30, 60):
-            assert tier.put([sample(number, 9000).putting()]) == [None]
+            assert tier.put([make_sample(number, 9000).write_request()]) == [None]
             check_disk(tier)
         assert all(map(os.path.exists, bad))
     tier.tend()
@@ -602,15 +614,15 @@ def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> Non
 
 def test_where_nothing_can_be_removed_little_is_evicted_in_vain(tmp_path: Path) -> None:
     tier = opened(tmp_path, size="256KiB")
-    samples = [sample(number, 9000) for number in range(9)]
-    tier.put([one.putting() for one in samples])
+    samples = [make_sample(number, 9000) for number in range(9)]
+    tier.put([sample.write_request() for sample in samples])
     with failing():
         for number in range(20, 40):
-            tier.put([sample(number, 9000).putting()])
-        assert isinstance(tier.put([sample(50, 9000).putting()])[0], TierError)
-        assert tier.find([one.key for one in samples]).count(False) == STUCK_MAX
+            tier.put([make_sample(number, 9000).write_request()])
+        assert isinstance(tier.put([make_sample(50, 9000).write_request()])[0], TierError)
+        assert tier.find([sample.key for sample in samples]).count(False) == STUCK_MAX
         check_disk(tier)
-    assert tier.put([sample(50, 9000).putting()]) == [None]
+    assert tier.put([make_sample(50, 9000).write_request()]) == [None]
     check_disk(tier)
 
 
@@ -624,15 +636,15 @@ def test_what_is_put_while_the_directory_is_opened_again_is_known(
 
     def listed(home: Path) -> Iterator[tuple[str, FileName]]:
         yield from records(home)
-        if not tier._index.lock.locked():
-            assert tier.put([sample(1).putting()]) == [None]
+        if not tier.index.lock.locked():
+            assert tier.put([make_sample(1).write_request()]) == [None]
 
     with mock.patch("hybridkv.tiers.disk.index.records", listed):
         tier.tend()
     assert f"{tmp_path}/objects/here is gone: somebody removed" in caplog.text
     check_disk(tier)
-    assert tier.put([sample(1).putting()]) == [None]
-    assert read(tier, sample(1)) is None
+    assert tier.put([make_sample(1).write_request()]) == [None]
+    assert read(tier, make_sample(1)) is None
     check_disk(tier)
 
 
@@ -640,52 +652,50 @@ def test_what_is_put_while_the_directory_is_opened_again_is_known(
 def test_what_two_others_have_is_known_when_one_has_removed_it(
     tmp_path: Path, remover: str
 ) -> None:
-    one, tier = sample(1), opened(tmp_path)
-    others = [opened(tmp_path, name) for name in ("a", "b")]
-    for other in others:
-        other.put([one.putting()])
+    sample, tier = make_sample(1), opened(tmp_path)
+    neighbours = [opened(tmp_path, name) for name in ("a", "b")]
+    for neighbour in neighbours:
+        neighbour.put([sample.write_request()])
     for shard in tmp_path.glob("objects/?/??"):
         os.utime(shard, (1, 1))
     for _ in range(4):
-        tier._writers.look()
+        tier.writers.look()
     (home,) = [
-        other
-        for other in others
-        if tier._index.others[one.key].startswith(str(other._writers.home))
+        neighbour
+        for neighbour in neighbours
+        if tier.index.others[sample.key].startswith(str(neighbour.writers.home))
     ]
     if remover == "we":
-        tier.discard([one.key])
+        tier.discard([sample.key])
     else:
-        home.discard([one.key])
+        home.discard([sample.key])
     if remover == "reader":
-        assert isinstance(read(tier, one), MissingError)
-    tier._writers.look()
-    tier._writers.look()
-    assert read(tier, one) is None
+        assert isinstance(read(tier, sample), MissingError)
+    tier.writers.look()
+    tier.writers.look()
+    assert read(tier, sample) is None
     check_disk(tier)
 
 
 @pytest.mark.parametrize("first", [False, True])
 def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, first: bool) -> None:
     """`first`: the other's was seen before ours was written."""
-    one, tier, other = sample(1), opened(tmp_path), opened(tmp_path, "other")
-    write = tier._write
+    sample, tier, neighbour = make_sample(1), opened(tmp_path), opened(tmp_path, "other")
 
-    def slowly(*args: Any) -> int:
-        other.put([one.putting()])
+    def put_elsewhere() -> None:
+        neighbour.put([sample.write_request()])
         for shard in tmp_path.glob("objects/other/??"):
             os.utime(shard, (1, 1))
         for _ in range(4 * first):
-            tier._writers.look()
-        return write(*args)
+            tier.writers.look()
 
-    with mock.patch.object(tier, "_write", slowly):
-        tier.put([one.putting()])
+    with before_write(put_elsewhere):
+        tier.put([sample.write_request()])
     for _ in range(4 * (not first)):
-        tier._writers.look()
-    tier.discard([one.key])
-    tier._writers.look()
-    assert read(tier, one) is None
+        tier.writers.look()
+    tier.discard([sample.key])
+    tier.writers.look()
+    assert read(tier, sample) is None
     check_disk(tier)
 
 
@@ -693,59 +703,59 @@ def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, fir
 def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(
     tmp_path: Path, elsewhere: bool
 ) -> None:
-    tier, one = opened(tmp_path), sample(1)
-    other, third = opened(tmp_path, "other"), opened(tmp_path, "third")
-    other.put([one.putting()])
-    tier._writers.look()
+    tier, sample = opened(tmp_path), make_sample(1)
+    neighbour, third = opened(tmp_path, "other"), opened(tmp_path, "third")
+    neighbour.put([sample.write_request()])
+    tier.writers.look()
     real, turns = os.open, iter([True])
 
     def meanwhile(*args: Any) -> int:
         if next(turns, False):
-            other.discard([one.key])
+            neighbour.discard([sample.key])
             if elsewhere:
-                third.put([one.putting()])
+                third.put([sample.write_request()])
                 os.utime(next(tmp_path.glob("objects/other/??")), (1, 1))
-                tier._writers.look()
+                tier.writers.look()
         return real(*args)
 
     with mock.patch("os.open", meanwhile):
-        assert isinstance(read(tier, one), MissingError)
-    assert tier.find([one.key]) == [elsewhere]
+        assert isinstance(read(tier, sample), MissingError)
+    assert tier.find([sample.key]) == [elsewhere]
     check_disk(tier)
 
 
 def test_what_is_put_again_while_the_sweep_begins_stays(tmp_path: Path) -> None:
-    tier, one = opened(tmp_path), sample(1)
-    tier.put([one.putting()])
+    tier, sample = opened(tmp_path), make_sample(1)
+    tier.put([sample.write_request()])
     with failing():
-        tier.discard([one.key])
+        tier.discard([sample.key])
 
     class Listed(dict[str, int]):
         def __iter__(self) -> Iterator[str]:
             yield from list(super().__iter__())
-            assert tier.put([one.putting()]) == [None]
+            assert tier.put([sample.write_request()]) == [None]
 
-    tier._index._strays = Listed(tier._index._strays)
+    tier.index.strays = Listed(tier.index.strays)
     tier.tend()
-    assert read(tier, one) is None
+    assert read(tier, sample) is None
     check_disk(tier)
 
 
 def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_path: Path) -> None:
     tier = opened(tmp_path, size="384KiB")
-    samples = [sample(number, 9000) for number in range(4 * STUCK_MAX)]
-    tier.put([one.putting() for one in samples])
-    bad = [tier._index.ours[one.key].path for one in samples[: 4 * STUCK_MAX : 2]]
+    samples = [make_sample(number, 9000) for number in range(4 * STUCK_MAX)]
+    tier.put([sample.write_request() for sample in samples])
+    bad = [tier.index.ours[sample.key].path for sample in samples[: 4 * STUCK_MAX : 2]]
     with failing(*bad):
         for number in range(30, 60):
-            assert tier.put([sample(number, 9000).putting()]) == [None]
+            assert tier.put([make_sample(number, 9000).write_request()]) == [None]
             check_disk(tier)
-        assert len(tier._index._strays) == len(bad)
+        assert len(tier.index.strays) == len(bad)
 
 
 def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_path: Path) -> None:
     tier = opened(tmp_path)
-    enter = tier._writers.enter
+    enter = tier.writers.enter
 
     def then() -> None:
         enter()
@@ -753,9 +763,9 @@ def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_pa
             failing(),
             mock.patch("os.rename", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))),
         ):
-            assert isinstance(tier.put([sample(1).putting()])[0], TierError)
+            assert isinstance(tier.put([make_sample(1).write_request()])[0], TierError)
 
-    with mock.patch.object(tier._writers, "enter", then):
+    with mock.patch.object(tier.writers, "enter", then):
         tier.open()
     assert list(tmp_path.glob("objects/here/tmp/*/*"))
     check_disk(tier)
@@ -782,9 +792,9 @@ def test_a_file_that_alone_cannot_be_read_is_damaged(
     tmp_path: Path, number: int, stuck: bool
 ) -> None:
     """`stuck`: it can neither be put aside nor removed."""
-    tier, bad, sound = opened(tmp_path), sample(1), sample(2)
-    tier.put([bad.putting(), sound.putting()])
-    path = tier._index.ours[bad.key].path
+    tier, bad, sound = opened(tmp_path), make_sample(1), make_sample(2)
+    tier.put([bad.write_request(), sound.write_request()])
+    path = tier.index.ours[bad.key].path
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     with unreadable(number, path):
         assert [type(read(tier, bad)) for _ in range(3)] == [TierError] * 3, "nothing was read"
@@ -795,30 +805,30 @@ def test_a_file_that_alone_cannot_be_read_is_damaged(
     assert os.path.exists(path) == stuck
     assert not tier.peek(bad.key)
     check_disk(tier)
-    assert tier.put([bad.putting()]) == [None]
+    assert tier.put([bad.write_request()]) == [None]
     assert read(tier, bad) is None
     check_disk(tier)
 
 
 def test_a_disk_that_cannot_be_read_damages_nothing(tmp_path: Path) -> None:
     """It fails for a while, is well, and fails again."""
-    tier, samples = opened(tmp_path), [sample(number) for number in range(5)]
-    tier.put([one.putting() for one in samples])
+    tier, samples = opened(tmp_path), [make_sample(number) for number in range(5)]
+    tier.put([sample.write_request() for sample in samples])
     for _ in range(3):
         with unreadable(errno.EIO):
             for _ in range(2):
-                assert [type(read(tier, one)) for one in samples] == [TierError] * 5
-        assert [read(tier, one) for one in samples] == [None] * 5
+                assert [type(read(tier, sample)) for sample in samples] == [TierError] * 5
+        assert [read(tier, sample) for sample in samples] == [None] * 5
 
 
 def test_a_disk_that_failed_before_damages_few(tmp_path: Path) -> None:
-    tier, samples = opened(tmp_path), [sample(number) for number in range(40)]
-    tier.put([one.putting() for one in samples])
+    tier, samples = opened(tmp_path), [make_sample(number) for number in range(40)]
+    tier.put([sample.write_request() for sample in samples])
     with unreadable(errno.EIO):
-        assert [type(read(tier, one)) for one in samples] == [TierError] * 40
+        assert [type(read(tier, sample)) for sample in samples] == [TierError] * 40
     assert read(tier, samples[0]) is None
     with unreadable(errno.EIO):
-        kinds = [type(read(tier, one)) for one in samples[1:]]
+        kinds = [type(read(tier, sample)) for sample in samples[1:]]
     assert kinds.count(DamagedError) == FAILED_IN_A_ROW_MAX
 
 
@@ -828,25 +838,25 @@ def test_a_disk_that_failed_before_damages_few(tmp_path: Path) -> None:
 def test_an_error_that_says_nothing_of_the_file_does_not_damage_it(
     tmp_path: Path, number: int
 ) -> None:
-    tier, one, other = opened(tmp_path), sample(1), sample(2)
-    tier.put([one.putting(), other.putting()])
-    with unreadable(number, tier._index.ours[one.key].path):
+    tier, unreadable_sample, sound_sample = opened(tmp_path), make_sample(1), make_sample(2)
+    tier.put([unreadable_sample.write_request(), sound_sample.write_request()])
+    with unreadable(number, tier.index.ours[unreadable_sample.key].path):
         for _ in range(3):
-            assert type(read(tier, one)) is TierError
-            assert read(tier, other) is None
+            assert type(read(tier, unreadable_sample)) is TierError
+            assert read(tier, sound_sample) is None
 
 
 def test_few_files_that_could_not_be_read_are_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hybridkv.tiers.disk.tier.UNREADABLE_MAX", 2)
-    tier, samples = opened(tmp_path), [sample(number) for number in range(4)]
-    tier.put([one.putting() for one in samples])
-    bad = [tier._index.ours[one.key].path for one in samples[:3]]
+    tier, samples = opened(tmp_path), [make_sample(number) for number in range(4)]
+    tier.put([sample.write_request() for sample in samples])
+    bad = [tier.index.ours[sample.key].path for sample in samples[:3]]
     with unreadable(errno.EIO, *bad):
-        assert [type(read(tier, one)) for one in samples[:3]] == [TierError] * 3
+        assert [type(read(tier, sample)) for sample in samples[:3]] == [TierError] * 3
         assert read(tier, samples[3]) is None
-        kinds = [type(read(tier, one)) for one in samples[2::-1]]
+        kinds = [type(read(tier, sample)) for sample in samples[2::-1]]
     assert kinds == [DamagedError, DamagedError, TierError], "the first was forgotten"
 
 
@@ -869,12 +879,12 @@ FILE_ERRORS = [errno.EIO, errno.EPERM, errno.EACCES]
 def test_a_file_that_cannot_be_looked_at_keeps_no_other_from_being_found(
     tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    samples = [sample(number) for number in range(5)]
-    opened(tmp_path).put([one.putting() for one in samples])
+    samples = [make_sample(number) for number in range(5)]
+    opened(tmp_path).put([sample.write_request() for sample in samples])
     (path,) = (str(path) for path in tmp_path.glob(f"objects/here/??/{samples[2].key.hex()}.*"))
     with failing_on("stat", number, path):
         tier = opened(tmp_path)
-        assert tier.find([one.key for one in samples]) == [True, True, False, True, True]
+        assert tier.find([sample.key for sample in samples]) == [True, True, False, True, True]
     assert tier.gauges()["files_failed"] == 1
     assert f"left as they are: 1 ({os.strerror(number)}: {path})" in caplog.text
     check_disk(opened(tmp_path))
@@ -884,14 +894,14 @@ def test_a_file_that_cannot_be_looked_at_keeps_no_other_from_being_found(
 def test_a_leftover_that_cannot_be_removed_keeps_no_tier_from_being_opened(
     tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opened(tmp_path).put([sample(1).putting()])
+    opened(tmp_path).put([make_sample(1).write_request()])
     leftovers = [tmp_path / f"objects/here/tmp/7/{name}" for name in "123"]
     for path in leftovers:
         path.write_bytes(bytes(10_000))
     with failing_on("unlink", number, str(leftovers[1])):
         tier = opened(tmp_path)
     assert [path.exists() for path in leftovers] == [False, True, False]
-    assert read(tier, sample(1)) is None
+    assert read(tier, make_sample(1)) is None
     assert tier.gauges()["files_failed"] == 1
     assert f"left as they are: 1 ({os.strerror(number)}: {leftovers[1]})" in caplog.text
 
@@ -901,11 +911,11 @@ def test_a_leftover_that_cannot_be_removed_keeps_no_tier_from_being_opened(
 def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
     tmp_path: Path, number: int, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    samples = [sample(number) for number in range(5)]
-    opened(tmp_path, "lost").put([one.putting() for one in samples])
+    samples = [make_sample(number) for number in range(5)]
+    opened(tmp_path, "lost").put([sample.write_request() for sample in samples])
     os.utime(tmp_path / "objects/lost/alive", (1, 1))
     tier = opened(tmp_path)
-    bad = os.path.basename(tier._index.others[samples[2].key])
+    bad = os.path.basename(tier.index.others[samples[2].key])
     real = getattr(os, call)
 
     def fails(path: Any, *args: Any, **options: Any) -> Any:
@@ -915,10 +925,10 @@ def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
 
     with mock.patch(f"os.{call}", fails):
         for _ in range(3):
-            tier._writers._look_at = 0
+            tier.writers.look_due_at = 0
             tier.tend()
-        assert [read(tier, one) for one in samples] == [None] * 5, "it is read where it is"
-    assert len(tier._index.ours) == 4
+        assert [read(tier, sample) for sample in samples] == [None] * 5, "it is read where it is"
+    assert len(tier.index.ours) == 4
     assert tier.gauges()["files_failed"] == 1, "and is not tried again each second"
     assert f"left as they are: 1 ({os.strerror(number)}: {tmp_path}" in caplog.text
     check_disk(tier)
@@ -928,14 +938,16 @@ def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
 def test_a_directory_that_cannot_be_listed_is_an_error_of_the_tier(
     tmp_path: Path, number: int
 ) -> None:
-    opened(tmp_path).put([sample(1).putting()])
+    opened(tmp_path).put([make_sample(1).write_request()])
     with failing_on("scandir", number, str(tmp_path / "objects/here")), pytest.raises(TierError):
         opened(tmp_path)
-    assert read(opened(tmp_path), sample(1)) is None
+    assert read(opened(tmp_path), make_sample(1)) is None
 
 
 def test_where_all_files_fail_the_tier_does(tmp_path: Path) -> None:
-    opened(tmp_path).put([sample(number).putting() for number in range(2 * FAILED_IN_A_ROW_MAX)])
+    opened(tmp_path).put(
+        [make_sample(number).write_request() for number in range(2 * FAILED_IN_A_ROW_MAX)]
+    )
     paths = [str(path) for path in tmp_path.glob("objects/here/??/*")]
     with failing_on("stat", errno.EIO, *paths), pytest.raises(TierError, match="Input/output"):
         opened(tmp_path)
@@ -944,8 +956,8 @@ def test_where_all_files_fail_the_tier_does(tmp_path: Path) -> None:
 
 
 def test_what_is_removed_while_it_is_taken_over_keeps_no_other_from_it(tmp_path: Path) -> None:
-    samples = [sample(number) for number in range(3)]
-    opened(tmp_path, "lost").put([one.putting() for one in samples])
+    samples = [make_sample(number) for number in range(3)]
+    opened(tmp_path, "lost").put([sample.write_request() for sample in samples])
     os.utime(tmp_path / "objects/lost/alive", (1, 1))
     tier = opened(tmp_path)
     real, turns = os.rename, iter([True])
@@ -957,7 +969,7 @@ def test_what_is_removed_while_it_is_taken_over_keeps_no_other_from_it(tmp_path:
 
     with mock.patch("os.rename", meanwhile):
         tier.tend()
-    assert len(tier._index.ours) == 2
+    assert len(tier.index.ours) == 2
     assert not list(tmp_path.glob("objects/lost*"))
     check_disk(tier)
 
@@ -966,8 +978,8 @@ def test_of_what_a_lost_writer_left_the_newest_is_taken_over(
     tmp_path: Path, rng: random.Random, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    samples = [sample(number, 100_000) for number in range(20)]
-    opened(tmp_path, "lost").put([one.putting() for one in samples])
+    samples = [make_sample(number, 100_000) for number in range(20)]
+    opened(tmp_path, "lost").put([sample.write_request() for sample in samples])
     paths = list(tmp_path.glob("objects/lost/??/*"))
     rng.shuffle(paths)
     for age, path in enumerate(paths):
@@ -976,30 +988,30 @@ def test_of_what_a_lost_writer_left_the_newest_is_taken_over(
     tier = opened(tmp_path, size="1MiB")
     tier.tend()
     names = [parse_name(path.name) for path in paths]
-    ages = [name is not None and name.key in tier._index.ours for name in names]
+    ages = [name is not None and name.key in tier.index.ours for name in names]
     kept = ages.count(True)
     assert kept > 3
     assert ages == [True] * kept + [False] * (20 - kept)
-    told = f"took over {kept} objects that lost left; {20 - kept} were dropped for lack of room"
-    assert told in caplog.text
+    text = f"took over {kept} objects that lost left; {20 - kept} were dropped for lack of room"
+    assert text in caplog.text
     check_disk(tier)
-    assert tier.put([sample(30, 100_000).putting()]) == [None]
-    ages = [name is not None and name.key in tier._index.ours for name in names]
+    assert tier.put([make_sample(30, 100_000).write_request()]) == [None]
+    ages = [name is not None and name.key in tier.index.ours for name in names]
     assert ages == [True] * (kept - 1) + [False] * (21 - kept), "the oldest goes first"
 
 
 def test_no_fifo_keeps_a_thread_waiting(tmp_path: Path) -> None:
     """Whoever may write in a shared directory can put one in a file's place."""
-    tier, other, one = opened(tmp_path), opened(tmp_path, "other"), sample(1)
-    assert tier.put([one.putting()]) == [None]
-    other.tend()
+    tier, neighbour, sample = opened(tmp_path), opened(tmp_path, "other"), make_sample(1)
+    assert tier.put([sample.write_request()]) == [None]
+    neighbour.tend()
     (path,) = tmp_path.glob("objects/here/??/*")
     path.unlink()
     os.mkfifo(path)
-    for reader in (tier, other):
-        assert isinstance(read(reader, one), MissingError)
-    assert tier.put([one.putting()]) == [None]
-    assert read(tier, one) is None
+    for reader in (tier, neighbour):
+        assert isinstance(read(reader, sample), MissingError)
+    assert tier.put([sample.write_request()]) == [None]
+    assert read(tier, sample) is None
     assert prove_file(str(path), parse_name(path.name)) is not None
     path.unlink()
     os.mkfifo(path)

@@ -20,66 +20,68 @@ from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, TierJob, execute
 from hybridkv.tiers.record import encoded_header, read_encoded
-from tests.tier_suite import SampleObject, pages, read, sample
+from tests.tier_suite import SampleObject, make_sample, pages, read
 from tests.unit.daemon.dict_tier import DictTier
 
 KEY, OTHER_KEY = TierKey(bytes(32)), TierKey(b"o" * 32)
 
 
-def image_of(one: SampleObject, coding: Coding) -> bytes:
-    encoded = coding.encode([one.memory])
+def image_of(sample: SampleObject, coding: Coding) -> bytes:
+    encoded = coding.encode([sample.memory])
     assert encoded is not None
     return bytes(encoded)
 
 
-def through(image: bytes, one: SampleObject, coding: Coding) -> object:
-    return read(EncodedTier(DictTier({one.key: image}, is_remote=False), coding), one)
+def through(image: bytes, sample: SampleObject, coding: Coding) -> object:
+    return read(EncodedTier(DictTier({sample.key: image}, is_remote=False), coding), sample)
 
 
 @pytest.mark.parametrize("codec", Codec)
 @pytest.mark.parametrize("parts", [1, 13, 16])
 def test_only_the_key_gives_it_back(codec: Codec, parts: int) -> None:
     # One that fills its pages to the last byte, so that it grows by a page.
-    one = sample(1, (2 * SLOT_ALIGN - payload_offset(parts)) // parts, parts)
-    image = image_of(one, Coding(codec, KEY))
-    assert through(image, one, Coding(key=KEY)) is None
-    assert through(image, one, Coding(codec, KEY)) is None
+    sample = make_sample(1, (2 * SLOT_ALIGN - payload_offset(parts)) // parts, parts)
+    image = image_of(sample, Coding(codec, KEY))
+    assert through(image, sample, Coding(key=KEY)) is None
+    assert through(image, sample, Coding(codec, KEY)) is None
     for coding in (PLAIN, Coding(codec), Coding(codec, OTHER_KEY)):
-        assert isinstance(through(image, one, coding), UndecodableError)
+        assert isinstance(through(image, sample, coding), UndecodableError)
 
 
 def test_nothing_of_the_payload_is_seen_and_no_two_are_alike() -> None:
-    one = sample(1)
-    first, second = (image_of(one, Coding(key=KEY)) for _ in range(2))
+    sample = make_sample(1)
+    first, second = (image_of(sample, Coding(key=KEY)) for _ in range(2))
     header = read_encoded(first)
     assert header is not None
     assert first[:HEADER_BYTES] == second[:HEADER_BYTES]
-    body, other = (image[HEADER_BYTES:][: header[1].body_bytes] for image in (first, second))
+    body, second_body = (
+        image[HEADER_BYTES:][: header.encoding.body_bytes] for image in (first, second)
+    )
     assert len(body) == ADDED_BYTES + 8 * 2 + 9000 * 2
-    assert sum(a == b for a, b in zip(body, other, strict=True)) < len(body) // 100
-    plain = bytes(one.memory)
+    assert sum(a == b for a, b in zip(body, second_body, strict=True)) < len(body) // 100
+    plain = bytes(sample.memory)
     seen = [at for at in range(0, len(plain) - 16, 16) if plain[at : at + 16].strip(b"\0")]
     assert not any(plain[at : at + 16] in first[HEADER_BYTES:] for at in seen if at >= HEADER_BYTES)
 
 
 def test_a_body_under_another_name_is_damaged() -> None:
     """Of the same shape and seed: only the associated data tells the two apart."""
-    one, other = sample(1), sample(2)
+    sample, second = make_sample(1), make_sample(2)
     coding = Coding(key=KEY)
-    moved = read_encoded(image_of(other, coding))
+    moved = read_encoded(image_of(second, coding))
     assert moved is not None
-    image = encoded_header(one.record, moved[1]) + image_of(other, coding)[HEADER_BYTES:]
-    assert isinstance(through(image, one, coding), DamagedError)
+    image = encoded_header(sample.record, moved.encoding) + image_of(second, coding)[HEADER_BYTES:]
+    assert isinstance(through(image, sample, coding), DamagedError)
 
 
 def test_with_a_key_nothing_plain_is_taken() -> None:
-    one = sample(1)
-    compressed = image_of(one, Coding(Codec.ZPLANES))
-    for image in (bytes(one.memory), compressed):
-        assert isinstance(through(image, one, Coding(key=KEY)), UndecodableError)
-        assert through(image, one, PLAIN) is None
+    sample = make_sample(1)
+    compressed = image_of(sample, Coding(Codec.ZPLANES))
+    for image in (bytes(sample.memory), compressed):
+        assert isinstance(through(image, sample, Coding(key=KEY)), UndecodableError)
+        assert through(image, sample, PLAIN) is None
     # What is no record at all is not a matter of keys.
-    assert isinstance(through(bytes(SLOT_ALIGN), one, Coding(key=KEY)), DamagedError)
+    assert isinstance(through(bytes(SLOT_ALIGN), sample, Coding(key=KEY)), DamagedError)
 
 
 @pytest.fixture
@@ -91,8 +93,8 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def opened(root: Path, key: Path | None) -> Tier:
-    more = f"&key=file:{key}" if key else ""
-    tier = make_tier(parse_tier(f"disk://{root}?bytes=64MiB{more}", "tier"), "here")
+    option = f"&key=file:{key}" if key else ""
+    tier = make_tier(parse_tier(f"disk://{root}?bytes=64MiB{option}", "tier"), "here")
     tier.open()
     return tier
 
@@ -100,20 +102,21 @@ def opened(root: Path, key: Path | None) -> Tier:
 def test_a_wrong_key_is_a_miss_that_is_counted_and_told_once(
     tmp_path: Path, key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root, other = tmp_path / "tier", tmp_path / "other.key"
-    other.write_bytes(b"o" * 32)
-    other.chmod(0o600)
-    samples = [sample(number) for number in range(3)]
-    assert opened(root, key_file).put([one.putting() for one in samples]) == [None] * 3
-    tier = opened(root, other)
+    root, other_key = tmp_path / "tier", tmp_path / "other.key"
+    other_key.write_bytes(b"o" * 32)
+    other_key.chmod(0o600)
+    samples = [make_sample(number) for number in range(3)]
+    assert opened(root, key_file).put([sample.write_request() for sample in samples]) == [None] * 3
+    tier = opened(root, other_key)
     spec = parse_tier(f"disk://{root}", "tier")
     state = TierState(0, "disk", tier, spec, lambda job: None)
     memory = pages(len(samples[0].memory))
     with caplog.at_level(logging.WARNING, "hybridkv.daemon"):
-        for one in samples:
-            job = TierJob(JobKind.READ, 0, [JobItem(one.record, Slot(0, *one.record.shape, 5))])
+        for sample in samples:
+            slot = Slot(0, sample.record.part_bytes, sample.record.parts, 5)
+            job = TierJob(JobKind.READ, 0, [JobItem(sample.record, slot)])
             state.submit(job, 0.0)
-            state.finished(job, execute(tier, job, memory), 0.0)
+            state.on_job_done(job, execute(tier, job, memory), 0.0)
     assert state.counters["objects_undecodable"] == 3
     assert not state.counters["failures"] + state.counters["objects_damaged"]
     assert not state.is_shut
@@ -122,13 +125,13 @@ def test_a_wrong_key_is_a_miss_that_is_counted_and_told_once(
     assert len(list(root.glob("objects/here/??/*"))) == 3
     # The right key still reads them; a daemon with the new key replaces what it stores again.
     assert read(opened(root, key_file), samples[0]) is None
-    assert tier.put([samples[1].putting()]) == [None]
+    assert tier.put([samples[1].write_request()]) == [None]
     assert read(tier, samples[1]) is None
     assert isinstance(read(opened(root, key_file), samples[1]), UndecodableError)
 
 
 def test_fsck_needs_the_key(tmp_path: Path, key_file: Path) -> None:
-    opened(tmp_path / "tier", key_file).put([sample(1).putting()])
+    opened(tmp_path / "tier", key_file).put([make_sample(1).write_request()])
     (path,) = tmp_path.glob("tier/objects/here/??/*")
     key = read_key(str(key_file), "key")
 

@@ -13,8 +13,8 @@ from tests.layouts import LAYOUTS
 
 CHUNKS = 24
 OWN = [
-    Geometry((Group(0, GroupKind.FULL, 128, (60_000,)), *more), 128, 128, 128)
-    for more in (
+    Geometry((Group(0, GroupKind.FULL, 128, (60_000,)), *partial_groups), 128, 128, 128)
+    for partial_groups in (
         (Group(1, GroupKind.CHUNKED_LOCAL, 128, (30_000,), 512),),
         (Group(1, GroupKind.SLIDING, 128, (30_000,), 700),),
         (Group(1, GroupKind.RECURRENT, 128, (200_000,)),),
@@ -42,7 +42,7 @@ def whole_chunks(geometry: Geometry, chunks: int) -> PromptHit:
 @given(geometry=GEOMETRIES, hits=st.lists(st.integers(0, CHUNKS), min_size=1, max_size=3))
 def test_what_several_hits_need_counts_once(geometry: Geometry, hits: list[int]) -> None:
     ascending = [whole_chunks(geometry, hit) for hit in sorted(hits)]
-    assert HitSizes(geometry, CHUNKS).of(ascending) == size(geometry, *ascending)
+    assert HitSizes(geometry, CHUNKS).bytes_of(ascending) == size(geometry, *ascending)
 
 
 @given(units=st.sets(st.integers(1, CHUNKS * 4), min_size=1, max_size=3))
@@ -52,7 +52,7 @@ def test_a_tail_is_as_large_as_a_chunk(units: set[int]) -> None:
         PromptHit(-(-unit // 4), unit if unit % 4 else 0, unit * TAILED.hash_tokens)
         for unit in sorted(units)
     ]
-    assert HitSizes(TAILED, CHUNKS).of(hits) == size(TAILED, *hits)
+    assert HitSizes(TAILED, CHUNKS).bytes_of(hits) == size(TAILED, *hits)
 
 
 @given(data=st.data(), geometry=GEOMETRIES, share=st.floats(0, 1.2))
@@ -67,5 +67,5 @@ def test_no_larger_hit_has_room(data: st.DataObject, geometry: Geometry, share: 
     fitting = [
         at for at in hits if at > resident and size(geometry, ends[resident], ends[at]) <= room
     ]
-    found = HitSizes(geometry, CHUNKS).largest(masks, whole, ends[resident], room)
+    found = HitSizes(geometry, CHUNKS).largest_fit(masks, whole, ends[resident], room)
     assert found == max(fitting, default=resident)

@@ -1,4 +1,4 @@
-"""What tiers are asked about in turn, and the reasons why a lookup gets less than they have."""
+"""The rounds in which tiers are asked, and the reasons why a lookup gets less than they have."""
 
 import random
 
@@ -12,18 +12,18 @@ from hybridkv.tiers import load_or_compute
 from hybridkv.tiers.load_or_compute import (
     LookupRequest,
     ObjectPlace,
+    ObjectSearch,
     PromptHit,
+    Shortfall,
     ShortfallKind,
-    WaitingLookup,
-    next_finds,
 )
 from tests.layouts import LAYOUTS
 
 CHUNKS = 24
 
 
-def lookup_of(layout: str) -> WaitingLookup:
-    """A lookup of CHUNKS chunks of which RAM has none and everything else is unknown."""
+def search_of(layout: str) -> ObjectSearch:
+    """The search for CHUNKS chunks, of which RAM has none and all objects are unknown."""
     geometry = LAYOUTS[layout]
     groups = geometry.groups
     prefixes = tuple(group.kind is GroupKind.FULL for group in groups)
@@ -31,30 +31,34 @@ def lookup_of(layout: str) -> WaitingLookup:
     namespace = Namespace(bytes(HASH_BYTES), gids, (frozenset(),) * len(groups), prefixes)
     hashes = b"".join(bytes([chunk + 1]) * HASH_BYTES for chunk in range(CHUNKS))
     request = LookupRequest(
-        *(1, 1, 1, namespace, geometry, hashes),
+        connection_id=1,
+        id=1,
+        lease=1,
+        namespace=namespace,
+        geometry=geometry,
+        hashes=hashes,
         asked_at=0.0,
         deadline=1.0,
         tokens_per_second=0,
         resident=PromptHit(0, 0, 0),
     )
-    lookup = WaitingLookup(request, target=CHUNKS)
+    search = ObjectSearch(request)
     for index, group in enumerate(groups):
         counts = stored_counts(geometry, group)
         for chunk in range(CHUNKS):
             if counts[chunk % len(counts)]:
-                lookup.unknown[index, chunk] = None
-    return lookup
+                search.unknown[ObjectPlace(index, chunk)] = None
+    return search
 
 
-def hit_after_finds(lookup: WaitingLookup, there: set[ObjectPlace]) -> tuple[PromptHit, list[int]]:
-    """The longest hit once nothing more is asked, and how many objects each round asked about."""
+def hit_after_finds(search: ObjectSearch, there: set[ObjectPlace]) -> tuple[PromptHit, list[int]]:
+    """The longest hit after all rounds, and how many objects each round asked about."""
     rounds: list[int] = []
-    while lookup.asked or not rounds:
-        lookup.asked = next_finds(lookup)
-        rounds.append(len(lookup.asked))
-        for place in set(lookup.asked) & there:
-            lookup.located[place] = None  # type: ignore[assignment]  # no tier is asked here
-    return load_or_compute._longest(lookup, load_or_compute._masks(lookup)), rounds
+    while search.asked or not rounds:
+        rounds.append(len(search.next_round()))
+        for place in set(search.asked) & there:
+            search.located[place] = None  # type: ignore[assignment]  # no tier is asked here
+    return search.longest_hit(search.masks()), rounds
 
 
 @pytest.mark.parametrize("layout", ["qwen3", "gemma3", "llama4", "qwen3next", "mistral_swa"])
@@ -63,7 +67,7 @@ def test_rounds_find_the_hit_that_one_question_finds(
 ) -> None:
     asked = longest = 0
     for _ in range(60):
-        everything = set(lookup_of(layout).unknown)
+        everything = set(search_of(layout).unknown)
         share = rng.choice((0.5, 0.9, 1.0))
         there = {place for place in everything if rng.random() < share}
         if rng.random() < 0.5:
@@ -71,19 +75,19 @@ def test_rounds_find_the_hit_that_one_question_finds(
             reach = rng.randrange(CHUNKS + 1)
             groups = LAYOUTS[layout].groups
             there = {
-                (index, chunk)
-                for index, chunk in everything
-                if chunk < reach
-                and (groups[index].kind is GroupKind.FULL or (index, chunk) in there)
+                place
+                for place in everything
+                if place.position < reach
+                and (groups[place.group_index].kind is GroupKind.FULL or place in there)
             }
         monkeypatch.setattr(load_or_compute, "FIND_KEYS_MAX", 1 << 30)
         monkeypatch.setattr(load_or_compute, "FIND_KEYS_FIRST", 1 << 30)
-        hit, rounds = hit_after_finds(lookup_of(layout), there)
+        hit, rounds = hit_after_finds(search_of(layout), there)
         assert rounds == [len(everything), 0]
         most, first = rng.choice((1, 5, 16, 100)), rng.choice((2, 8))
         monkeypatch.setattr(load_or_compute, "FIND_KEYS_MAX", most)
         monkeypatch.setattr(load_or_compute, "FIND_KEYS_FIRST", first)
-        bounded, rounds = hit_after_finds(lookup_of(layout), there)
+        bounded, rounds = hit_after_finds(search_of(layout), there)
         assert bounded == hit, (most, sorted(there))
         assert max(rounds) <= most
         if any(group.kind is GroupKind.FULL for group in LAYOUTS[layout].groups):
@@ -116,4 +120,4 @@ def test_rounds_find_the_hit_that_one_question_finds(
 def test_a_reason_is_told_with_its_facts(
     kind: ShortfallKind, facts: dict[str, str | float], sentence: str
 ) -> None:
-    assert kind.sentence.format(**facts) == sentence
+    assert Shortfall(kind, facts).sentence == sentence

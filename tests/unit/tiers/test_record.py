@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import (
     HEADER_BYTES,
@@ -28,18 +29,25 @@ SHAPES = [(1, 1), (700, 2), (3000, 1), (9000, 3), (100, 600)]
 """The last one has checksums on more than one page."""
 
 
-def record_of(shape: tuple[int, int], seed: int = SEED, number: int = 1) -> Record:
+def record_of(shape: SlotShape, seed: int = SEED, number: int = 1) -> Record:
+    part_bytes, parts = shape
     return Record(
-        RecordName(b"n" * HASH_BYTES, 3, bytes([number]) * HASH_BYTES),
-        *shape,
-        seed,
-        b"parent..",
-        2,
-        True,
+        name=RecordName(b"n" * HASH_BYTES, 3, bytes([number]) * HASH_BYTES),
+        part_bytes=part_bytes,
+        parts=parts,
+        seed=seed,
+        parent=b"parent..",
+        tenant=2,
+        interior=True,
     )
 
 
-def filled(shape: tuple[int, int], seed: int) -> memoryview:
+def item_of(record: Record, offset: int) -> JobItem:
+    """Returns the item of a job for the slot at `offset`, whose generation is the seed."""
+    return JobItem(record, Slot(offset, record.part_bytes, record.parts, record.seed))
+
+
+def filled(shape: SlotShape, seed: int) -> memoryview:
     """A slot as a worker leaves it."""
     memory = memoryview(bytearray(slot_bytes(*shape)))
     payload = payload_offset(shape[1])
@@ -48,33 +56,29 @@ def filled(shape: tuple[int, int], seed: int) -> memoryview:
     return memory
 
 
-def put(shape: tuple[int, int], number: int = 1) -> bytes:
+def put(shape: SlotShape, number: int = 1) -> bytes:
     """The record that a tier gets of a slot."""
     memory, tier = filled(shape, SEED), DictTier({}, is_remote=False)
     record = record_of(shape, number=number)
-    outcome = execute(
-        tier, TierJob(JobKind.WRITE, 0, [JobItem(record, Slot(0, *shape, SEED))]), memory
-    )
+    outcome = execute(tier, TierJob(JobKind.WRITE, 0, [item_of(record, 0)]), memory)
     assert outcome == JobOutcome(errors=[None], found=[False])
     return tier.records[record.name.key]
 
 
-def get(shape: tuple[int, int], image: bytes | None) -> tuple[JobOutcome, memoryview]:
+def get(shape: SlotShape, image: bytes | None) -> tuple[JobOutcome, memoryview]:
     """What becomes of the bytes that a tier has, between two slots that are nobody's business."""
     size = slot_bytes(*shape)
     memory = memoryview(bytearray(b"\xee") * (3 * size))
     record = record_of(shape, OTHER_SEED)
     tier = DictTier({} if image is None else {record.name.key: image}, is_remote=False)
-    outcome = execute(
-        tier, TierJob(JobKind.READ, 0, [JobItem(record, Slot(size, *shape, OTHER_SEED))]), memory
-    )
+    outcome = execute(tier, TierJob(JobKind.READ, 0, [item_of(record, size)]), memory)
     assert set(memory[:size]) == set(memory[2 * size :]) == {0xEE}, "bytes of others were written"
     assert set(memory[size : size + HEADER_BYTES]) == {0xEE}, "headers are the daemon's"
     return outcome, memory[size : 2 * size]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_was_put_comes_back_signed_anew(shape: tuple[int, int]) -> None:
+def test_what_was_put_comes_back_signed_anew(shape: SlotShape) -> None:
     image = put(shape)
     assert read_head(memoryview(image)) == record_of(shape)
     assert proven_digests(record_of(shape), memoryview(image))
@@ -86,7 +90,7 @@ def test_what_was_put_comes_back_signed_anew(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(700, 2), (3000, 1)])
-def test_not_one_bit_of_a_record_may_differ(shape: tuple[int, int]) -> None:
+def test_not_one_bit_of_a_record_may_differ(shape: SlotShape) -> None:
     image = bytearray(put(shape))
     head = head_bytes(shape[1])
     for bit in range(8 * len(image)):
@@ -97,7 +101,7 @@ def test_not_one_bit_of_a_record_may_differ(shape: tuple[int, int]) -> None:
 
 
 @st.composite
-def mutations(draw: st.DrawFn) -> tuple[tuple[int, int], bytes]:
+def mutations(draw: st.DrawFn) -> tuple[SlotShape, bytes]:
     """A shape, and bytes that are not the record that is wanted."""
     shape = draw(st.sampled_from(SHAPES))
     image = bytearray(put(shape))
@@ -130,7 +134,7 @@ def mutations(draw: st.DrawFn) -> tuple[tuple[int, int], bytes]:
 
 @settings(max_examples=examples(300))
 @given(mutations())
-def test_what_is_not_the_record_is_damaged(what: tuple[tuple[int, int], bytes]) -> None:
+def test_what_is_not_the_record_is_damaged(what: tuple[SlotShape, bytes]) -> None:
     shape, image = what
     outcome, slot = get(shape, image)
     (error,) = outcome.errors
@@ -152,11 +156,9 @@ def test_what_is_missing_is_missing() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bytes_that_went_bad_in_ram_are_not_put(shape: tuple[int, int]) -> None:
+def test_bytes_that_went_bad_in_ram_are_not_put(shape: SlotShape) -> None:
     memory, tier = filled(shape, SEED), DictTier({}, is_remote=False)
     memory[payload_offset(shape[1])] ^= 1
-    outcome = execute(
-        tier, TierJob(JobKind.WRITE, 0, [JobItem(record_of(shape), Slot(0, *shape, SEED))]), memory
-    )
+    outcome = execute(tier, TierJob(JobKind.WRITE, 0, [item_of(record_of(shape), 0)]), memory)
     assert isinstance(outcome.errors[0], WrongBytesError)
     assert not tier.records

@@ -24,9 +24,9 @@ def test_batches_cover_everything_once(sizes: list[int], bytes_max: int, count_m
 
 
 def test_a_deadline_that_is_over_is_an_error() -> None:
-    assert 0 < Deadline(60.0).left() <= 60.0
+    assert 0 < Deadline(60.0).seconds_left() <= 60.0
     with pytest.raises(TimeoutError):
-        Deadline(0.0).left()
+        Deadline(0.0).seconds_left()
 
 
 def test_a_name_that_nobody_knows_is_an_error_in_time() -> None:

@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import pytest
 
+from hybridkv.tiers.contract import Tier
 from hybridkv.tiers.jobs import THREADS, JobItem, JobKind, JobOutcome, TierJob, TierThreads
 from hybridkv.tiers.record import Record, RecordName
 from tests.unit.daemon.dict_tier import DictTier
@@ -27,6 +29,19 @@ class HangingTier(DictTier):
         return super().find(keys)
 
 
+class FinishedJob(NamedTuple):
+    job: TierJob
+    outcome: JobOutcome
+
+
+def start_threads(tier: Tier) -> tuple[TierThreads, SimpleQueue[FinishedJob]]:
+    """Returns the threads of a tier, and the queue of what they have done."""
+    done: SimpleQueue[FinishedJob] = SimpleQueue()
+    memory = memoryview(bytearray(4096))
+    threads = TierThreads(tier, memory, lambda job, outcome: done.put(FinishedJob(job, outcome)))
+    return threads, done
+
+
 def no_more_threads(thread: threading.Thread) -> None:
     """As where the user may have no more (ulimit -u), or a control group's bound is reached."""
     raise RuntimeError("can't start new thread")
@@ -35,11 +50,8 @@ def no_more_threads(thread: threading.Thread) -> None:
 def test_where_no_thread_can_be_started_a_job_fails_or_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done: SimpleQueue[tuple[TierJob, JobOutcome]] = SimpleQueue()
     tier = HangingTier()
-    threads = TierThreads(
-        tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome))
-    )
+    threads, done = start_threads(tier)
     with monkeypatch.context() as shortage:
         shortage.setattr(threading.Thread, "start", no_more_threads)
         tend = TierJob(JobKind.TEND, 0)
@@ -54,18 +66,15 @@ def test_where_no_thread_can_be_started_a_job_fails_or_waits(
         shortage.setattr(threading.Thread, "start", no_more_threads)
         threads.submit(waits)
     tier.goes_on.set()
-    assert [done.get(timeout=SECONDS)[0] for _ in range(2)] == [hung, waits]
+    assert [done.get(timeout=SECONDS).job for _ in range(2)] == [hung, waits]
     assert threads.close(SECONDS)
 
 
 def test_after_a_shortage_of_threads_no_job_waits_for_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done: SimpleQueue[tuple[TierJob, JobOutcome]] = SimpleQueue()
     tier = HangingTier()
-    threads = TierThreads(
-        tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome))
-    )
+    threads, done = start_threads(tier)
 
     hung, waits, tend = find(), TierJob(JobKind.TEND, 0), TierJob(JobKind.TEND, 0)
     threads.submit(hung)
@@ -74,28 +83,25 @@ def test_after_a_shortage_of_threads_no_job_waits_for_one_that_hangs(
         shortage.setattr(threading.Thread, "start", no_more_threads)
         threads.submit(waits)
     tier.goes_on.set()
-    assert [done.get(timeout=SECONDS)[0] for _ in range(2)] == [hung, waits]
+    assert [done.get(timeout=SECONDS).job for _ in range(2)] == [hung, waits]
     tier.hangs.clear()
     tier.goes_on.clear()
     threads.submit(hung)
     assert tier.hangs.wait(SECONDS)
     threads.submit(tend)
-    assert done.get(timeout=SECONDS)[0] is tend, (
+    assert done.get(timeout=SECONDS).job is tend, (
         "the one that waited had a thread that was counted as free"
     )
     tier.goes_on.set()
-    assert done.get(timeout=SECONDS)[0] is hung
+    assert done.get(timeout=SECONDS).job is hung
     assert threads.close(SECONDS)
 
 
 def test_the_first_job_after_a_shortage_of_threads_starts_those_that_were_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done: SimpleQueue[tuple[TierJob, JobOutcome]] = SimpleQueue()
     tier = HangingTier()
-    threads = TierThreads(
-        tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome))
-    )
+    threads, done = start_threads(tier)
     tend = TierJob(JobKind.TEND, 0)
     threads.submit(find())
     assert tier.hangs.wait(SECONDS)
@@ -103,9 +109,9 @@ def test_the_first_job_after_a_shortage_of_threads_starts_those_that_were_missin
         shortage.setattr(threading.Thread, "start", no_more_threads)
         threads.submit(find())
     threads.submit(tend)
-    assert done.get(timeout=SECONDS)[0] is tend, "it was behind one that waited, and hangs"
+    assert done.get(timeout=SECONDS).job is tend, "it was behind one that waited, and hangs"
     tier.goes_on.set()
-    assert [done.get(timeout=SECONDS)[0].kind for _ in range(2)] == [JobKind.FIND] * 2
+    assert [done.get(timeout=SECONDS).job.kind for _ in range(2)] == [JobKind.FIND] * 2
     assert threads.close(SECONDS)
 
 
@@ -114,18 +120,14 @@ class PanicError(BaseException):
 
 
 class PanickingTier(DictTier):
-    """A call of `tend` does."""
+    """A tier whose `tend` panics."""
 
     def tend(self) -> None:
         raise PanicError("index out of bounds")
 
 
 def test_a_panic_in_a_library_is_a_failure_and_ends_no_thread() -> None:
-    done: SimpleQueue[tuple[TierJob, JobOutcome]] = SimpleQueue()
-    tier = PanickingTier({}, is_remote=True)
-    threads = TierThreads(
-        tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome))
-    )
+    threads, done = start_threads(PanickingTier({}, is_remote=True))
     for _ in range(THREADS + 1):
         tend = TierJob(JobKind.TEND, 0)
         threads.submit(tend)
@@ -143,11 +145,8 @@ def find() -> TierJob:
 
 
 def test_a_call_that_hangs_holds_up_no_other_and_is_told_of_at_the_end() -> None:
-    done: SimpleQueue[tuple[TierJob, JobOutcome]] = SimpleQueue()
     tier = HangingTier()
-    threads = TierThreads(
-        tier, memoryview(bytearray(4096)), lambda job, outcome: done.put((job, outcome))
-    )
+    threads, done = start_threads(tier)
     hung, tend = find(), TierJob(JobKind.TEND, 0)
     threads.submit(hung)
     assert tier.hangs.wait(SECONDS)

@@ -1,4 +1,4 @@
-"""The files of a directory tier: their names, and whether each is the record that its name says."""
+"""The files of a directory tier: their names, and the proof that each is its name's record."""
 
 import contextlib
 import errno
@@ -31,17 +31,17 @@ from hybridkv.tiers.record import (
 
 QUARANTINE_MAX = 16  # Damaged files that are kept.
 BLOCK_BYTES = 512  # The unit of st_blocks.
-FAILED_IN_A_ROW_MAX = 16  # Files that fail in a row; of more the file system is to blame.
+FAILED_IN_A_ROW_MAX = 16  # Files that fail in a row. With more, the file system is to blame.
 SYSTEM_ERRORS = (
     frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
     | frozenset((errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENODEV, errno.ENOTCONN))
     | frozenset((errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH))
 )
-"""Errors that say nothing of one file: they are the process', or the whole file system's."""
+"""Errors of the process or of the whole file system, which are not the fault of one file."""
 
 
 class FileName(NamedTuple):
-    """What the name of a record's file says: all that the order of eviction needs."""
+    """The name of a record's file. It has all that the order of eviction needs."""
 
     key: bytes
     parent: bytes = bytes(SHORT_HASH_BYTES)
@@ -49,17 +49,17 @@ class FileName(NamedTuple):
 
     @property
     def text(self) -> str:
-        """KEY.PARENT in hexadecimal digits; an interior record's has an i behind them."""
+        """KEY.PARENT in hexadecimal digits, with an i after an interior record's: "a0b1.c2d3i"."""
         return f"{self.key.hex()}.{self.parent.hex()}{'i' if self.interior else ''}"
 
     @property
     def path(self) -> str:
-        """The path below a writer's directory."""
+        """The path below a writer's directory: KK/KEY.PARENT, KK is the chunk hash's first byte."""
         return os.path.join(self.key[HASH_BYTES : HASH_BYTES + 1].hex(), self.text)
 
 
 def parse_name(text: str) -> FileName | None:
-    """What a file's name says; None where it is not the name of a record."""
+    """Returns the parsed name of a file, or None where it is not the name of a record."""
     key, _, parent = text.removesuffix("i").partition(".")
     try:
         name = FileName(bytes.fromhex(key), bytes.fromhex(parent), text.endswith("i"))
@@ -70,29 +70,29 @@ def parse_name(text: str) -> FileName | None:
 
 
 def name_of(record: Record) -> FileName:
-    """The name that a record's file should have."""
+    """Returns the name that a record's file should have."""
     return FileName(record.name.key, record.parent, record.interior)
 
 
 def taken_bytes(status: os.stat_result) -> int:
-    """The bytes that a file counts as: its size, or its blocks where they are more."""
+    """Returns the bytes that a file counts as: its size, or its blocks where they are more."""
     return max(status.st_size, status.st_blocks * BLOCK_BYTES)
 
 
 def shards(home: Path) -> list[str]:
-    """The paths of a writer's directories of records."""
+    """Returns the paths of a writer's directories of records, sorted."""
     with contextlib.suppress(FileNotFoundError):
         return sorted(entry.path for entry in os.scandir(home) if len(entry.name) == 2)
     return []
 
 
 def records(home: Path) -> Iterator[tuple[str, FileName]]:
-    """(path, name) of every record of a writer."""
+    """Yields (path, name) of every record of a writer."""
     return chain.from_iterable(map(shard_records, shards(home)))
 
 
 def shard_records(shard: str) -> Iterator[tuple[str, FileName]]:
-    """(path, name) of every record in one directory of a writer."""
+    """Yields (path, name) of every record in one directory of a writer."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(shard) as entries:
         for entry in entries:
             name = parse_name(entry.name)
@@ -101,7 +101,7 @@ def shard_records(shard: str) -> Iterator[tuple[str, FileName]]:
 
 
 class FoundFile(NamedTuple):
-    """A record's file in a listing. The one that was changed first sorts first."""
+    """A record's file in a listing. The oldest sorts first."""
 
     changed: float  # Seconds since the epoch.
     name: FileName
@@ -110,7 +110,7 @@ class FoundFile(NamedTuple):
 
 
 def found_file(path: str, name: FileName) -> FoundFile:
-    """Look at a record's file. Raises OSError."""
+    """Returns the status of a record's file. Raises OSError."""
     status = os.stat(path, follow_symlinks=False)
     return FoundFile(status.st_mtime, name, path, taken_bytes(status))
 
@@ -118,17 +118,17 @@ def found_file(path: str, name: FileName) -> FoundFile:
 class FileErrors:
     """Suppresses the errors of single files in a loop over many, and counts them.
 
-    It is the context of what is done with one file. A file that is gone is an error for the caller,
-    and so is one that fails with SYSTEM_ERRORS, or after FAILED_IN_A_ROW_MAX others.
+    It is the context of the work on one file. FileNotFoundError passes to the caller. So do
+    SYSTEM_ERRORS, and any error after FAILED_IN_A_ROW_MAX in a row.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.first = ""  # What was wrong with which file.
+        self.first = ""  # The first error and its file, for the log.
         self._in_a_row = 0
 
     def __enter__(self) -> None:
-        """Nothing is needed."""
+        """Begin the work on one file. Nothing is needed for that."""
 
     def __exit__(
         self,
@@ -149,9 +149,10 @@ class FileErrors:
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:
-    """Open a file to read, which others may have replaced. Raises OSError.
+    """Open a file to read, which others may have replaced. Returns the descriptor.
 
-    To open a FIFO would wait for its writer, so what is no regular file counts as not there.
+    Opening a FIFO would wait for its writer, so anything but a regular file counts as not there.
+    Raises OSError.
     """
     base = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, base)
@@ -168,7 +169,7 @@ def open_regular(path: str | Path, flags: int = 0) -> int:
 
 
 def read_regular(path: Path) -> str:
-    """The text of a small file, opened as `open_regular` does."""
+    """Returns the text of a small file. Raises OSError, as `open_regular`."""
     with open(open_regular(path)) as file:
         return file.read()
 
@@ -179,13 +180,13 @@ def set_aside(root: Path, path: str) -> None:
     where.mkdir(mode=0o700, exist_ok=True)
     os.utime(path)
     os.rename(path, where / f"{os.path.basename(path)}.{uuid.uuid4().hex[:8]}")
-    kept = sorted(where.iterdir(), key=lambda one: one.stat().st_mtime)
+    kept = sorted(where.iterdir(), key=lambda file: file.stat().st_mtime)
     for old in kept[:-QUARANTINE_MAX]:
         old.unlink(missing_ok=True)
 
 
 class FileDamage(StrEnum):
-    """What is wrong with a file."""
+    """The kinds of damage of a file, as people read them."""
 
     EMPTY = "zero length"
     LENGTH = "length"
@@ -199,16 +200,16 @@ class FileProof(NamedTuple):
     """The result of reading and proving a file."""
 
     damage: FileDamage | None
-    record: Record | None = None  # What the file's header says, if that is sound.
+    record: Record | None = None  # The file's header, where it is sound.
     memory: memoryview = memoryview(b"")
-    """The file's bytes, on pages of their own, if they are a whole record."""
-    undecodable: str = ""  # Why nothing can be said of the bytes behind a sound header.
+    """The file's bytes, on pages of their own, where they are a whole record."""
+    undecodable: str = ""  # Why the bytes after a sound header cannot be proven.
 
 
 def prove(file: IO[bytes], size: int, name: FileName | None, coding: Coding = PLAIN) -> FileProof:
     """Read the next `size` bytes of `file` and prove that they are the record `name`.
 
-    `coding` decodes an encoded record. It takes no more memory than a sound header says. Raises
+    `coding` decodes an encoded record. No more memory is used than a sound header says. Raises
     OSError.
     """
     if not size or size % SLOT_ALIGN:
@@ -255,7 +256,7 @@ def _prove_encoded(
 
 
 def _whole(file: IO[bytes], start: bytes, size: int) -> memoryview | None:
-    """`start` and what follows it in `file`, `size` bytes together; None where it ends earlier."""
+    """Returns `start` and the next bytes of `file`, `size` together, or None where it ends."""
     memory = memoryview(mmap.mmap(-1, size))
     memory[: len(start)] = start
     done = len(start)
@@ -265,11 +266,11 @@ def _whole(file: IO[bytes], start: bytes, size: int) -> memoryview | None:
 
 
 def prove_file(path: str, name: FileName | None, coding: Coding = PLAIN) -> FileProof | None:
-    """Prove the file at `path`, as `prove` does; None where it is gone, or is no regular file."""
+    """Prove the file at `path`. Returns None where it is gone, or is no regular file."""
     try:
         fd = open_regular(path)
         with open(fd, "rb", buffering=0) as file:
-            # The disk's bytes are proved, not those of the page cache, which daemons do not use.
+            # The bytes on the disk are proven, not those of the page cache, which daemons bypass.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             proof = prove(file, os.fstat(fd).st_size, name, coding)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

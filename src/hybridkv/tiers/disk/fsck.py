@@ -1,7 +1,7 @@
-"""Prove every file of a directory tier and repair what is wrong, also beside daemons that use it.
+"""Prove every file of a directory tier, and repair damage, also while daemons use the directory.
 
-Readers prove what they read in any case.  This finds damage before a reader does, and gives back
-the room of what nobody will ever read.
+Readers prove what they read in any case. fsck finds damage before a reader does, and frees the room
+of files that no reader can use.
 """
 
 import contextlib
@@ -22,41 +22,41 @@ FINDINGS_MAX = 1000  # Damaged files that the report names.
 
 
 class FileFinding(NamedTuple):
-    """A damaged file."""
+    """A damaged file, as the report names it."""
 
     path: str
     damage: FileDamage
-    done: str  # What was done about it; empty = nothing.
+    done: str  # The repair, for people. Empty = none.
 
 
 @dataclass
 class WriterReport:
-    """What was found in one writer's directory, in files."""
+    """The result of one writer's directory. Counts are of files."""
 
     name: str
     is_alive: bool
     whole: int = 0
     whole_bytes: int = 0  # Bytes that the whole records take.
-    undecodable: int = 0  # With a sound header; nothing can be said of the bytes behind it.
+    undecodable: int = 0  # With a sound header. The bytes after it cannot be proven.
     damaged: Counter[FileDamage] = field(default_factory=Counter)
     damaged_bytes: int = 0
-    repaired: int = 0  # How many of the damaged files were repaired.
+    repaired: int = 0  # Damaged files that were repaired.
     foreign: int = 0  # Files that are not the tier's.
-    leftovers: int = 0  # Files in tmp; a writer that lives is writing them.
+    leftovers: int = 0  # Files in tmp. A writer that lives is writing them.
     leftovers_removed: int = 0
 
-    def count_sound(self, proof: FileProof, taken: int) -> None:
+    def count_sound(self, proof: FileProof, taken_bytes: int) -> None:
         """Count a file in which no damage was found."""
         if proof.undecodable:
             self.undecodable += 1
         else:
             self.whole += 1
-            self.whole_bytes += taken
+            self.whole_bytes += taken_bytes
 
 
 @dataclass
 class FsckReport:
-    """What was found in a directory."""
+    """The result of a directory."""
 
     writers: list[WriterReport] = field(default_factory=list)
     quarantined: int = 0
@@ -65,20 +65,21 @@ class FsckReport:
 
     @property
     def damaged(self) -> int:
-        """Damaged files of all writers."""
+        """The number of damaged files of all writers."""
         return sum(writer.damaged.total() for writer in self.writers)
 
     @property
     def repaired(self) -> int:
-        """How many of the damaged files were repaired."""
+        """The number of damaged files that were repaired."""
         return sum(writer.repaired for writer in self.writers)
 
 
 def list_files(root: Path) -> dict[Path, list[str]]:
-    """The files of each writer, by its directory. Raises OSError."""
+    """Returns the paths of each writer's files, by its directory. Raises OSError."""
     found: dict[Path, list[str]] = {}
     for home in homes(root):
-        paths = (os.path.join(at, one) for at, _, names in os.walk(home) for one in sorted(names))
+        folders = os.walk(home)
+        paths = (os.path.join(at, name) for at, _, names in folders for name in sorted(names))
         found[home] = [path for path in paths if path != str(home / "alive")]
     return found
 
@@ -90,24 +91,35 @@ def fsck(
     step: Callable[[], None],
     coding: Coding = PLAIN,
 ) -> FsckReport:
-    """Prove the files of `list_files`; `step` is called after each. Raises OSError.
+    """Prove the files of `list_files`, and call `step` after each. Raises OSError.
 
-    `coding` has the key of encrypted ones. A file that is gone meanwhile is no damage.
+    `coding` has the key of encrypted files. A file that is gone meanwhile is no damage.
     """
     report = FsckReport()
     now = clock(root) if repair else time.time()
-    for home, some in paths.items():
+    for home, own_paths in paths.items():
         silent = silent_seconds(home, now)
         if silent is not None:
             writer = WriterReport(home.name, silent < QUIET_SECONDS)
             report.writers.append(writer)
-            _WriterCheck(root, home, writer, report, repair, coding).check(some, step)
+            check = _WriterCheck(
+                root=root, home=home, writer=writer, report=report, repair=repair, coding=coding
+            )
+            check.check_all(own_paths, step)
     with contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(root / "quarantine"):
             with contextlib.suppress(FileNotFoundError):
                 report.quarantined_bytes += files.taken_bytes(entry.stat(follow_symlinks=False))
                 report.quarantined += 1
     return report
+
+
+class MisnamedFile(NamedTuple):
+    """A whole record in a file of another name."""
+
+    path: str  # Where it was found.
+    name: FileName  # The name that it should have.
+    aside: str  # The path where it is for now.
 
 
 @dataclass
@@ -120,20 +132,21 @@ class _WriterCheck:
     report: FsckReport
     repair: bool
     coding: Coding
-    misnamed: list[tuple[str, FileName, str]] = field(default_factory=list)
-    """Whole records of another name: the path, their own name, and where they are for now."""
+    misnamed: list[MisnamedFile] = field(default_factory=list)
+    """Files that get their right names after all others were checked."""
 
-    def check(self, paths: list[str], step: Callable[[], None]) -> None:
+    def check_all(self, paths: list[str], step: Callable[[], None]) -> None:
+        """Check and repair the files, and call `step` after each."""
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 self._check(path)
             step()
-        for path, name, aside in self.misnamed:
-            self._found(path, FileDamage.MISNAMED, self._rename(name, aside))
+        for file in self.misnamed:
+            self._add_finding(file.path, FileDamage.MISNAMED, self._rename(file.name, file.aside))
 
     def _check(self, path: str) -> None:
         writer, may_move = self.writer, self.repair and not self.writer.is_alive
-        taken = files.taken_bytes(os.stat(path, follow_symlinks=False))
+        taken_bytes = files.taken_bytes(os.stat(path, follow_symlinks=False))
         folder, base = os.path.split(os.path.relpath(path, self.home))
         name = files.parse_name(base)
         if folder.split(os.sep)[0] == TMP:
@@ -153,20 +166,20 @@ class _WriterCheck:
         if damage is None and os.path.join(folder, base) != name.path:
             damage = FileDamage.MISNAMED
         if damage is None:
-            writer.count_sound(proof, taken)
+            writer.count_sound(proof, taken_bytes)
             return
         writer.damaged[damage] += 1
-        writer.damaged_bytes += taken
-        # A daemon that lives would not know, nor count, a file that appears under another name.
+        writer.damaged_bytes += taken_bytes
+        # A daemon that lives would neither know nor count a file that appears under another name.
         if may_move and damage is FileDamage.MISNAMED:
             assert proof.record is not None, "a whole record has a name"
             # Two files that have each other's names must both be out of the way first.
             aside = str(self.home / TMP / f"fsck-{len(self.misnamed)}")
             os.makedirs(self.home / TMP, mode=0o700, exist_ok=True)
             os.rename(path, aside)
-            self.misnamed.append((path, files.name_of(proof.record), aside))
+            self.misnamed.append(MisnamedFile(path, files.name_of(proof.record), aside))
         else:
-            self._found(path, damage, self._set_aside(path) if self.repair else "")
+            self._add_finding(path, damage, self._set_aside(path) if self.repair else "")
 
     def _set_aside(self, path: str) -> str:
         try:
@@ -184,7 +197,7 @@ class _WriterCheck:
                 os.link(aside, to)
             except OSError:
                 if not os.path.lexists(to):
-                    # The file system has no hard links; the silent writer makes no files meanwhile.
+                    # The file system has no hard links. The silent writer makes no files meanwhile.
                     os.rename(aside, to)
                     return done
                 done = "removed, for it is there already"
@@ -193,7 +206,7 @@ class _WriterCheck:
             return self._set_aside(aside)
         return done
 
-    def _found(self, path: str, damage: FileDamage, done: str) -> None:
+    def _add_finding(self, path: str, damage: FileDamage, done: str) -> None:
         self.writer.repaired += bool(done)
         if len(self.report.findings) < FINDINGS_MAX:
             self.report.findings.append(FileFinding(path, damage, done))

@@ -1,7 +1,7 @@
-"""The index of a directory tier: which file holds which record, and what this daemon's files take.
+"""The index of a directory tier: the file of each record, and the bytes of this daemon's files.
 
-The byte bound is for the files that this daemon wrote.  The index has those of other writers too,
-so that they can be read, and they do not count.
+The byte bound is for the files that this daemon wrote. The index also has the files of other
+writers, so that they can be read. They do not count.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from hybridkv.tiers.disk.files import FileErrors, FileName, FoundFile, found_fil
 logger = logging.getLogger("hybridkv.daemon")
 
 TOUCH_SECONDS = 600.0
-"""A file's time of change, by which it is ordered after a restart, is at most so late."""
-STUCK_MAX = 3  # Victims in a row that may be impossible to remove; then no other is tried.
+"""How late a file's time of change may be, which orders the files after a restart."""
+STUCK_MAX = 3  # Victims in a row that could not be removed. After them no other is tried.
 FULL_ERRORS = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
@@ -35,70 +35,70 @@ class OwnFile(NamedTuple):
     path: str
     taken_bytes: int
     parent: bytes
-    """The short key of the record that must not be evicted before this one; empty = none."""
-    touched: float  # Its time of change, seconds since the epoch.
+    """The short key of the record that must not be evicted before this record. Empty = none."""
+    touched_at: float  # Its time of change, seconds since the epoch.
 
 
 class FileIndex:
     """The files of one directory by key.
 
-    The caller holds `lock`, but for `path`, `use`, `replace`, `take_again`, `sweep`, `scan` and
-    `count_failed`.
+    The caller holds `lock`, except for `path`, `use`, `replace`, `take_shards_to_list`, `sweep`,
+    `scan` and `count_failed`.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` bounds this daemon's files; 0 = half of what is free at the first `scan`."""
+        """`max_bytes` bounds this daemon's files. 0 = half of the free room at the first `scan`."""
         self.lock = threading.Lock()
         self.max_bytes = max_bytes
         self.ours: dict[bytes, OwnFile] = {}
         self.others: dict[bytes, str] = {}
-        """Path by key, of all other writers; no key is in `ours` as well."""
+        """Path by key, of all other writers. No key is in `ours` as well."""
         self._doubled: set[bytes] = set()
-        """Keys of `ours` and `others` that another writer has as well."""
-        self._again: set[str] = set()
+        """Keys of `ours` and `others` that one more writer has."""
+        self._shards_to_list: set[str] = set()
         """Names of shards, two digits, that may hold another copy of a record that is gone."""
         self._order: EvictionQueue[bytes] = EvictionQueue(EvictionPolicy.TWO_QUEUES, 0)
         self._children: Counter[bytes] = Counter()
-        """By short key: how many records must be evicted before it; empty = before none."""
+        """By short key, how many records must be evicted before that record."""
         self._keys: dict[bytes, bytes] = {}  # Key by short key.
         self._taken_bytes = 0  # Bytes of the files in `ours`, and of the strays.
-        self.writing_bytes = 0  # The most that the files take that are being written.
-        self._strays: dict[str, int] = {}
-        """This daemon's files that could not be removed yet, and the bytes that they take."""
+        self.writing_bytes = 0  # The most bytes of the files that are being written.
+        self.strays: dict[str, int] = {}
+        """Bytes by path, of this daemon's files that could not be removed yet."""
         self._stuck = 0  # Victims in a row that could not be removed since the last `sweep`.
         self.files_failed = 0  # Files that `count_failed` has counted.
 
     @property
     def held_bytes(self) -> int:
-        """All bytes that count against the bound."""
+        """Bytes that count against the bound."""
         return self._taken_bytes + self.writing_bytes
 
     def path(self, key: bytes) -> str | None:
-        """The file of a record."""
+        """Returns the path of a record's file. None = the record is not there."""
         file = self.ours.get(key)
         return file.path if file is not None else self.others.get(key)
 
-    def enter(self, name: FileName, path: str, taken: int, touched: float) -> None:
-        """Add a file of this daemon that takes `taken` bytes and is not in `ours`."""
+    def enter(self, name: FileName, path: str, size_bytes: int, touched_at: float) -> None:
+        """Add a file of this daemon that takes `size_bytes` and is not in `ours`."""
         key, parent, interior = name
         short = _short_key(key)
         before = _short_key(key, parent) if any(parent) else b""
         if before == short:
             before = b""
-        self.ours[key] = OwnFile(path, taken, before, touched)
+        self.ours[key] = OwnFile(path, size_bytes, before, touched_at)
         if self.others.pop(key, None) is not None:
             self._doubled.add(key)
         # The new file may have replaced one that could not be removed.
-        self._taken_bytes += taken - self._strays.pop(path, 0)
+        self._taken_bytes += size_bytes - self.strays.pop(path, 0)
         self._keys[short] = key
         self._children[before] += 1
         eviction_class = EvictionClass.INTERIOR if interior else EvictionClass.PROMPT
-        self._order.add(key, taken, eviction_class, key)
+        self._order.add(key, size_bytes, eviction_class, key)
 
     def forget(self, key: bytes) -> None:
         """Drop a record whose file is gone."""
         self.others.pop(key, None)
-        self._list_again(key)
+        self._list_shard_again(key)
         file = self.ours.pop(key, None)
         if file is None:
             return
@@ -115,7 +115,7 @@ class FileIndex:
                 self._order.offer(parent)
 
     def use(self, key: bytes) -> None:
-        """A record was read."""
+        """Count a record as used, because it was read."""
         now = time.time()
         with self.lock:
             file = self.ours.get(key)
@@ -124,14 +124,14 @@ class FileIndex:
             self._order.use((key,))
             if self._may_go(key):
                 self._order.offer(key)
-            if now - file.touched <= TOUCH_SECONDS:
+            if now - file.touched_at <= TOUCH_SECONDS:
                 return
-            self.ours[key] = file._replace(touched=now)
+            self.ours[key] = file._replace(touched_at=now)
         with contextlib.suppress(OSError):
             os.utime(file.path)
 
     def make_room(self, size: int) -> bool:
-        """Evict until `size` more bytes fit; False where that is impossible. Raises OSError."""
+        """Evict until `size` more bytes fit. Returns False where they never do. Raises OSError."""
         while self.held_bytes + size > self.max_bytes:
             if not self.ours or size > self.max_bytes:
                 return False
@@ -139,39 +139,39 @@ class FileIndex:
         return True
 
     def evict_bytes(self, size: int) -> None:
-        """Evict `size` bytes, or all that there is. Raises OSError."""
+        """Evict `size` bytes, or all records. Raises OSError."""
         goal = self._taken_bytes - size
         while self.ours and self._taken_bytes > goal:
             self._evict()
 
-    def remove(self, path: str, taken: int) -> None:
+    def remove(self, path: str, size_bytes: int) -> None:
         """Remove a file of this daemon that is not in the index, now or with a later `sweep`."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         except OSError:
-            self.stray(path, taken)
+            self.add_stray(path, size_bytes)
         else:
-            self._taken_bytes -= self._strays.pop(path, 0)
+            self._taken_bytes -= self.strays.pop(path, 0)
 
-    def stray(self, path: str, taken: int) -> None:
-        """Count a file that could not be removed until `sweep` removes it."""
-        self._taken_bytes += taken - self._strays.pop(path, 0)
-        self._strays[path] = taken
+    def add_stray(self, path: str, size_bytes: int) -> None:
+        """Count a file that could not be removed, until `sweep` removes it."""
+        self._taken_bytes += size_bytes - self.strays.pop(path, 0)
+        self.strays[path] = size_bytes
 
     def sweep(self) -> None:
-        """Try again to remove what could not be removed."""
+        """Try again to remove the strays."""
         self._stuck = 0
-        for path in list(self._strays):
+        for path in list(self.strays):
             with self.lock:
-                if path in self._strays:
-                    self.remove(path, self._strays[path])
+                if path in self.strays:
+                    self.remove(path, self.strays[path])
 
     def _may_go(self, key: bytes) -> bool:
         return _short_key(key) not in self._children
 
     def _evict(self) -> None:
-        """Remove the next victim's file. Raises OSError where it seems that none can be removed."""
+        """Remove the next victim's file. Raises OSError where no file seems to be removable."""
         victim = self._order.victim(self._may_go)
         # Two records may name each other as parents, and then neither may go first.
         key = victim if victim is not None else next(iter(self.ours))
@@ -182,12 +182,12 @@ class FileIndex:
         except FileNotFoundError:
             pass
         except OSError as error:
-            # Where it is more than this file, no record is evicted in vain.
+            # Where all files fail like this, no record is evicted in vain.
             is_all = error.errno == errno.EROFS or error.errno in FULL_ERRORS
             if is_all or self._stuck >= STUCK_MAX:
                 raise
             self._stuck += 1
-            self.stray(file.path, file.taken_bytes)
+            self.add_stray(file.path, file.taken_bytes)
         self._order.remember(key, key)
         self.forget(key)
 
@@ -201,9 +201,9 @@ class FileIndex:
                 with contextlib.suppress(FileNotFoundError), errors:
                     found.append(found_file(path, name))
             self.ours, self.others, self._keys = {}, {}, {}
-            self._doubled, self._again, self._children = set(), set(), Counter()
-            self._strays = {path: n for path, n in self._strays.items() if os.path.lexists(path)}
-            self._stuck, self._taken_bytes = 0, sum(self._strays.values())
+            self._doubled, self._shards_to_list, self._children = set(), set(), Counter()
+            self.strays = {path: n for path, n in self.strays.items() if os.path.lexists(path)}
+            self._stuck, self._taken_bytes = 0, sum(self.strays.values())
             if not self.max_bytes:
                 system = os.statvfs(home)
                 free = system.f_bavail * system.f_frsize + sum(file.taken_bytes for file in found)
@@ -218,40 +218,40 @@ class FileIndex:
         self.count_failed(errors)
 
     def count_failed(self, errors: FileErrors) -> None:
-        """Count the files that failed in a loop over many, and log that."""
+        """Count and log the files that failed in a loop over many."""
         self.files_failed += errors.count
         if errors.count:
             text = "disk: files that failed and are left as they are: %d (%s)"
             logger.warning(text, errors.count, errors.first)
 
     def replace(self, shard: str, found: Mapping[bytes, str]) -> None:
-        """Another writer's directory `shard` holds just these records now, by key their paths."""
+        """Index another writer's directory `shard`, which has the paths `found` by key."""
         here = shard + os.sep
         with self.lock:
             known = [key for key, path in self.others.items() if path.startswith(here)]
             for key in known:
                 if key not in found:
                     del self.others[key]
-                    self._list_again(key)
+                    self._list_shard_again(key)
             for key, path in found.items():
                 if key in self.ours or not self.others.get(key, here).startswith(here):
                     self._doubled.add(key)
                 if key not in self.ours:
                     self.others[key] = path
 
-    def take_again(self) -> set[str]:
-        """Names of the shards that are to be listed again; each is returned once."""
+    def take_shards_to_list(self) -> set[str]:
+        """Returns the names of the shards that are to be listed again, and forgets them."""
         with self.lock:
-            again, self._again = self._again, set()
-        return again
+            shards, self._shards_to_list = self._shards_to_list, set()
+        return shards
 
-    def _list_again(self, key: bytes) -> None:
+    def _list_shard_again(self, key: bytes) -> None:
         if key in self._doubled:
             self._doubled.remove(key)
-            self._again.add(os.path.dirname(FileName(key).path))
+            self._shards_to_list.add(os.path.dirname(FileName(key).path))
 
 
 def _short_key(key: bytes, of_hash: bytes = b"") -> bytes:
-    """The namespace, the first SHORT_HASH_BYTES of the hash (`of_hash` if given), and the gid."""
+    """Returns namespace, short hash and gid of a key. `of_hash` replaces the short hash."""
     short_hash = of_hash or key[HASH_BYTES : HASH_BYTES + SHORT_HASH_BYTES]
     return key[:HASH_BYTES] + short_hash + key[-2:]

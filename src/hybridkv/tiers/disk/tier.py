@@ -9,9 +9,9 @@
     quarantine/...                                 damaged records, the last few
 
 Every daemon writes below its own directory and reads all of them (disk.writers), so no daemon waits
-for a lock.  Its byte bound is for what it wrote itself (disk.index).  A file appears by a rename,
-whole. Names tell all that the order of eviction needs, so a restart lists directories and reads no
-file.
+for a lock. Its byte bound is for the files that it wrote itself (disk.index). A file appears by a
+rename, whole. Names have all that the order of eviction needs, so a restart lists directories and
+reads no file.
 """
 
 import contextlib
@@ -53,68 +53,71 @@ logger = logging.getLogger("hybridkv.daemon")
 
 _SLACK_BYTES = SLOT_ALIGN  # What a file may take beside its bytes.
 _ROOM_BYTES = 64 << 10
-"""What is evicted where a full file system has no room for the little that a start writes."""
+"""Bytes that are evicted where a full file system has no room for the files of a start."""
 _SETTINGS = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ELOOP)
-"""Errors that say that another directory is needed; any other error may pass."""
-UNREADABLE_MAX = 1024  # Files that could not be read and are remembered; the oldest are forgotten.
+"""Errors that only another directory mends. Any other error may pass."""
+UNREADABLE_MAX = 1024  # Unreadable files that are remembered. The oldest are forgotten.
 
 
 class ReadFailures:
-    """Tells a damaged file from a file system that fails: others are read while it fails twice."""
+    """Distinguishes a damaged file from a file system that fails.
+
+    A file is damaged where it fails twice, and another file was read in between.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # For what follows.
-        self._reads = 0  # Files that were read, so far.
-        self._failures = 0  # Files that could not be read since the last one that was.
-        self._failed: dict[str, int] = {}
-        """By the path of a file whose last read failed, the reads up to then."""
+        self._lock = threading.Lock()  # For the attributes below.
+        self._reads = 0  # Files that were read so far.
+        self._failures_in_a_row = 0  # Files that could not be read, since the last that was.
+        self._reads_at_failure: dict[str, int] = {}
+        """By the path of a file whose last read failed, the value of `_reads` at that time."""
 
-    def succeeded(self, path: str) -> None:
+    def on_success(self, path: str) -> None:
         """A file was read."""
         with self._lock:
             self._reads += 1
-            self._failures = 0
-            self._failed.pop(path, None)
+            self._failures_in_a_row = 0
+            self._reads_at_failure.pop(path, None)
 
-    def failed(self, path: str) -> bool:
-        """A file could not be read; returns whether it is to be taken for damaged."""
+    def on_failure(self, path: str) -> bool:
+        """A file could not be read. Returns whether it counts as damaged."""
         with self._lock:
-            self._failures += 1
-            reads = self._failed.pop(path, self._reads)
-            if reads < self._reads and self._failures <= FAILED_IN_A_ROW_MAX:
+            self._failures_in_a_row += 1
+            reads = self._reads_at_failure.pop(path, self._reads)
+            if reads < self._reads and self._failures_in_a_row <= FAILED_IN_A_ROW_MAX:
                 return True
-            self._failed[path] = reads
-            if len(self._failed) > UNREADABLE_MAX:
-                del self._failed[next(iter(self._failed))]
+            self._reads_at_failure[path] = reads
+            if len(self._reads_at_failure) > UNREADABLE_MAX:
+                del self._reads_at_failure[next(iter(self._reads_at_failure))]
             return False
 
 
 class DiskTier(Tier):
-    """A directory of records."""
+    """Keeps records as files of a directory."""
 
     name = "disk"
 
     def __init__(self, spec: TierSpec, writer: str, adopts: bool = True) -> None:
         """`writer` names this daemon, in all its lives, among all that use the directory.
 
-        `adopts`: whether it takes over what lost writers left.
+        `adopts`: whether it takes over the files of lost writers.
         """
         spec.known_options()
-        self._index = FileIndex(spec.max_bytes or 0)
+        self.index = FileIndex(spec.max_bytes or 0)
         root = Path(spec.location.removeprefix("disk://"))
-        self._writers = Writers(root, writer, self._index, adopts)
+        self.writers = Writers(root, writer, self.index, adopts)
         self._direct = os.O_DIRECT
         self._numbers = count(1)
         self._failures = ReadFailures()
 
     def open(self) -> None:
-        """Scan the directory; raises ConfigError where it cannot be used."""
-        index, writers = self._index, self._writers
+        """Scan the directory. Raises ConfigError where it cannot be used."""
+        index, writers = self.index, self.writers
         try:
             try:
                 writers.enter()
             except FileNotFoundError:
-                # Another daemon was taking it over, after a long time in which nobody was here.
+                # Another daemon was taking the directory over, because this writer was lost.
                 writers.enter()
             writers.scan()
             try:
@@ -130,21 +133,25 @@ class DiskTier(Tier):
                 raise _translated(error) from error
             what = f"disk: {writers.root} cannot be used ({error.strerror})"
             raise ConfigError(what, "a directory that you may write to works") from error
-        sizes = format_size(index.held_bytes), format_size(index.max_bytes)
-        direct = "" if self._direct else "; no direct I/O there"
-        told = "disk: %s has %d objects of ours, %s of at most %s%s"
-        logger.info(told, writers.root, len(index.ours), *sizes, direct)
+        logger.info(
+            "disk: %s has %d objects of ours, %s of at most %s%s",
+            writers.root,
+            len(index.ours),
+            format_size(index.held_bytes),
+            format_size(index.max_bytes),
+            "" if self._direct else "; no direct I/O there",
+        )
         writers.look()
 
     def peek(self, key: bytes) -> bool:
-        return key in self._index.ours or key in self._index.others
+        return key in self.index.ours or key in self.index.others
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         return [self.peek(key) for key in keys]
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         for key in keys:
-            self._index.use(key)
+            self.index.use(key)
         return self.find(keys)
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
@@ -154,7 +161,7 @@ class DiskTier(Tier):
         return [self._put(item) for item in items]
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
-        index = self._index
+        index = self.index
         for key in keys:
             with index.lock:
                 path, file = index.path(key), index.ours.get(key)
@@ -162,35 +169,35 @@ class DiskTier(Tier):
                     continue
                 try:
                     if damaged:
-                        set_aside(self._writers.root, path)
+                        set_aside(self.writers.root, path)
                     else:
                         os.unlink(path)
                 except OSError as error:
                     is_gone = isinstance(error, FileNotFoundError) and not os.path.lexists(path)
                     if file is not None and not is_gone:
-                        # Its room is given to no other record while it is there.
-                        index.stray(path, file.taken_bytes)
+                        # No other record gets its room while the file is there.
+                        index.add_stray(path, file.taken_bytes)
                 index.forget(key)
 
     def keys(self) -> Iterator[bytes]:
-        with self._index.lock:
-            known = [*self._index.ours, *self._index.others]
+        with self.index.lock:
+            known = [*self.index.ours, *self.index.others]
         yield from known
 
     def tend(self) -> None:
         now = time.monotonic()
         try:
-            if not self._writers.show_alive(now):
+            if not self.writers.show_alive(now):
                 text = "disk: %s is gone: somebody removed or took it over; it begins anew"
-                logger.info(text, self._writers.home)
+                logger.info(text, self.writers.home)
                 self.open()
-            self._index.sweep()
-            self._writers.tend(now)
+            self.index.sweep()
+            self.writers.tend(now)
         except OSError as error:
             raise _translated(error) from error
 
     def gauges(self) -> Mapping[str, float]:
-        index = self._index
+        index = self.index
         return {
             "bytes": float(index.held_bytes),
             "bytes_max": float(index.max_bytes),
@@ -200,14 +207,14 @@ class DiskTier(Tier):
         }
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Nothing is held open between calls."""
 
     def leave(self) -> None:
-        """There will be no next life of this writer: others may take over what it wrote, now."""
-        os.utime(self._writers.alive, (0, 0))
+        """Let others take over this writer's files at once, because it has no next life."""
+        os.utime(self.writers.alive, (0, 0))
 
     def _get(self, item: ReadRequest) -> TierError | None:
-        index, key = self._index, item.key
+        index, key = self.index, item.key
         file, path = index.ours.get(key), index.path(key)
         if path is None:
             return contract.MissingError("it is not there")
@@ -220,11 +227,11 @@ class DiskTier(Tier):
                     index.forget(key)
             return contract.MissingError("it is not there any more")
         except OSError as error:
-            if error.errno not in SYSTEM_ERRORS and self._failures.failed(path):
+            if error.errno not in SYSTEM_ERRORS and self._failures.on_failure(path):
                 return contract.DamagedError(f"{path} cannot be read: {error.strerror}")
             return _translated(error)
         if error is None:
-            self._failures.succeeded(path)
+            self._failures.on_success(path)
             index.use(key)
         return error
 
@@ -246,10 +253,10 @@ class DiskTier(Tier):
         return None
 
     def _put(self, item: WriteRequest) -> TierError | None:
-        index, size = self._index, sum(map(len, item.pieces))
+        index, size = self.index, sum(map(len, item.pieces))
         reserved = size + _SLACK_BYTES
         name = FileName(item.key, item.parent, item.interior)
-        number, home = next(self._numbers), self._writers.home
+        number, home = next(self._numbers), self.writers.home
         temporary = str(home / TMP / str(number % TMP_DIRECTORIES) / str(number))
         path = str(home / name.path)
         with index.lock:
@@ -263,7 +270,7 @@ class DiskTier(Tier):
                 return _translated(error)
             index.writing_bytes += reserved
         try:
-            taken = self._write(temporary, item.pieces, size)
+            file_bytes = self._write(temporary, item.pieces, size)
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
@@ -274,20 +281,20 @@ class DiskTier(Tier):
                 index.remove(temporary, reserved)
                 index.writing_bytes -= reserved
                 if error.errno in FULL_ERRORS:
-                    # The file system has less room than the bound: others need it more.
+                    # The file system has less room than the bound, so some of it is given back.
                     index.evict_bytes(reserved)
             return _translated(error)
         with index.lock:
             known = index.ours.get(item.key)
             if known is not None and known.path != path:
-                index.remove(path, taken)
+                index.remove(path, file_bytes)
             index.writing_bytes -= reserved
             if known is None:
-                index.enter(name, path, taken, time.time())
+                index.enter(name, path, file_bytes, time.time())
         return None
 
     def _write(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
-        """Write a new file; returns the bytes that it takes. Raises OSError."""
+        """Write a new file. Returns the bytes that it takes. Raises OSError."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._direct
         fd = os.open(path, flags, 0o600)
         try:
@@ -299,17 +306,17 @@ class DiskTier(Tier):
             os.close(fd)
 
     def _settle(self) -> None:
-        """Write the little that a start writes. Raises OSError."""
+        """Write the files of a start, `probe` and `alive`. Raises OSError."""
         self._probe()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        # Where somebody put a FIFO there, that is an error and no wait for its reader.
-        with open(os.open(self._writers.alive, flags | os.O_NONBLOCK, 0o600), "w") as file:
-            file.write(self._writers.token)
+        # A FIFO in its place is an error, and no wait for its reader.
+        with open(os.open(self.writers.alive, flags | os.O_NONBLOCK, 0o600), "w") as file:
+            file.write(self.writers.token)
 
     def _probe(self) -> None:
         """Find out whether the file system takes direct I/O."""
         page = memoryview(mmap.mmap(-1, SLOT_ALIGN))
-        path = self._writers.home / TMP / "probe"
+        path = self.writers.home / TMP / "probe"
         for self._direct in (os.O_DIRECT, 0):
             try:
                 self._write(str(path), [page], len(page))

@@ -1,9 +1,9 @@
-"""The writers of a directory tier: who may write where, who lives, and who takes over what is left.
+"""The writers of a directory tier: who may write where, who lives, who takes over lost files.
 
-A daemon writes below its own directory only, and reads what is in all of them.  It touches its file
-`alive` every ALIVE_SECONDS.  A writer that has not for LOST_SECONDS is lost: another daemon renames
-its directory, which only one of them can do, and moves the records to its own as far as its bound
-allows.
+A daemon writes below its own directory only, and reads the records in all of them. It touches its
+file `alive` every ALIVE_SECONDS. A writer that has not done so for LOST_SECONDS is lost. Another
+daemon renames its directory, which only one daemon can do. It moves the records to its own
+directory, as far as its bound allows.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.tiers.contract import TierError
@@ -37,16 +38,16 @@ LAYOUT_FILE = "hybridkv-tier"
 ALIVE_SECONDS = 30.0  # How often a writer touches its `alive`.
 QUIET_SECONDS = 10 * ALIVE_SECONDS
 """A writer that has been silent for so long writes nothing at the moment."""
-LOST_SECONDS = 3600.0  # A writer that has been silent for so long is gone for good.
-LOOK_SHARE = 50  # At most 1/50 of the time is spent on looking for what others wrote.
+LOST_SECONDS = 3600.0  # A writer that has been silent for so long never comes back.
+LOOK_SHARE = 50  # At most 1/50 of the time is spent on looking for records of others.
 TMP = "tmp"
 TMP_DIRECTORIES = 8
-"""New files are begun in so many in turn: threads that use one directory wait for each other."""
+"""New files begin in these in turn, because threads in one directory wait for each other."""
 _LOST = ".lost-"  # In the name of a writer's directory that is being taken over.
 
 
 def homes(root: Path) -> list[Path]:
-    """Every writer's directory."""
+    """Returns every writer's directory, sorted."""
     with contextlib.suppress(FileNotFoundError):
         entries = os.scandir(root / "objects")
         return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -72,15 +73,15 @@ def _check_layout(layout: str, what: str, works: str) -> None:
 
 
 def clock(root: Path) -> float:
-    """The time by the files' clock, seconds since the epoch. Makes and removes a file."""
+    """Returns the time by the files' clock, seconds since the epoch. Makes and removes a file."""
     with tempfile.NamedTemporaryFile(prefix="clock-", dir=root) as file:
         return os.fstat(file.fileno()).st_mtime
 
 
 def silent_seconds(home: Path, now: float) -> float | None:
-    """How long ago a writer showed that it lives; None where its directory is gone.
+    """Returns the seconds since a writer touched `alive`, or None where its directory is gone.
 
-    Before it shows this for the first time, the age of its directory counts.
+    Before the first touch, the age of its directory counts.
     """
     for path in (home / "alive", home):
         with contextlib.suppress(FileNotFoundError):
@@ -88,27 +89,33 @@ def silent_seconds(home: Path, now: float) -> float | None:
     return None
 
 
+class ShardLook(NamedTuple):
+    """How a shard of another writer was listed last."""
+
+    changed_ns: int = 0  # Its time of change then.
+    looks: int = 0  # Further looks at it that found the same time of change.
+
+
 class Writers:
     """This daemon among the writers of one directory. Its methods raise OSError."""
 
     def __init__(self, root: Path, writer: str, index: FileIndex, adopts: bool) -> None:
-        """`writer` names this daemon; `adopts`: whether it takes over what lost writers left."""
+        """`writer` names this daemon. `adopts`: whether it takes over the files of lost writers."""
         self.root = root
         self.home = root / "objects" / writer
         self.alive = self.home / "alive"
         self._index = index
         self._adopts = adopts
-        self.token = uuid.uuid4().hex  # What `alive` says while the directory is this daemon's.
-        self._alive_at = 0.0
-        self._look_at = 0.0
-        self._seen: dict[str, tuple[int, int]] = {}
-        """By shard of another writer: its time of change when listed, and the looks since then."""
+        self.token = uuid.uuid4().hex  # The content of `alive` while this daemon has the directory.
+        self.alive_due_at = 0.0  # When `alive` is touched next.
+        self.look_due_at = 0.0  # When `tend` looks at the other writers next.
+        self._shards: dict[str, ShardLook] = {}  # By path, those of all other writers.
 
     def enter(self) -> None:
-        """Make this daemon's directories, and remove the files that it never finished."""
+        """Make this daemon's directories, and remove files that it never finished."""
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            # Nobody takes the directory over from here on.
+            # From here on nobody takes the directory over.
             os.utime(self.alive)
         for number in range(TMP_DIRECTORIES):
             (self.home / TMP / str(number)).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,58 +132,59 @@ class Writers:
         self._index.count_failed(errors)
 
     def scan(self) -> None:
-        """Index this daemon's records anew; `look` follows."""
+        """Index this daemon's records anew. The caller calls `look` next."""
         self._index.scan(self.home)
-        self._seen.clear()
+        self._shards.clear()
 
     def show_alive(self, now: float) -> bool:
-        """Touch `alive` where that is due; False where the directory is gone.
+        """Touch `alive` where that is due. Returns False where the directory is gone.
 
         Raises TierError where another daemon writes to it.
         """
-        if now < self._alive_at:
+        if now < self.alive_due_at:
             return True
         try:
             if read_regular(self.alive) != self.token:
                 works = "give each node its own name (--node), or directory"
                 raise TierError(f"another daemon writes to {self.home}; {works}")
-            # It is not written anew: on a full file system it would be empty afterwards.
+            # It is touched and not written: on a full file system it would be empty afterwards.
             os.utime(self.alive)
         except FileNotFoundError:
             return False
-        self._alive_at = now + ALIVE_SECONDS
+        self.alive_due_at = now + ALIVE_SECONDS
         return True
 
     def tend(self, now: float) -> None:
-        """Where that is due, look for other writers' records and take over those of lost ones."""
-        if now >= self._look_at:
+        """Where that is due, look for other writers' records, and adopt those of lost writers."""
+        if now >= self.look_due_at:
             self.look()
             if self._adopts:
                 self._adopt()
-            self._look_at = time.monotonic() + LOOK_SHARE * (time.monotonic() - now)
+            self.look_due_at = time.monotonic() + LOOK_SHARE * (time.monotonic() - now)
 
     def look(self) -> None:
-        """Index what other writers have put and removed since."""
-        again = self._index.take_again()
-        for path in self._seen:
-            if os.path.basename(path) in again:
-                self._seen[path] = 0, 0
-        gone = set(self._seen)
+        """Index the records that other writers have put and removed since the last look."""
+        shards_to_list = self._index.take_shards_to_list()
+        for path in self._shards:
+            if os.path.basename(path) in shards_to_list:
+                self._shards[path] = ShardLook()
+        gone = set(self._shards)
         for shard in chain.from_iterable(map(shards, self._others())):
             gone.discard(shard)
             with contextlib.suppress(FileNotFoundError):
                 changed = os.stat(shard).st_mtime_ns
-                known, looks = self._seen.get(shard, (0, 0))
-                # A directory's clock may be coarse: a second look sees what came within one tick.
-                if known != changed or looks <= 1:
-                    self._seen[shard] = changed, looks + 1 if known == changed else 0
+                last = self._shards.get(shard, ShardLook())
+                is_same = last.changed_ns == changed
+                # A directory's clock may be coarse: a second look sees files of the same tick.
+                if not is_same or last.looks <= 1:
+                    self._shards[shard] = ShardLook(changed, last.looks + 1 if is_same else 0)
                     found = {name.key: path for path, name in shard_records(shard)}
                     self._index.replace(shard, found)
         self._forget(gone)
 
     def _forget(self, shards: Iterable[str]) -> None:
         for shard in shards:
-            del self._seen[shard]
+            del self._shards[shard]
             self._index.replace(shard, {})
 
     def _others(self) -> list[Path]:
@@ -192,7 +200,7 @@ class Writers:
             lost = home.with_name(f"{home.name.partition(_LOST)[0]}{_LOST}{uuid.uuid4().hex[:8]}")
             with contextlib.suppress(FileNotFoundError):
                 os.rename(home, lost)
-                self._forget([path for path in self._seen if os.path.dirname(path) == str(home)])
+                self._forget([path for path in self._shards if os.path.dirname(path) == str(home)])
                 found: list[FoundFile] = []
                 errors = FileErrors()
                 for path, name in list(records(lost)):
@@ -211,7 +219,7 @@ class Writers:
 
     def _take_over(self, writer: str, found: Iterable[FoundFile], errors: FileErrors) -> None:
         """Move the newest records here, as many as the bound allows, and remove the others."""
-        index, taken, dropped = self._index, 0, 0
+        index, moved_count, dropped_count = self._index, 0, 0
         newest: set[FoundFile] = set()
         with index.lock:
             room = index.max_bytes - index.held_bytes
@@ -223,18 +231,18 @@ class Writers:
         for file in sorted(found):
             try:
                 with errors:
-                    if file in newest and self._adopt_one(file):
-                        taken += 1
+                    if file in newest and self._adopt_file(file):
+                        moved_count += 1
                     else:
                         os.unlink(file.path)
-                        dropped += file.name.key not in index.ours
+                        dropped_count += file.name.key not in index.ours
             except FileNotFoundError:
                 continue  # Somebody else removed it.
         text = "disk: took over %d objects that %s left; %d were dropped for lack of room"
-        logger.info(text, taken, writer, dropped)
+        logger.info(text, moved_count, writer, dropped_count)
 
-    def _adopt_one(self, file: FoundFile) -> bool:
-        """Move a record here; returns False where there is no room for it. Raises OSError."""
+    def _adopt_file(self, file: FoundFile) -> bool:
+        """Move a record here. Returns False where there is no room for it. Raises OSError."""
         index, to = self._index, str(self.home / file.name.path)
         try:
             os.makedirs(os.path.dirname(to), mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Mooncake's client library as the child process of the Mooncake tier calls it (tiers.isolated)."""
+"""Mooncake's client library, as the child process of the Mooncake tier calls it (isolated)."""
 
 import ctypes
 import mmap
@@ -10,7 +10,7 @@ EXISTS = -705
 
 
 class MooncakeLibrary:
-    """The store's client. Each call returns a code for each item, below 0 an error's."""
+    """The store's client. Each call returns a code for each item. A code below 0 is an error."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         """Records are read into `memory`, and written from it."""
@@ -20,35 +20,35 @@ class MooncakeLibrary:
         self._store = MooncakeDistributedStore()
 
     def setup(self, config: dict[str, str]) -> list[int]:
-        """Connect."""
+        """Connect to the master, and register the memory. Returns one code, 0 = well."""
         code = self._store.setup(config)
         return [code or self._store.register_buffer(self._base, self._size)]
 
     def find(self, names: list[str]) -> list[int]:
-        """1 for each object that is there, otherwise 0."""
+        """Returns 1 for each object that is there, otherwise 0."""
         return list(self._store.batch_is_exist(names))
 
     def put(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
-        """Publish what the memory holds; the size of each object that is there now."""
+        """Publish objects from the memory. Returns the size of each object that is there now."""
         codes = self._store.batch_put_from(names, self._at(offsets), sizes)
         there = (0, EXISTS)
         return [size if code in there else code for size, code in zip(sizes, codes, strict=True)]
 
     def get(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
-        """Read into the memory; the size of each object, whatever size was asked for."""
+        """Read objects into the memory. Returns their sizes, whatever sizes were asked for."""
         codes = self._store.batch_get_into(names, self._at(offsets), sizes)
-        # The library also says "invalid" of an object that is larger than the memory given for it.
+        # The library also returns "invalid" for an object that is larger than its memory.
         return [
             self._size_of(name, size) if code == INVALID_PARAMS else code
             for name, size, code in zip(names, sizes, codes, strict=True)
         ]
 
     def remove(self, names: list[str], force: bool) -> list[int]:
-        """Remove, with `force` also what has a lease; 0 for each object."""
+        """Remove objects, with `force` in spite of leases. Returns 0 for each removed object."""
         return list(self._store.batch_remove(names, force))
 
     def close(self) -> list[int]:
-        """Leave the store in order."""
+        """Leave the store in order. Returns one code."""
         return [self._store.close()]
 
     def _at(self, offsets: list[int]) -> list[int]:

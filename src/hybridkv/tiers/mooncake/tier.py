@@ -1,4 +1,4 @@
-"""Records in Mooncake Store, the memory of many nodes behind one master.
+"""Records in Mooncake Store, the memory of many nodes with one master.
 
 ::
 
@@ -6,24 +6,24 @@
 
 docs/tiers.md has all options.
 
-A record is the object `hybridkv-1-<hex of its key>`.  It lives in the memory that some node gave.
-It goes with that node, with the master, which remembers nothing, or when the master makes room.  So
-`close` takes this node's memory, and what is in it, out of the store.
+A record is the object `hybridkv-1-<hex of its key>`. It lives in memory that a node has given to
+the store. It is lost with that node, with the master, which remembers nothing, or when the master
+makes room. `close` takes this node's memory, and the records in it, out of the store.
 
-Mooncake's client is a C++ library in child processes (tiers.isolated).  Measured with 0.3.13 in one
-process with it: a put after a failed setup, or any call after `close`, is a segmentation fault; a
-setup takes 90 s without a master, and over 100 s with a port that never answers; a call takes 30 s
-where the master or another node stops; `close` holds the interpreter's lock for seconds.  The
-library also listens on all of the machine's addresses.  Here a call that has not returned within
-the tier's `timeout` costs its child, and `tend` starts another.
+Mooncake's client is a C++ library in child processes (tiers.isolated). Measured with 0.3.13 in one
+process with it: a put after a failed setup, or any call after `close`, is a segmentation fault. A
+setup takes 90 s without a master, and over 100 s with a port that never answers. A call takes 30 s
+where the master or another node stops. `close` holds the interpreter's lock for seconds. The
+library also listens on all of the machine's addresses. Here a call that has not returned within the
+tier's `timeout` costs its child, and `tend` starts another.
 
-With `bytes` there are two children.  The *keeper* has the memory given to the store and is asked
-nothing, so it is never ended for being slow; the *client* has nothing to lose.
+With `bytes` there are two children. The *keeper* has the memory given to the store. It is asked
+nothing, so it is never ended for being slow. The *client* has nothing to lose.
 
-A reader's lease keeps an object from being removed for a time (`--default_kv_lease_ttl`, 10 s; a
-lookup takes one too).  What was discarded is missing here at once, and for others when its lease
-ended and `tend` came by.  Damaged records are removed in spite of leases.  What is still to be
-removed is remembered here, since it must outlive the client.
+A reader's lease keeps an object from being removed for a time (`--default_kv_lease_ttl`, 10 s). A
+lookup takes a lease too. A discarded record is missing here at once, and for other nodes after its
+lease, when `tend` removes it. Damaged records are removed in spite of leases. The records that are
+still to be removed are remembered here, since the list must outlive the client.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from hybridkv.core.errors import ConfigError
@@ -44,7 +45,7 @@ from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers import contract
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
-from hybridkv.tiers.isolated import ITEMS_MAX, DeadChildError, IsolatedProcess, Lane
+from hybridkv.tiers.isolated import ITEMS_MAX, DeadChildError, IsolatedProcess, Lane, LaneSizes
 from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.remote import KEY_DIGITS, Deadline, Item, copy_steps, dial, in_batches, sizes_of
 
@@ -57,11 +58,11 @@ GROUP_BYTES = 8 << 20  # Bytes of records in one call to the client, unless one 
 MASTER_PORT = 50051
 ADMIN_PORT = 9003
 DISCARDED_MAX = 1 << 16
-"""Discarded records that are still to be removed; the oldest of more are forgotten."""
+"""Discarded records that are still to be removed. Beyond that, the oldest are forgotten."""
 LISTING_BYTES_MAX = 1 << 30
 STOP_SECONDS_MAX = 3.0
 PATIENCE = 0.4
-"""The share of `timeout` after which the library is to give up, so that it need not be ended."""
+"""After this share of `timeout` the library gives up, so that its child need not be killed."""
 
 _PREFIX = "hybridkv-1-"
 _OURS = re.compile(f"{_PREFIX}({KEY_DIGITS})")
@@ -71,8 +72,8 @@ _OPTIONS = ("local_hostname", "protocol", "device", "metadata", "admin", "buffer
 _FULL = -200
 _NOT_FOUND = -704
 _LEASED = -706
-_ABSENT = {_NOT_FOUND, -703, -710, -712}  # not there, not whole yet, its bytes went
-_NOBODY = {-900, -901}  # the master is not there, does not answer
+_ABSENT = {_NOT_FOUND, -703, -710, -712}  # Not there, not whole yet, its bytes are lost.
+_NOBODY = {-900, -901}  # The master is not there, or does not answer.
 _WORDS = {
     -1: "internal error",
     -101: "no segment",
@@ -86,6 +87,16 @@ _WORDS = {
 }
 
 
+class HostPort(NamedTuple):
+    """The address of a server."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
 class MooncakeTier(Tier):
     """A client of one Mooncake master, and this node's share of the store's memory."""
 
@@ -95,7 +106,7 @@ class MooncakeTier(Tier):
         self._timeout_seconds = spec.timeout_seconds
         self._master = _address(spec.location)
         options = spec.known_options(*_OPTIONS)
-        self._admin = _admin(options.get("admin", ""), self._master[0])
+        self._admin = _admin(options.get("admin", ""), self._master.host)
         self._log = options.get("log", "")
         self._segment_bytes = spec.max_bytes or 0
         where = f"tier {spec.location}"
@@ -115,58 +126,59 @@ class MooncakeTier(Tier):
             "metadata_server": options.get("metadata", "P2PHANDSHAKE"),
             "protocol": protocol,
             "rdma_devices": options.get("device", ""),
-            "master_server_addr": "{}:{}".format(*self._master),
+            "master_server_addr": str(self._master),
             "local_buffer_size": "0",
         }
         self._opening = threading.Lock()
-        self._client: IsolatedProcess | None = None
-        self._keeper: IsolatedProcess | None = None
+        self.client: IsolatedProcess | None = None
+        self.keeper: IsolatedProcess | None = None
         self._starts = 0
         self._finds_cut, self._forgotten = 0, 0
         self._is_sick = False
-        """Nobody answered the last call: the client has to show that it works, or is replaced."""
+        """The last call had no answer: the client has to show that it works, or is replaced."""
         self._closed = False
         self._discarded: dict[bytes, bool] = {}
-        """What is still to be removed, and whether in spite of a lease."""
+        """Keys that are still to be removed. True = in spite of a lease."""
         self._discarded_lock = threading.Lock()
 
     def open(self) -> None:
-        """Start the children, or prove that they work; takes `timeout` and their loading."""
+        """Start the children, or prove that they work. Takes `timeout` and their start."""
         with self._opening:
             if self._closed:
                 raise TierError("the tier is closed")
-            try:  # where no master listens, no process need be started
-                dial(*self._master, Deadline(self._timeout_seconds * PATIENCE)).close()
+            try:  # Where no master listens, no process need be started.
+                deadline = Deadline(self._timeout_seconds * PATIENCE)
+                dial(self._master.host, self._master.port, deadline).close()
             except OSError as error:
-                where = "{}:{}".format(*self._master)
-                raise TierError(f"no Mooncake master at {where}: {error}") from error
-            if self._segment_bytes and not (self._keeper and self._keeper.alive):
-                self._keeper = self._started((1, SLOT_ALIGN), self._segment_bytes)
-            if self._is_sick and self._client:
+                raise TierError(f"no Mooncake master at {self._master}: {error}") from error
+            if self._segment_bytes and not (self.keeper and self.keeper.is_alive):
+                self.keeper = self._start_child(LaneSizes(1, SLOT_ALIGN), self._segment_bytes)
+            if self._is_sick and self.client:
                 try:
                     self.find([bytes(KEY_BYTES)])
                 except TierError:
-                    self._client.kill()
-            if not (self._client and self._client.alive):
-                self._client = self._started((LANES, self._lane_bytes), segment_bytes=0)
+                    self.client.kill()
+            if not (self.client and self.client.is_alive):
+                lanes = LaneSizes(LANES, self._lane_bytes)
+                self.client = self._start_child(lanes, segment_bytes=0)
             self._is_sick = False
-            if self._closed:  # meanwhile, by a thread that may not have seen these children
+            if self._closed:  # Another thread closed it, and may not have seen these children.
                 self.close()
                 raise TierError("the tier is closed")
 
     def peek(self, key: bytes) -> bool | None:
-        """False for what was discarded here; only the master knows of anything else."""
+        """Returns False for a record that was discarded here. Only the master knows of others."""
         return False if key in self._discarded else None
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the master; what it does not answer in time is not found.
+        """Ask the master. Keys that it does not answer in time are not found.
 
         Raises TierError where it answers nothing.
         """
         deadline = self._deadline()
         found: list[bool] = []
         while len(found) < len(keys):
-            # A child that is asked with less time left than it may take would be ended as late.
+            # A child that is asked with too little time left would be killed as late.
             if found and deadline - time.monotonic() < PATIENCE * self._timeout_seconds:
                 break
             group = keys[len(found) : len(found) + ITEMS_MAX]
@@ -181,7 +193,7 @@ class MooncakeTier(Tier):
         return found + [False] * (len(keys) - len(found))
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
-        """Read from whichever nodes have the records."""
+        """Read records from the nodes that have them."""
         refused: dict[bytes, TierError] = {
             item.key: contract.MissingError("it was discarded")
             for item in items
@@ -190,13 +202,13 @@ class MooncakeTier(Tier):
         return self._transfer("get", items, refused)
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        """Write to a node of the master's choice; what is there already is kept."""
+        """Write to a node of the master's choice. A record that is there already is kept."""
         damaged: list[bytes] = []
         with self._discarded_lock:
             for key in {item.key for item in items} & self._discarded.keys():
                 if self._discarded[key]:
                     damaged.append(key)
-                else:  # the object that is still there is the same one
+                else:  # The object that is still there is the same one.
                     del self._discarded[key]
         if damaged:
             with contextlib.suppress(TierError):
@@ -209,7 +221,7 @@ class MooncakeTier(Tier):
         return self._transfer("put", items, refused)
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
-        """Remove; missing here at once in any case. Raises TierError where nobody answers."""
+        """Remove records. They are missing here at once. Raises TierError without an answer."""
         with self._discarded_lock:
             for key in keys:
                 self._discarded[key] = damaged or self._discarded.get(key, False)
@@ -220,16 +232,16 @@ class MooncakeTier(Tier):
         self._remove(keys, self._deadline())
 
     def keys(self) -> Iterator[bytes]:
-        """From the master's HTTP port; raises TierError where that does not answer."""
+        """Yields the keys that the master lists on its HTTP port. Raises TierError."""
         for line in self._listing().splitlines():
             match = _OURS.fullmatch(line)
             if match and (key := bytes.fromhex(match[1])) not in self._discarded:
                 yield key
 
     def tend(self) -> None:
-        """Start again what has ended, and remove what could not be removed before."""
-        keeps = not self._segment_bytes or (self._keeper is not None and self._keeper.alive)
-        if self._is_sick or not keeps or self._client is None or not self._client.alive:
+        """Start children that have ended, and remove records that could not be removed before."""
+        keeps = not self._segment_bytes or (self.keeper is not None and self.keeper.is_alive)
+        if self._is_sick or not keeps or self.client is None or not self.client.is_alive:
             self.open()
         with self._discarded_lock:
             discarded = list(self._discarded)
@@ -237,9 +249,9 @@ class MooncakeTier(Tier):
             self._remove(discarded, self._deadline())
 
     def gauges(self) -> Mapping[str, float]:
-        """What this node gives; how full the store is only its master knows.
+        """Returns this node's share. Only the master knows how full the store is.
 
-        `finds_cut` is how often `find` did not learn of every object whether it is there.
+        `finds_cut` is how often `find` did not learn of every object in time.
         """
         return {
             "bytes_max": self._segment_bytes,
@@ -250,17 +262,18 @@ class MooncakeTier(Tier):
         }
 
     def close(self) -> None:
-        """End the children; this node's memory leaves the store, in order where that is quick."""
+        """End the children. This node's memory leaves the store, in order where that is quick."""
         self._closed = True
-        if self._client:
-            self._client.kill()
-        if self._keeper:
-            self._keeper.stop(min(self._timeout_seconds, STOP_SECONDS_MAX))
+        if self.client:
+            self.client.kill()
+        if self.keeper:
+            self.keeper.stop(min(self._timeout_seconds, STOP_SECONDS_MAX))
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_seconds
 
-    def _started(self, lanes: tuple[int, int], segment_bytes: int) -> IsolatedProcess:
+    def _start_child(self, lanes: LaneSizes, segment_bytes: int) -> IsolatedProcess:
+        """Returns a child that is connected. Raises ConfigError and TierError."""
         patience = self._timeout_seconds * PATIENCE
         milliseconds, seconds = str(max(1, int(1000 * patience))), str(math.ceil(patience))
         environment = {
@@ -293,7 +306,7 @@ class MooncakeTier(Tier):
 
     @contextlib.contextmanager
     def _lane(self, deadline: float) -> Iterator[Lane]:
-        client = self._client
+        client = self.client
         if client is None or self._closed:
             raise TierError("not connected to Mooncake")
         try:
@@ -304,7 +317,7 @@ class MooncakeTier(Tier):
             raise
 
     def _call(self, lane: Lane, deadline: float, method: str, *arguments: object) -> list[int]:
-        """The code of each item; raises TierError where the master answered for none."""
+        """Returns the code of each item. Raises TierError where the master answered for none."""
         codes = lane.call(deadline, method, *arguments)
         if all(code in _NOBODY for code in codes):
             raise self._error(codes[0])
@@ -313,7 +326,7 @@ class MooncakeTier(Tier):
     def _codes(
         self, deadline: float, method: str, keys: Sequence[bytes], *arguments: object
     ) -> Iterator[tuple[bytes, int]]:
-        """Each key and the code that `method` has for it."""
+        """Yields (key, code) for each key. Raises TierError."""
         for start in range(0, len(keys), ITEMS_MAX):
             group = keys[start : start + ITEMS_MAX]
             with self._lane(deadline) as lane:
@@ -323,11 +336,11 @@ class MooncakeTier(Tier):
     def _transfer(
         self, method: str, items: Sequence[Item], refused: Mapping[bytes, TierError]
     ) -> list[TierError | None]:
-        """Get or put what is neither refused nor too large, a group of records at a time."""
+        """Get or put the records that are neither refused nor too large, in groups."""
         errors = [refused.get(item.key) for item in items]
         for at, size in enumerate(sizes_of(items)):
             if errors[at] is None and size > self._lane_bytes:
-                # One that does not fit is not the server's failure, and is not tried again.
+                # A put that does not fit is not the server's failure, and is not tried again.
                 kind = contract.FullError if method == "put" else TierError
                 errors[at] = kind(
                     f"a record of {size} bytes is over a quarter of the option buffer;"
@@ -341,7 +354,7 @@ class MooncakeTier(Tier):
     def _transfer_group(
         self, method: str, deadline: float, items: Sequence[Item], sizes: Sequence[int]
     ) -> list[TierError | None]:
-        """Get or put records, which lie one behind the other in the memory of a lane."""
+        """Get or put records, which lie in a lane's memory one after the other."""
         offsets = list(itertools.accumulate(sizes[:-1], initial=0))
         names = [_name(item.key) for item in items]
         with self._lane(deadline) as lane:
@@ -367,7 +380,7 @@ class MooncakeTier(Tier):
         ]
 
     def _remove(self, keys: Sequence[bytes], deadline: float) -> None:
-        """Remove what is among the discarded, and forget about what is gone."""
+        """Remove those of `keys` that are discarded. Forget the keys that are removed."""
         for force in (False, True):
             with self._discarded_lock:
                 chosen = [key for key in dict.fromkeys(keys) if self._discarded.get(key) is force]
@@ -388,9 +401,9 @@ class MooncakeTier(Tier):
 
     def _listing(self) -> str:
         deadline, body = Deadline(self._timeout_seconds), bytearray()
-        connection = http.client.HTTPConnection(*self._admin)
+        connection = http.client.HTTPConnection(self._admin.host, self._admin.port)
         try:
-            connection.sock = dial(*self._admin, deadline)
+            connection.sock = dial(self._admin.host, self._admin.port, deadline)
             connection.request("GET", "/get_all_keys")
             response = connection.getresponse()
             if response.status != http.client.OK:
@@ -398,13 +411,12 @@ class MooncakeTier(Tier):
                     f"Mooncake's master answers {response.status} where its keys should be"
                     " (option admin)"
                 )
-            while (piece := response.read1(1 << 20)) and deadline.left():
+            while (piece := response.read1(1 << 20)) and deadline.seconds_left():
                 body += piece
                 if len(body) > LISTING_BYTES_MAX:
                     raise TierError("the list of Mooncake's keys is too long")
         except (OSError, http.client.HTTPException) as error:
-            where = "{}:{}".format(*self._admin)
-            what = f"Mooncake's master does not list its keys at {where}: {error!r}"
+            what = f"Mooncake's master does not list its keys at {self._admin}: {error!r}"
             raise TierError(what) from error
         finally:
             connection.close()
@@ -415,8 +427,8 @@ def _name(key: bytes) -> str:
     return _PREFIX + key.hex()
 
 
-def _address(location: str) -> tuple[str, int]:
-    """Host and port of the master."""
+def _address(location: str) -> HostPort:
+    """Returns the master's address. Raises ConfigError."""
     parts = urlsplit(location)
     if parts.username is not None or parts.password is not None:
         raise ConfigError("a mooncake tier has no users", "mooncake://HOST:50051 works")
@@ -428,14 +440,15 @@ def _address(location: str) -> tuple[str, int]:
         raise ConfigError(
             f"tier {location} must name the master and no path", "mooncake://127.0.0.1:50051 works"
         )
-    return host, port or MASTER_PORT
+    return HostPort(host, port or MASTER_PORT)
 
 
-def _admin(option: str, master: str) -> tuple[str, int]:
+def _admin(option: str, master: str) -> HostPort:
+    """Returns the address of the master's HTTP port: ("9003", "kv1") -> kv1:9003."""
     host, _, port = option.rpartition(":")
     if option and not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ConfigError(
             f"admin={option!r} must be the master's --metrics_port, or HOST:PORT",
             f"{ADMIN_PORT} works",
         )
-    return host or master, int(port or ADMIN_PORT)
+    return HostPort(host or master, int(port or ADMIN_PORT))

@@ -1,4 +1,4 @@
-"""Connections to a Valkey or Redis server, kept for the next call, and what their errors mean."""
+"""Connections to a Valkey or Redis server that are kept for the next call, and their errors."""
 
 import contextlib
 import re
@@ -6,7 +6,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -21,26 +21,26 @@ PREFIX = "hybridkv:1:"
 PORT = 6379
 IDLE_MAX = 16  # Connections that are kept for the next call.
 IDLE_SECONDS_MAX = 30.0
-"""The network may forget a connection that is idle for longer without telling either end."""
+"""The network may drop a connection that is idle for longer, and tell neither end."""
 _NEEDED = "GET SET EXISTS UNLINK SCAN DBSIZE INFO"
 _RESETS = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
-"""How a connection ends that the server, or something between, has closed."""
+"""Errors of a connection that the server, or something between, has closed."""
 
 
 class LostConnectionError(TierError):
-    """A connection was closed that had been logged in; another one may work."""
+    """A connection was closed after its login. Another connection may work."""
 
 
 class ConnectionPool:
     """Connections that are logged in, each for one thread at a time."""
 
     def __init__(self, spec: TierSpec) -> None:
-        """Raises ConfigError, which shows no password, where the URL names no server."""
+        """Raises ConfigError where the URL names no server. Its text shows no password."""
         is_unix = spec.kind == "valkey+unix"
         rest, own = ("/run/valkey.sock?db=0", "db") if is_unix else (f"127.0.0.1:{PORT}/0", "ca")
         works = f'"{spec.kind}://{rest}" works'
         parts = _split(spec, works)
-        # The last @ ends the login, so nothing secret is behind it.
+        # The last @ ends the login, so nothing secret follows it.
         self.place = f"{spec.kind}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         """The URL for people: without user and password."""
         bounds = "the server's maxmemory and maxmemory-policy"
@@ -52,9 +52,9 @@ class ConnectionPool:
         self._authority = options.get("ca")
         self._database = options.get("db", "0") if is_unix else parts.path.strip("/") or "0"
         self._login = [unquote(word) for word in (parts.username, parts.password) if word]
-        self._users = int(bool(parts.username))  # How many words of the login are no password.
+        self._users = int(bool(parts.username))  # Words of the login before the password.
         self._password_file = options.get("password_file", "")
-        """A file with the password that the login ends with, read at each open; "" = in the URL."""
+        """A file with the password, which is read at each `open`. "" = it is in the URL."""
         self._timeout_seconds = spec.timeout_seconds
         if not (self._socket if is_unix else self._host):
             raise ConfigError(f"tier {self.place} names no server", works)
@@ -68,7 +68,7 @@ class ConnectionPool:
         self._tls: ssl.SSLContext | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._idle: list[RespConnection] = []  # The one used last is at the end, and is used next.
+        self._idle: list[RespConnection] = []  # The last is the one used last, and is used next.
         self._live: set[RespConnection] = set()  # All connections, idle or in use.
 
     def _check_login(self, parts: SplitResult) -> None:
@@ -83,7 +83,7 @@ class ConnectionPool:
             )
 
     def _works(self, login: str = "") -> str:
-        """A URL like this one, for a message."""
+        """Returns this URL with another login, for a message."""
         scheme, _, rest = self.place.partition("://")
         return f'"{scheme}://{login}{rest}"'
 
@@ -96,7 +96,7 @@ class ConnectionPool:
             raise ConfigError(what, "a file of yours with the password alone works") from None
 
     def open(self, deadline: Deadline) -> None:
-        """Log in anew; raises ConfigError where the server will never let us, or TierError."""
+        """Log in anew. Raises ConfigError where the login can never work, else TierError."""
         if self._wants_tls:
             try:
                 self._tls = ssl.create_default_context(cafile=self._authority)
@@ -116,13 +116,13 @@ class ConnectionPool:
                 f"{self._works()} of one works, or valkeys:// for one with TLS",
             ) from None
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._error_of(error) from None
 
     @contextlib.contextmanager
     def connection(self, deadline: Deadline) -> Iterator[RespConnection]:
-        """A connection for a call, kept for the next one if this one ends well.
+        """Lends a connection for a call, and keeps it for the next call if this one ends well.
 
-        Raises TierError and ConfigError, also for what goes wrong on the connection meanwhile.
+        Raises TierError and ConfigError, also for an error of the connection inside the context.
         """
         with self._lock:
             if self._closed:
@@ -131,18 +131,18 @@ class ConnectionPool:
         try:
             connection = connection or self._connect(deadline)
         except (OSError, ProtocolError) as error:
-            raise self._failed(error) from None
+            raise self._error_of(error) from None
         connection.deadline = deadline
         try:
             yield connection
         except BaseException as error:
-            # Nothing that follows on it can be trusted.
-            self._drop(connection)
+            # Nothing that follows on this connection can be trusted.
+            self._drop([connection])
             if isinstance(error, _RESETS):
-                self.drop_idle()  # those are as old, and most likely as dead
-                raise LostConnectionError(str(self._failed(error))) from None
+                self.drop_idle()  # They are as old, and most likely closed too.
+                raise LostConnectionError(str(self._error_of(error))) from None
             if isinstance(error, OSError | ProtocolError | ValueError):
-                raise self._failed(error) from None
+                raise self._error_of(error) from None
             raise
         self._keep(connection)
 
@@ -152,24 +152,24 @@ class ConnectionPool:
             if not self._closed and len(self._idle) < IDLE_MAX:
                 self._idle.append(connection)
                 return
-        self._drop(connection)
+        self._drop([connection])
 
-    def _drop(self, *connections: RespConnection) -> None:
+    def _drop(self, connections: Collection[RespConnection]) -> None:
         with self._lock:
             self._live.difference_update(connections)
         for connection in connections:
             connection.close()
 
     def drop_idle(self, seconds: float = 0.0) -> None:
-        """Close all that have been idle for so long."""
+        """Close all connections that have been idle for `seconds`."""
         until = time.monotonic() - seconds
         with self._lock:
             stale = [idle for idle in self._idle if idle.used_at <= until]
             self._idle = [idle for idle in self._idle if idle.used_at > until]
-        self._drop(*stale)
+        self._drop(stale)
 
     def close(self) -> None:
-        """Close all connections; a call that uses one fails."""
+        """Close all connections. A call that uses one fails."""
         with self._lock:
             self._closed = True
         self.drop_idle()
@@ -177,8 +177,8 @@ class ConnectionPool:
             for connection in self._live:
                 connection.abort()
 
-    def _failed(self, error: Exception) -> TierError:
-        """What an error of a connection means."""
+    def _error_of(self, error: Exception) -> TierError:
+        """Returns the TierError for an error of a connection."""
         # The system's texts have no secrets: addresses and the names of files at most.
         if isinstance(error, TimeoutError):
             how = " with TLS" if self._wants_tls else ""
@@ -186,8 +186,8 @@ class ConnectionPool:
             return TierError(f"{self.place} does not answer{how} within {seconds}")
         return TierError(f"{self.place}: {getattr(error, 'strerror', None) or error}")
 
-    def refused(self, refusal: RefusedCommand, step: str = "") -> TierError | ConfigError:
-        """What a refusal at the start means; `step` is the command of the login, if it was one."""
+    def refusal_error(self, refusal: RefusedCommand, step: str = "") -> TierError | ConfigError:
+        """Returns the error for a refusal at `open`. `step` is the command of the login, or ""."""
         wrong_login = (
             "the server refuses this user or password",
             f"{self._works('USER:PASSWORD@')} with those that it knows",
@@ -211,7 +211,10 @@ class ConnectionPool:
         return ConfigError(f"{self.place}: {what}", f"{remedy} works")
 
     def _connect(self, deadline: Deadline) -> RespConnection:
-        """A connection that is logged in; raises OSError, ProtocolError, ConfigError, TierError."""
+        """Returns a connection after its login.
+
+        Raises OSError, ProtocolError, ConfigError and TierError.
+        """
         connection = RespConnection(self._dial(deadline), deadline)
         with self._lock:
             closed = self._closed
@@ -221,14 +224,15 @@ class ConnectionPool:
                 raise TierError("closed")
             steps = {"SELECT": command(b"SELECT", b"%d" % int(self._database))}
             if self._login:
-                steps = {"AUTH": command(b"AUTH", *(word.encode() for word in self._login))} | steps
+                words = [word.encode() for word in self._login]
+                steps = {"AUTH": command(b"AUTH", *words)} | steps
             for buffers in steps.values():
                 connection.send(buffers)
             for step in steps:
                 if isinstance(answer := connection.reply(), RefusedCommand):
-                    raise self.refused(answer, step)
+                    raise self.refusal_error(answer, step)
         except BaseException:
-            self._drop(connection)
+            self._drop([connection])
             raise
         return connection
 
@@ -238,7 +242,7 @@ class ConnectionPool:
         else:
             sock = dial(self._host, self._port, deadline)
         try:
-            sock.settimeout(deadline.left())
+            sock.settimeout(deadline.seconds_left())
             if self._socket:
                 sock.connect(self._socket)
             return self._tls.wrap_socket(sock, server_hostname=self._host) if self._tls else sock
@@ -254,7 +258,7 @@ class ConnectionPool:
 
 
 def _split(spec: TierSpec, works: str) -> SplitResult:
-    """The URL's parts; the errors print none of it, since any of it may be a password."""
+    """Returns the parts of the URL. Errors show none of it: any part may be a password."""
     try:
         parts = urlsplit(spec.location)
         is_sound = parts.port is None or parts.port > 0

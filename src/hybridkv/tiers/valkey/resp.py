@@ -1,7 +1,7 @@
 """RESP2, the protocol of Valkey and Redis, on one connection.
 
-Values go straight between the socket and the caller's memory.  A client library makes a `bytes` of
-each, and every other thread of the daemon waits for the interpreter's lock meanwhile
+Values go straight between the socket and the caller's memory. A client library would make a `bytes`
+of each, and every other thread of the daemon would wait for the interpreter's lock meanwhile
 (docs/decisions/0006).
 """
 
@@ -16,18 +16,18 @@ from hybridkv.tiers.remote import Deadline
 
 BUFFER_BYTES = 64 << 10
 LINE_BYTES_MAX = 16 << 10
-BULK_BYTES_MAX = 64 << 20  # The size of a bulk string that is no value: of INFO, or of SCAN's keys.
+BULK_BYTES_MAX = 64 << 20  # Of a bulk string that is no value, as of INFO, or SCAN's keys.
 ELEMENTS_MAX = 1 << 20
 DEPTH_MAX = 2
 _END = b"\r\n"
 
 
 class ProtocolError(Exception):
-    """The answer is not RESP; nothing that follows on this connection can be trusted."""
+    """The answer is not RESP. Nothing that follows on this connection can be trusted."""
 
 
 class RefusedCommand(NamedTuple):
-    """The server's own error for one command; the connection is as good as before."""
+    """The server's error for one command. The connection can still be used."""
 
     code: str  # The error's first word, as OOM. The rest is not kept: it may repeat a password.
 
@@ -36,7 +36,7 @@ Reply: TypeAlias = "int | bytes | RefusedCommand | list[Reply] | None"
 
 
 def command(*words: bytes, value: Sequence[memoryview] | None = None) -> list[bytes | memoryview]:
-    """The buffers of a command; the pieces of `value` are its last argument."""
+    """Returns the buffers of a command. The pieces of `value` are its last argument."""
     head = b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
     if value is None:
         return [b"*%d\r\n%b" % (len(words), head)]
@@ -44,7 +44,7 @@ def command(*words: bytes, value: Sequence[memoryview] | None = None) -> list[by
 
 
 class RespConnection(io.RawIOBase):
-    """One connection, used by one thread at a time; `abort` may come from any other."""
+    """One connection, for one thread at a time. Any other thread may call `abort`."""
 
     def __init__(self, sock: socket.socket, deadline: Deadline) -> None:
         self._sock = sock
@@ -56,26 +56,26 @@ class RespConnection(io.RawIOBase):
         return True
 
     def readinto(self, into: Any) -> int:
-        """Receive something; for the buffer, which lets what is larger go past it."""
-        self._sock.settimeout(self.deadline.left())
+        """Receive into memory. Only the buffer calls it, and passes large reads through."""
+        self._sock.settimeout(self.deadline.seconds_left())
         count = self._sock.recv_into(into)
         if not count:
             raise ConnectionResetError("the server has closed the connection")
         return count
 
     def send(self, buffers: Iterable[bytes | memoryview]) -> None:
-        """Send everything; raises OSError."""
+        """Send all bytes of the buffers. Raises OSError."""
         for buffer in buffers:
             rest = memoryview(buffer)
             while rest:
-                self._sock.settimeout(self.deadline.left())
+                self._sock.settimeout(self.deadline.seconds_left())
                 rest = rest[self._sock.send(rest) :]
 
     def reply(self, into: Sequence[memoryview] | None = None, depth: int = 0) -> Reply:
-        """The next answer; raises OSError and ProtocolError.
+        """Returns the next answer. Raises OSError and ProtocolError.
 
-        With `into` it is of GET. The value's bytes go there if they fit, else nowhere, and its
-        length is returned.
+        With `into` it is the answer of GET. The value's bytes go there if they fit, else they are
+        dropped. Its length is returned.
         """
         line = self._buffered.readline(LINE_BYTES_MAX)
         if not line.endswith(_END):
@@ -121,13 +121,13 @@ class RespConnection(io.RawIOBase):
         return answer
 
     def abort(self) -> None:
-        """End the connection now; a thread that waits for it is woken by an error."""
-        with contextlib.suppress(OSError):  # it may have ended already
+        """End the connection now. An error wakes a thread that waits for it."""
+        with contextlib.suppress(OSError):  # It may have ended already.
             # A TLS socket's own method would forget the cipher under a thread that is reading.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; only the thread that uses it may."""
+        """Close the connection. Only the thread that uses it may call this."""
         super().close()
         self._sock.close()
 

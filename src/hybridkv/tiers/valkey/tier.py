@@ -6,8 +6,8 @@
     valkeys://USER:PASSWORD@cache.example/0   with TLS, also rediss://; ca=FILE: a private authority
     valkey+unix:///run/valkey.sock?db=0
 
-The server decides what goes where its memory ends: `maxmemory` with `maxmemory-policy allkeys-lru`
-makes a cache of it.  With `noeviction` puts are refused once it is full.
+The server evicts where its memory ends: `maxmemory` with `maxmemory-policy allkeys-lru` makes a
+cache of it. With `noeviction` it refuses puts once it is full.
 """
 
 import re
@@ -25,31 +25,31 @@ from hybridkv.tiers.valkey.resp import RefusedCommand, Reply, command
 
 VALUE_BYTES_MAX = 512 << 20  # The server's default of proto-max-bulk-len.
 FLIGHT_BYTES_MAX = 8 << 20
-"""Bytes of values in one round trip of several: the server keeps a copy of what it has not sent."""
+"""Bytes of values in one round trip: the server keeps a copy of what it has not sent yet."""
 FLIGHT_COMMANDS_MAX = 1000
 TRIES = 2
 _MEMORY = re.compile(rb"^(used_memory|maxmemory):(\d{1,20})\r?$", re.MULTILINE)
 
 
 class PendingCommand(NamedTuple):
-    """A command and where its answer goes."""
+    """A command and the memory for its answer."""
 
     send: Sequence[bytes | memoryview]
-    value_bytes: int = 0  # The size of the value in the command or in its answer.
-    into: Sequence[memoryview] | None = None  # Where the answer goes, if it is a value.
+    value_bytes: int = 0  # Bytes of the value in the command, or in its answer.
+    into: Sequence[memoryview] | None = None  # Memory for an answer that is a value.
 
 
 _Answer: TypeAlias = "Reply | TierError"
 
 
 class ValkeyTier(Tier):
-    """A server's memory."""
+    """Keeps records as values in a server's memory."""
 
     def __init__(self, spec: TierSpec) -> None:
-        """Raises ConfigError where the URL says nothing that could work."""
+        """Raises ConfigError for settings that can never work."""
         self.name = spec.kind
-        self._pool = ConnectionPool(spec)
-        self._place, self._prefix = self._pool.place, self._pool.prefix.encode()
+        self.pool = ConnectionPool(spec)
+        self._place, self._prefix = self.pool.place, self.pool.prefix.encode()
         self._ours = re.compile(re.escape(self._prefix) + b"(%b)" % KEY_DIGITS.encode())
         self._timeout_seconds = spec.timeout_seconds
         self._gauges: dict[str, float] = {}
@@ -58,19 +58,19 @@ class ValkeyTier(Tier):
     # The contract
 
     def open(self) -> None:
-        """Log in anew and try what is needed; raises ConfigError where the server refuses us."""
+        """Log in anew and try each command. Raises ConfigError where the server refuses one."""
         deadline = Deadline(self._timeout_seconds)
-        self._pool.open(deadline)
+        self.pool.open(deadline)
         probe = self._ask_each(b"EXISTS", [bytes(KEY_BYTES)], deadline)
-        for answer in (*probe, *self._look(deadline)):
+        for answer in (*probe, *self._ask_gauges(deadline)):
             if isinstance(answer, RefusedCommand):
-                raise self._pool.refused(answer)
-            self._sound(answer)
+                raise self.pool.refusal_error(answer)
+            self._checked(answer)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        # What was not answered is not found; only if nothing was answered nobody answers.
+        # A key without an answer is not found. Only where no key has an answer, the call fails.
         answers = self._ask_each(b"EXISTS", keys, Deadline(FIND_SHARE * self._timeout_seconds))
-        errors = [error for answer in answers if (error := self._wrong(answer))]
+        errors = [error for answer in answers if (error := self._error_of(answer))]
         if errors and len(errors) == len(answers):
             raise errors[0]
         self._finds_cut += bool(errors)
@@ -86,7 +86,7 @@ class ValkeyTier(Tier):
         for item, size, answer in zip(items, sizes, answers, strict=True):
             if isinstance(answer, int) and contract.is_length(answer, size):
                 contract.zero_after(item.pieces, answer)
-        return [self._got(size, answer) for size, answer in zip(sizes, answers, strict=True)]
+        return [self._get_error(size, answer) for size, answer in zip(sizes, answers, strict=True)]
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         sizes = sizes_of(items)
@@ -97,7 +97,7 @@ class ValkeyTier(Tier):
         ]
         answers = iter(self._ask(asks, Deadline(self._timeout_seconds)))
         return [
-            self._wrong(next(answers))
+            self._error_of(next(answers))
             if size <= VALUE_BYTES_MAX
             else contract.FullError(f"{self._place} takes no value of {size} bytes")
             for size in sizes
@@ -106,16 +106,16 @@ class ValkeyTier(Tier):
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         # A damaged value is not put aside: it would take the memory of sound ones.
         for answer in self._ask_each(b"UNLINK", keys, Deadline(self._timeout_seconds)):
-            self._sound(answer)
+            self._checked(answer)
 
     def keys(self) -> Iterator[bytes]:
-        """Every key under our prefix; some come twice where others are put or removed meanwhile."""
+        """Yields every key with our prefix. A key may come twice while others put or remove."""
         pattern = re.sub(rb"[*?\[\]^\\]", rb"\\\g<0>", self._prefix) + b"*"
         cursor = b"0"
         while True:
             ask = PendingCommand(command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000"))
             (answer,) = self._ask([ask], Deadline(self._timeout_seconds))
-            match self._sound(answer):
+            match self._checked(answer):
                 case [bytes() as cursor, list() as names]:
                     for name in names:
                         if isinstance(name, bytes) and (ours := self._ours.fullmatch(name)):
@@ -126,31 +126,31 @@ class ValkeyTier(Tier):
                 return
 
     def tend(self) -> None:
-        """Let go of what was idle for long, and see how full the server is."""
-        self._pool.drop_idle(IDLE_SECONDS_MAX)
-        for answer in self._look(Deadline(self._timeout_seconds)):
-            self._sound(answer)
+        """Close connections that were idle for long, and ask how full the server is."""
+        self.pool.drop_idle(IDLE_SECONDS_MAX)
+        for answer in self._ask_gauges(Deadline(self._timeout_seconds)):
+            self._checked(answer)
 
     def gauges(self) -> Mapping[str, float]:
-        """`bytes` and `bytes_max` of the server, `objects` of the database, as `tend` saw them.
+        """Returns `bytes` and `bytes_max` of the server, `objects` of the database, as of `tend`.
 
-        `finds_cut` is how often `find` did not learn of every object whether it is there.
+        `finds_cut` is how often `find` did not learn of every object in time.
         """
         return {**self._gauges, "finds_cut": float(self._finds_cut)}
 
     def close(self) -> None:
-        self._pool.close()
+        self.pool.close()
 
-    # Asking
+    # Commands
 
-    def _look(self, deadline: Deadline) -> list[_Answer]:
-        """Ask for what `gauges` says; returns the answers."""
-        commands = (command(b"INFO", b"memory"), command(b"DBSIZE"))
-        memory, objects = answers = self._ask([PendingCommand(one) for one in commands], deadline)
+    def _ask_gauges(self, deadline: Deadline) -> list[_Answer]:
+        """Ask for the values of `gauges`. Returns the answers."""
+        asks = [PendingCommand(command(b"INFO", b"memory")), PendingCommand(command(b"DBSIZE"))]
+        memory, objects = answers = self._ask(asks, deadline)
         if isinstance(memory, bytes) and isinstance(objects, int):
-            said = {name: int(number) for name, number in _MEMORY.findall(memory)}
-            gauges: dict[str, float] = {"bytes": said.get(b"used_memory", 0), "objects": objects}
-            bound = said.get(b"maxmemory", 0)
+            info = {name: int(number) for name, number in _MEMORY.findall(memory)}
+            gauges: dict[str, float] = {"bytes": info.get(b"used_memory", 0), "objects": objects}
+            bound = info.get(b"maxmemory", 0)
             self._gauges = gauges | ({"bytes_max": bound} if bound else {})
         return answers
 
@@ -158,9 +158,10 @@ class ValkeyTier(Tier):
         return self._ask([PendingCommand(command(verb, self._name(key))) for key in keys], deadline)
 
     def _ask(self, asks: Sequence[PendingCommand], deadline: Deadline) -> list[_Answer]:
-        """An answer or an error for each; never raises.
+        """Returns an answer or an error for each command. Never raises.
 
-        What a closed connection did not answer is asked again: it changes nothing the second time.
+        Where a connection was closed, the commands without an answer are sent again. Each of them
+        changes nothing the second time.
         """
         answers: list[_Answer] = []
         error = TierError("not asked")
@@ -169,7 +170,7 @@ class ValkeyTier(Tier):
             for _ in range(TRIES):
                 pending = asks[len(answers) : end]
                 try:
-                    with self._pool.connection(deadline) as connection:
+                    with self.pool.connection(deadline) as connection:
                         for ask in pending:
                             connection.send(ask.send)
                         for ask in pending:
@@ -178,28 +179,28 @@ class ValkeyTier(Tier):
                 except (TierError, ConfigError) as failed:
                     error = TierError(str(failed))
                     if not isinstance(failed, LostConnectionError):
-                        # Nobody is there, or in time: the other batches need not try.
+                        # The server does not answer, so the other batches are not tried.
                         return answers + [error] * (len(asks) - len(answers))
             answers += [error] * (end - len(answers))
         return answers
 
-    def _got(self, size: int, answer: _Answer) -> TierError | None:
+    def _get_error(self, size: int, answer: _Answer) -> TierError | None:
         if answer is None:
             return contract.MissingError("no such value")
         if isinstance(answer, RefusedCommand) and answer.code == "WRONGTYPE":
             return contract.DamagedError("it is no string")
         if isinstance(answer, int) and not contract.is_length(answer, size):
             return contract.DamagedError(f"it has {answer} bytes instead of {size}")
-        return self._wrong(answer)
+        return self._error_of(answer)
 
-    def _wrong(self, answer: _Answer) -> TierError | None:
+    def _error_of(self, answer: _Answer) -> TierError | None:
         if isinstance(answer, RefusedCommand):
             kind = contract.FullError if answer.code == "OOM" else TierError
             return kind(f"{self._place} refuses ({answer.code})")
         return answer if isinstance(answer, TierError) else None
 
-    def _sound(self, answer: _Answer) -> Reply:
-        if error := self._wrong(answer):
+    def _checked(self, answer: _Answer) -> Reply:
+        if error := self._error_of(answer):
             raise error
         assert not isinstance(answer, TierError)
         return answer
