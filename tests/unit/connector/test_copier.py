@@ -42,18 +42,18 @@ gpu = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def blocks_of(cache: str, device: str = "cpu") -> list[torch.Tensor]:
-    """The layers of the first group of such a cache."""
+    """Return the layers of the first group of such a cache."""
     return CACHES[cache].memory(device).groups[0]
 
 
 def spaced(device: str, count: int, content: int, stride: int) -> list[torch.Tensor]:
-    """Layers of blocks of any number of bytes, with padding behind each block."""
+    """Return layers of blocks of `content` bytes, which are `stride` bytes apart."""
     raw = torch.randint(-128, 127, (count, BLOCKS * stride), dtype=torch.int8, device=device)
     return [layer.as_strided((BLOCKS, content), (stride, 1)) for layer in raw]
 
 
 def in_memory(memory: KVMemory, gid: int, block: int) -> bytes:
-    """A block's bytes layer by layer, in the order of their addresses."""
+    """Return a block's bytes layer by layer, in the order of their addresses."""
     found = b""
     for layer in range(len(memory.groups[gid])):
         marked = torch.ones_like(memory.buffer)
@@ -64,8 +64,8 @@ def in_memory(memory: KVMemory, gid: int, block: int) -> bytes:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with unnamed_arena(ARENA) as made:
-        yield made
+    with unnamed_arena(ARENA) as own_arena:
+        yield own_arena
         # Those of a test that has failed: pinned memory must not be unmapped.
         for rig in list(Rig.opened):
             rig.close()
@@ -85,8 +85,8 @@ class Rig:
     ) -> None:
         self.arena = arena
         # As in an engine: CUDA does not register one address twice in a process.
-        others = [attach_arena(arena.path, ARENA, pid=os.getpid()) for _ in ranks[1:]]
-        self.arenas = [arena, *others]
+        mapped_again = [attach_arena(arena.path, ARENA, pid=os.getpid()) for _ in ranks[1:]]
+        self.arenas = [arena, *mapped_again]
         self.pipelines: list[CopyPipeline] = []
         self.copiers: list[Copier] = []
         self.opened.append(self)
@@ -97,10 +97,10 @@ class Rig:
             for rank in range(len(ranks))
         ]
         self.slot_parts = 1 if shared else len(ranks)
-        self.copiers += (self.copier(rank, views) for rank, views in enumerate(ranks))
-        self.next = 0
+        self.copiers += (self.make_copier(rank, views) for rank, views in enumerate(ranks))
+        self.next_offset = 0
 
-    def copier(self, rank: int, views: Sequence[torch.Tensor]) -> Copier:
+    def make_copier(self, rank: int, views: Sequence[torch.Tensor]) -> Copier:
         part, blocks = self.parts[rank], [[*map(physical, views)]]
         if views[0].is_cuda:
             largest = Demand(4 * self.part_bytes, 4, 16 * self.part_bytes)
@@ -112,26 +112,28 @@ class Rig:
         return HostCopier(self.arenas[rank], blocks, part)
 
     def slot(self, count: int) -> SlotRef:
-        ref = SlotRef(self.next, 1000 + self.next)
+        """Return a new slot of `count` stored blocks, which is being written."""
+        ref = SlotRef(self.next_offset, 1000 + self.next_offset)
         header = SlotHeader(
             SlotState.WRITING, ref.generation, self.slot_parts, count * self.part_bytes
         )
         self.arena.memory[ref.offset : ref.offset + HEADER_BYTES] = header.pack()
-        self.next += slot_bytes(count * self.part_bytes, self.slot_parts)
+        self.next_offset += slot_bytes(count * self.part_bytes, self.slot_parts)
         return ref
 
     def store(self, ops: Sequence[CopyOp]) -> list[bool]:
+        """Let every rank store its parts. Returns the outcomes in any order."""
         outcomes: list[bool] = []
         for copier, part in zip(self.copiers, self.parts, strict=True):
-            mine = [op for op in ops if part.writes(op)]
-            left = threading.Semaphore(0)
+            own_ops = [op for op in ops if part.writes(op)]
+            finished = threading.Semaphore(0)
 
-            def done(op: CopyOp, stored: bool, left: threading.Semaphore = left) -> None:
+            def done(op: CopyOp, stored: bool, finished: threading.Semaphore = finished) -> None:
                 outcomes.append(stored)
-                left.release()
+                finished.release()
 
-            copier.store(mine, done)
-            assert all(left.acquire(timeout=DONE_SECONDS) for _ in mine)
+            copier.store(own_ops, done)
+            assert all(finished.acquire(timeout=DONE_SECONDS) for _ in own_ops)
         return outcomes
 
     def load(self, rank: int, ops: Sequence[CopyOp]) -> HybridKVError | None:
@@ -160,8 +162,8 @@ class Rig:
 def test_ranks_take_turns_with_what_they_share(arena: Arena, device: str) -> None:
     """Each object has one part, which one rank writes and every rank loads."""
     views = [blocks_of("LBHNC", device) for _ in range(2)]
-    for mine, others in zip(*views, strict=True):
-        others.copy_(mine)
+    for first_view, second_view in zip(views[0], views[1], strict=True):
+        second_view.copy_(first_view)
     rig = Rig(arena, views, "on", shared=True)
     before = [view.clone() for view in views[0]]
     ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
@@ -292,12 +294,12 @@ def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
     op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
     rig.store([op])
     for at in range(0, rig.part_bytes, 37):
-        place = op.slot.offset + payload_offset(1) + at
-        arena.memory[place] ^= 0x10
+        offset = op.slot.offset + payload_offset(1) + at
+        arena.memory[offset] ^= 0x10
         error = rig.load(0, [op])
         assert isinstance(error, BadSlotError)
         assert error.slots == [op.slot]
-        arena.memory[place] ^= 0x10
+        arena.memory[offset] ^= 0x10
     assert rig.load(0, [op]) is None
     rig.close()
 
@@ -308,7 +310,7 @@ def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
 )
 def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
     """A byte at either end of a piece is wrong, or two pieces have changed places."""
-    many = {
+    make_views = {
         "many layers": lambda: (
             Cache("LBHNC", layers("full", full(2, 16, 64), 30)).memory(device).groups[0]
         ),
@@ -317,7 +319,7 @@ def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
         "large blocks": lambda: blocks_of("large blocks", device),
         "huge blocks": lambda: spaced(device, 2, 700_001, 700_100),
     }
-    views = many[layout]()
+    views = make_views[layout]()
     before = [view.clone() for view in views]
     rig = Rig(arena, [views], "on")
     op = CopyOp(rig.slot(2), 0, 0, 2, 0, (3, 5))
@@ -329,17 +331,17 @@ def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
     assert len(pieces) > 3
     digests = b"".join(xxhash.xxh3_64_digest(piece)[::-1] for piece in pieces)
     signed = xxhash.xxh3_64_intdigest(digests, seed=op.slot.generation) | 1
-    place = op.slot.offset + checksum_offset(0)
-    assert arena.memory[place : place + 8] == signed.to_bytes(8, "little")
+    offset = op.slot.offset + checksum_offset(0)
+    assert arena.memory[offset : offset + 8] == signed.to_bytes(8, "little")
     for piece in pieces:
         for at in (0, -1):
             piece[at] ^= 0x10
             assert isinstance(rig.load(0, [op]), BadSlotError)
             piece[at] ^= 0x10
-    for one, other in pairwise(pieces[:-1]):
-        one[:], other[:] = bytes(other), bytes(one)
+    for piece, next_piece in pairwise(pieces[:-1]):
+        piece[:], next_piece[:] = bytes(next_piece), bytes(piece)
         assert isinstance(rig.load(0, [op]), BadSlotError)
-        one[:], other[:] = bytes(other), bytes(one)
+        piece[:], next_piece[:] = bytes(next_piece), bytes(piece)
     for layer in views:
         layer.zero_()
     assert rig.load(0, [op]) is None
@@ -413,7 +415,7 @@ def test_a_block_may_be_overwritten_as_soon_as_store_returns(arena: Arena) -> No
     views = blocks_of("large blocks", "cuda")
     rig = Rig(arena, [views], "on")
     for _ in range(50):
-        rig.next = 0
+        rig.next_offset = 0
         expected = [view[1:7].clone() for view in views]
         ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(6)]
         finished = threading.Semaphore(0)
@@ -432,9 +434,9 @@ def test_a_block_may_be_overwritten_as_soon_as_store_returns(arena: Arena) -> No
 
 
 def test_arena_file_is_private() -> None:
-    made = create_arena(SHM_DIR / f"hybridkv-test-{threading.get_native_id()}-private", 4096)
+    arena = create_arena(SHM_DIR / f"hybridkv-test-{threading.get_native_id()}-private", 4096)
     try:
-        assert Path(made.path).stat().st_mode & 0o077 == 0
+        assert Path(arena.path).stat().st_mode & 0o077 == 0
     finally:
-        made.unlink()
-        made.close()
+        arena.unlink()
+        arena.close()
