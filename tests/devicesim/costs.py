@@ -16,8 +16,9 @@ import torch
 from hybridkv.connector.copy.device import CopyList
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import SlotRef
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
+from tests.arenas import whole_object
 from tests.devicesim.device import ENGINE, Event, SimulatedDevice
 
 STEP_TOKENS = 8192
@@ -100,9 +101,7 @@ def measure(model: Model, chunk_tokens: int) -> dict[str, Any]:
     while device.turn():
         pass
     ops = [
-        CopyOp(
-            SlotRef(0, 1), 0, chunk, blocks, 0, tuple(range(chunk * blocks, (chunk + 1) * blocks))
-        )
+        whole_object(SlotRef(0, 1), chunk, tuple(range(chunk * blocks, (chunk + 1) * blocks)))
         for chunk in range(objects)
     ]
     hook = store = load = float("inf")

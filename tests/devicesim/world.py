@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,7 +226,7 @@ class World:
         size = len(blocks) * self.groups[index].block_bytes
         header = SlotHeader(SlotState.WRITING, ref.generation, self.part.ranks, size)
         life.arena.memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()
-        return CopyOp(ref, index, 0, len(blocks), 0, blocks)
+        return CopyOp(ref, index, chunk=0, count=len(blocks), first=0, blocks=blocks)
 
     def _turn(self) -> bool:
         """Let the device or a lane do one thing, within which the engine may do a step."""
@@ -380,7 +380,7 @@ class World:
                 continue
             blocks = tuple(rng.sample(free, op.count - first))
             busy.update(blocks)
-            load.ops.append(CopyOp(op.slot, op.group_index, 0, op.count, first, blocks))
+            load.ops.append(replace(op, first=first, blocks=blocks))
             load.contents.append(slot.content)
             load.must_fail |= slot.flipped
         return load if load.ops else None

@@ -103,7 +103,14 @@ def run_step(stage: str, step: Step, logs: Path, stop_at: float) -> Outcome:
     seconds = round(time.monotonic() - started, 1)
     figures = _document(printed)
     ok = not limit and (step.judge(figures) if step.judge else process.returncode == 0)
-    return Outcome(stage, step.name, ok, seconds, (limit or last)[:200], figures)
+    return Outcome(
+        stage=stage,
+        step=step.name,
+        ok=ok,
+        seconds=seconds,
+        result=(limit or last)[:200],
+        figures=figures,
+    )
 
 
 def _ends_within(process: "subprocess.Popen[bytes]", limit_seconds: float) -> bool:

@@ -66,10 +66,10 @@ def main() -> int:
                 row = measure_path(
                     str(Path(directory) / f"{number}.sock"),
                     TOTAL_BYTES,
-                    layers,
-                    block,
-                    "on",
-                    "cuda",
+                    layers=layers,
+                    block_bytes=block,
+                    checksum="on",
+                    device="cuda",
                 )
                 lowest = min(lowest, row["store_ratio"], row["load_ratio"])
             except HybridKVError as error:

@@ -18,7 +18,7 @@ from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import payload_offset
-from tests.arenas import ops_of_new_slots, unnamed_arena
+from tests.arenas import ops_of_new_slots, unnamed_arena, whole_object
 from tests.devicesim.threaded import ThreadedDevice
 from tests.waiting import DEADLINE_SECONDS
 
@@ -91,7 +91,7 @@ def test_each_slot_has_the_bytes_of_its_own_step(arena: Arena, device: str) -> N
         if step % 8 == 0:
             rig.work()
         ops = rig.ops(1, 1 + step)
-        rig.store([CopyOp(ops[0].slot, 0, step, 1, 0, (1 + step % (BLOCKS - 1),))])
+        rig.store([whole_object(ops[0].slot, step, (1 + step % (BLOCKS - 1),))])
     rig.memory.fill_(255)
     assert rig.take(STEPS) == [True] * STEPS
     for step in range(STEPS):

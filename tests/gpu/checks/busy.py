@@ -120,10 +120,10 @@ class Bench:
         for number, op in enumerate(self._ops):
             start = attached.part.part_offset(op, PART_BYTES)
             plain_start = self._plain.data_ptr() + number * PART_BYTES - start
-            for piece in attached.pins.cut(start, PART_BYTES, COPY_BYTES):
-                slot, plain = self._arena.address + piece.offset, plain_start + piece.offset
+            for offset, size, _ in attached.pins.cut(start, PART_BYTES, COPY_BYTES):
+                slot, plain = self._arena.address + offset, plain_start + offset
                 to, source = (slot, plain) if is_store else (plain, slot)
-                device.copy(to, source, piece.size, self._stream)
+                device.copy(to, source, size, self._stream)
         device.wait(device.record(self._stream))
 
     def table(self) -> dict[str, list[float]]:

@@ -51,7 +51,7 @@ def check_moves(name: str, memory: KVMemory) -> int:
     groups = [[physical(view) for view in views] for views in memory.groups]
     tables = make_tables(groups)
     ops = [
-        CopyOp(SLOT, index, 0, count, first, blocks)
+        CopyOp(SLOT, group_index=index, chunk=0, count=count, first=first, blocks=blocks)
         for index in range(len(groups))
         for count, first, blocks in CHOICES
     ]

@@ -52,7 +52,7 @@ class Rig:
         header = SlotHeader(SlotState.WRITING, ref.generation, self.slot_parts, PART_BYTES)
         self.arena.memory[ref.offset : ref.offset + HEADER_BYTES] = header.pack()
         self.next_offset += slot_bytes(PART_BYTES, self.slot_parts)
-        op = CopyOp(ref, 0, 0, COUNT, 0, ())
+        op = CopyOp(ref, group_index=0, chunk=0, count=COUNT, first=0, blocks=())
         for seed, part in zip(seeds, self.parts, strict=False):
             generator = torch.Generator().manual_seed(seed)
             numbers = torch.randn(PART_BYTES // 2, generator=generator).bfloat16()

@@ -31,7 +31,7 @@ from hybridkv.shm.slots import (
     slot_bytes,
 )
 from hybridkv.vllm.blocks import block_bytes, block_runs, physical
-from tests.arenas import unnamed_arena
+from tests.arenas import unnamed_arena, whole_object
 from tests.kv_memory import BLOCKS, CACHES, Cache, KVMemory, full, layers
 
 ARENA = 8 << 20
@@ -166,7 +166,7 @@ def test_ranks_take_turns_with_what_they_share(arena: Arena, device: str) -> Non
         second_view.copy_(first_view)
     rig = Rig(arena, views, "on", shared=True)
     before = [view.clone() for view in views[0]]
-    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
+    ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
     assert [[part.writes(op) for op in ops] for part in rig.parts] == [
         [True, False] * 2,
         [False, True] * 2,
@@ -192,15 +192,9 @@ def test_bytes_come_back_into_other_blocks(
     sources, targets = ((1, 2, 3), (8, 4, 6), (5,)), ((6, 5, 4), (1, 2, 3), (8,))
     for gid in range(len(ranks[0].groups)):
         rig = Rig(arena, [rank.groups[gid] for rank in ranks], checksum)
-        ops = [
-            CopyOp(rig.slot(len(ids)), 0, chunk, len(ids), 0, ids)
-            for chunk, ids in enumerate(sources)
-        ]
+        ops = [whole_object(rig.slot(len(ids)), chunk, ids) for chunk, ids in enumerate(sources)]
         assert rig.store(ops) == [True] * 6
-        moved = [
-            CopyOp(op.slot, 0, op.chunk, op.count, 0, ids)
-            for op, ids in zip(ops, targets, strict=True)
-        ]
+        moved = [whole_object(op.slot, op.chunk, ids) for op, ids in zip(ops, targets, strict=True)]
         for number, rank in enumerate(ranks):
             before = rank.buffer.clone()
             expected = rank.buffer.fill_(POISON).clone()
@@ -219,7 +213,7 @@ def test_a_block_stands_in_an_object_as_in_memory(arena: Arena, cache: str, devi
     memory = CACHES[cache].memory(device)
     for gid, views in enumerate(memory.groups):
         rig = Rig(arena, [views], "on")
-        op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
+        op = whole_object(rig.slot(1), 0, (3,))
         assert rig.store([op]) == [True]
         start = op.slot.offset + payload_offset(1)
         stored = bytes(arena.memory[start : start + rig.part_bytes])
@@ -234,7 +228,7 @@ def test_tensors_made_in_inference_mode(arena: Arena, device: str) -> None:
         cache = Cache("LBHNC", layers("full", full(2, 128, 64), 8))
         views = cache.memory(device).groups[0]
         rig = Rig(arena, [views], "paranoid")
-    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
+    ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
     assert rig.store(ops) == [True] * 4
     assert rig.load(0, ops) is None
     rig.close()
@@ -247,11 +241,11 @@ def test_a_part_of_an_object_can_be_loaded(arena: Arena, cache: str, device: str
     views = blocks_of(cache, device)
     rig = Rig(arena, [views], "on")
     before = [view.clone() for view in views]
-    op = CopyOp(rig.slot(4), 0, 0, 4, 0, (1, 2, 3, 4))
+    op = whole_object(rig.slot(4), 0, (1, 2, 3, 4))
     assert rig.store([op]) == [True]
     for view in views:
         view.zero_()
-    assert rig.load(0, [CopyOp(op.slot, 0, 0, 4, 2, (7, 8))]) is None
+    assert rig.load(0, [replace(op, first=2, blocks=(7, 8))]) is None
     for view, old in zip(views, before, strict=True):
         assert torch.equal(view[7], old[3])
         assert torch.equal(view[8], old[4])
@@ -263,11 +257,11 @@ def test_a_part_of_an_object_can_be_loaded(arena: Arena, cache: str, device: str
 def test_every_bad_slot_of_a_load_is_told(arena: Arena, device: str) -> None:
     """A region is damaged, or a slot is another object's by now: one load finds all of it."""
     rig = Rig(arena, [blocks_of("LBHNC", device)], "on")
-    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
+    ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
     rig.store(ops)
     for op in ops[1:3]:
         arena.memory[op.slot.offset + payload_offset(1) + 5] ^= 0x10
-    reused = CopyOp(replace(ops[3].slot, generation=1), 0, 3, 1, 0, (4,))
+    reused = whole_object(replace(ops[3].slot, generation=1), 3, (4,))
     error = rig.load(0, [*ops[:3], reused])
     assert isinstance(error, BadSlotError)
     assert sorted(error.slots, key=lambda slot: slot.offset) == [
@@ -278,9 +272,7 @@ def test_every_bad_slot_of_a_load_is_told(arena: Arena, device: str) -> None:
 
 
 def test_bad_slots_are_told_whatever_else_went_wrong() -> None:
-    bad = [
-        BadSlotError(CopyOp(SlotRef(4096 * at, 1), 0, at, 1, 0, (1,)), "torn") for at in range(2)
-    ]
+    bad = [BadSlotError(whole_object(SlotRef(4096 * at, 1), at, (1,)), "torn") for at in range(2)]
     error = load_error([HybridKVError("a block is outside"), *bad])
     assert isinstance(error, BadSlotError)
     assert [slot.offset for slot in error.slots] == [0, 4096]
@@ -291,7 +283,7 @@ def test_bad_slots_are_told_whatever_else_went_wrong() -> None:
 def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
     views = blocks_of("LBHNC", device)
     rig = Rig(arena, [views], "on")
-    op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
+    op = whole_object(rig.slot(1), 0, (3,))
     rig.store([op])
     for at in range(0, rig.part_bytes, 37):
         offset = op.slot.offset + payload_offset(1) + at
@@ -322,7 +314,7 @@ def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
     views = make_views[layout]()
     before = [view.clone() for view in views]
     rig = Rig(arena, [views], "on")
-    op = CopyOp(rig.slot(2), 0, 0, 2, 0, (3, 5))
+    op = whole_object(rig.slot(2), 0, (3, 5))
     assert rig.store([op]) == [True]
     start = op.slot.offset + payload_offset(1)
     end = start + 2 * rig.part_bytes
@@ -357,7 +349,7 @@ def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
 def test_a_slot_that_changed_hands_is_refused(arena: Arena, device: str) -> None:
     views = blocks_of("LBHNC", device)
     rig = Rig(arena, [views], "off")
-    op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
+    op = whole_object(rig.slot(1), 0, (3,))
     rig.store([op])
     header = SlotHeader(SlotState.COMMITTED, op.slot.generation + 1, 1, rig.part_bytes)
     arena.memory[op.slot.offset : op.slot.offset + HEADER_BYTES] = header.pack()
@@ -373,7 +365,7 @@ def test_a_block_id_outside_the_engines_memory_is_refused(
     arena: Arena, device: str, block: int
 ) -> None:
     rig = Rig(arena, [blocks_of("LBHNC", device)], "on")
-    op = CopyOp(rig.slot(1), 0, 0, 1, 0, (block,))
+    op = whole_object(rig.slot(1), 0, (block,))
     assert rig.store([op]) == [False]
     error = rig.load(0, [op])
     assert isinstance(error, HybridKVError)
@@ -385,7 +377,7 @@ def test_each_object_has_its_own_error(arena: Arena) -> None:
     """Two threads store more than PARALLEL_BYTES_MIN; some objects name no block of the engine."""
     rig = Rig(arena, [blocks_of("large blocks")], "on")
     ids = [1, BLOCKS, 2, 3, -1, 4, 5, 6, BLOCKS + 7, 7, 8]
-    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (block,)) for chunk, block in enumerate(ids)]
+    ops = [whole_object(rig.slot(1), chunk, (block,)) for chunk, block in enumerate(ids)]
     outcomes: dict[int, bool] = {}
     rig.copiers[0].store(ops, lambda op, stored: outcomes.update({op.chunk: stored}))
     assert list(outcomes.values()) == [0 <= block < BLOCKS for block in ids]
@@ -417,7 +409,7 @@ def test_a_block_may_be_overwritten_as_soon_as_store_returns(arena: Arena) -> No
     for _ in range(50):
         rig.next_offset = 0
         expected = [view[1:7].clone() for view in views]
-        ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(6)]
+        ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(6)]
         finished = threading.Semaphore(0)
         rig.copiers[0].store(
             ops,

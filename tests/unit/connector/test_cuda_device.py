@@ -414,8 +414,8 @@ def test_kernels_of_triton_that_copy_other_bytes_are_not_used(
             self._kernels.copy_blocks(launch, is_gather)
             cuda.queue(lambda: spoil(launch.staging))
 
-        def digest(self, *arguments: int) -> None:
-            self._kernels.digest(*arguments)
+        def digest(self, *addresses_and_counts: int) -> None:
+            self._kernels.digest(*addresses_and_counts)
 
     def spoil(staging: torch.Tensor) -> None:
         torch.empty(0, dtype=torch.uint8).set_(staging.untyped_storage())[0] ^= 1

@@ -17,15 +17,15 @@ class CudaCopier:
         self.attached = pipeline.attach(arena, part)
 
     def pin(self, reserved_bytes: int) -> None:
-        """Pin the arena's memory below `reserved_bytes` by and by; see CopyPipeline.pin."""
+        """Pin the arena's memory below `reserved_bytes` by and by, as CopyPipeline.pin does."""
         self._pipeline.pin(self.attached, reserved_bytes)
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        """Gather on the engine's stream; `done` is called in the store lane."""
+        """Gather on the engine's stream. `done` is called in the store lane."""
         self._pipeline.store(self.attached, ops, done)
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        """Copy after the engine's present work; `done` is called in the load lane."""
+        """Copy after the engine's present work. `done` is called in the load lane."""
         self._pipeline.load(self.attached, ops, done)
 
     def retire(self) -> None:

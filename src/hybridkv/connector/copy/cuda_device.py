@@ -150,7 +150,7 @@ class CudaDevice:
                 self.copy(target, source, size, stream)
 
     def _copy_batch(self, copies: CopyList, stream: Stream) -> bool:
-        """Queue all in one call. Returns False where CUDA refuses; it is not tried again then."""
+        """Queue all in one call. Returns False where CUDA refuses, after which no call is tried."""
         arguments: list[Any] = [
             ctypes.c_void_p(copies.targets.buffer_info()[0]),
             ctypes.c_void_p(copies.sources.buffer_info()[0]),
@@ -253,7 +253,7 @@ def load_runtime() -> Any:
 
 
 def runtime_path(maps: str) -> str | None:
-    """Return the library of `/proc/self/maps` that is torch's CUDA runtime; None without one.
+    """Return the library of `/proc/self/maps` that is torch's CUDA runtime, or None.
 
     Torch's is `libcudart.so.13`. torchvision brings a copy of its own, whose name has a hash:
     `libcudart.faf08d9a.so.13`.
@@ -310,7 +310,14 @@ class _GroupTrial:
         """Scatter the content, or gather where there is none. The blocks are those of two ops."""
         part, group = self.part, self.tables.groups[self.group_index]
         ops = [
-            CopyOp(SlotRef(0, 0), self.group_index, 0, len(own), 0, tuple(own))
+            CopyOp(
+                slot=SlotRef(0, 0),
+                group_index=self.group_index,
+                chunk=0,
+                count=len(own),
+                first=0,
+                blocks=tuple(own),
+            )
             for own in (blocks[:1], blocks[1:])
             if own
         ]

@@ -155,7 +155,7 @@ class Result(Waitable, Protocol):
     """The bytes that the work of `Device.submit` returns, once that is over."""
 
     def result(self) -> bytes:
-        """Return the bytes. Called once the wait is over; raises what the work raised."""
+        """Return the bytes, or raise what the work raised. Called once the wait is over."""
 
 
 class JobQueue(Generic[Item]):

@@ -47,7 +47,7 @@ Job = TypeVar("Job")
 Turn = Generator[Waitable, None, bool]
 """One turn of a lane. It returns True where the lane ends with it."""
 Fault = HybridKVError | None
-"""The error of one object or of one load; None where it went well."""
+"""The error of one object or of one load. None where it went well."""
 
 
 @dataclass(slots=True, kw_only=True)

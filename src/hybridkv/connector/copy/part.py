@@ -22,7 +22,7 @@ from hybridkv.shm.slots import (
 
 
 class BadSlotError(HybridKVError):
-    """Slots do not hold the bytes they should; the message names the first of them."""
+    """Slots do not hold the bytes they should. The message names the first of them."""
 
     def __init__(self, op: CopyOp, why: str) -> None:
         super().__init__(f"slot {op.slot.offset} (group {op.group_index}, chunk {op.chunk}): {why}")
@@ -30,7 +30,7 @@ class BadSlotError(HybridKVError):
 
 
 def load_error(errors: Sequence[HybridKVError]) -> HybridKVError | None:
-    """Return the error of a load whose objects had these errors; None without any.
+    """Return the error of a load whose objects had these errors, or None.
 
     Faults often damage neighbouring slots together, and each that stays fails another load. So the
     error is a BadSlotError with all bad slots where there is one. Other errors name no slot.
@@ -110,7 +110,7 @@ class PartLayout:
             raise BadSlotError(op, "its bytes are not those that were stored")
 
     def check_generation(self, arena: Arena, op: CopyOp) -> None:
-        """Raise BadSlotError where the slot is another object's; called before and after a copy."""
+        """Raise BadSlotError where the slot is another object's. Called before and after a copy."""
         if read_generation(arena.memory, op.slot.offset) != op.slot.generation:
             raise BadSlotError(op, "it was given to another object")
 

@@ -8,7 +8,6 @@ import logging
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from hybridkv.connector.copy.device import Device, DeviceError, JobQueue, Lane, wait_in_lane
 from hybridkv.shm.arena import Arena
@@ -16,14 +15,6 @@ from hybridkv.shm.arena import Arena
 logger = logging.getLogger("vllm.hybridkv")
 
 RETRY_SECONDS = 60.0  # After a refusal, pinning is tried again this much later.
-
-
-class ArenaPiece(NamedTuple):
-    """Bytes of the arena that one copy may have: all are pinned by one registration, or none."""
-
-    offset: int
-    size: int
-    is_pinned: bool
 
 
 class Pins:
@@ -39,8 +30,11 @@ class Pins:
         self._is_refusal_logged = False
         self.is_closed = False  # Nothing is pinned from now on.
 
-    def cut(self, start: int, size: int, copy_bytes: int) -> Iterator[ArenaPiece]:
-        """Cut a range of the arena into pieces of at most `copy_bytes`."""
+    def cut(self, start: int, size: int, copy_bytes: int) -> Iterator[tuple[int, int, bool]]:
+        """Cut a range of the arena into pieces of at most `copy_bytes`.
+
+        Yields (offset, bytes, is_pinned) of each. One registration pins all of a piece, or none.
+        """
         stop = start + size
         while start < stop:
             # Read once, and before the starts, to which the pinning lane may add meanwhile.
@@ -49,10 +43,10 @@ class Pins:
                 number = bisect_right(self.starts, start)
                 next_start = self.starts[number] if number < len(self.starts) else pinned_end
                 end = min(stop, next_start, start + copy_bytes)
-                yield ArenaPiece(start, end - start, True)
+                yield start, end - start, True
             else:
                 end = min(stop, start + copy_bytes)
-                yield ArenaPiece(start, end - start, False)
+                yield start, end - start, False
             start = end
 
     def request(self, stop: int) -> bool:
@@ -88,7 +82,7 @@ class Pins:
     def unpin(self, device: Device) -> None:
         """Unpin everything, once nothing is copied any more.
 
-        Raises the first DeviceError after all was tried; what failed stays pinned.
+        Raises the first DeviceError after all was tried. What failed stays pinned.
         """
         starts, self.starts, self._end, self.is_closed = self.starts, [], 0, True
         errors: list[DeviceError] = []

@@ -61,7 +61,7 @@ class Demand:
 
 
 class Latch:
-    """A wait that is over after `count` calls of `reach`; the last one calls `on_reached`."""
+    """A wait that is over after `count` calls of `reach`. The last one calls `on_reached`."""
 
     def __init__(self, count: int, on_reached: Callable[[], None] = lambda: None) -> None:
         self._remaining = count
@@ -166,7 +166,7 @@ class CopyPipeline:
     def store(
         self, attached: AttachedArena, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]
     ) -> None:
-        """Launch the gather on the engine's stream; the store lane does the rest."""
+        """Launch the gather on the engine's stream. The store lane does the rest."""
         context, ring = self.context, self._store_lane.staging.ring
         descriptor_bytes = encoded_bytes(ops)
         descriptor_offset = self._descriptor_ring.reserve(descriptor_bytes)
@@ -235,7 +235,7 @@ class CopyPipeline:
         self._device.wait(latch)
 
     def drain(self) -> None:
-        """Wait until what is queued is over; then nothing of the device's memory is in use."""
+        """Wait until what is queued is over, so that no copy uses the device's memory."""
         latch = Latch(2)
         for jobs in (self._store_lane.jobs, self._load_lane.jobs):
             jobs.put(Barrier(latch.reach))
@@ -249,7 +249,7 @@ class CopyPipeline:
         self._pinning_jobs.put(None)
 
     def check(self) -> None:
-        """Assert that nothing is in flight and all staging was released; for tests."""
+        """Assert that nothing is in flight and all staging was released. For tests."""
         rings = (self._store_lane.staging.ring, self._load_lane.staging.ring, self._descriptor_ring)
         for ring in rings:
             assert not ring.reserved_bytes, f"{ring.reserved_bytes} bytes were not released"

@@ -6,7 +6,7 @@ from threading import Lock
 class Ring:
     """Offsets of a buffer of `size + largest` bytes. Pieces are released in their order.
 
-    A piece starts below `size`, wherever the one before it ends, and may end after `size`; the
+    A piece starts below `size`, wherever the one before it ends, and may end after `size`. The
     next one then starts at 0. So a piece of at most `largest` bytes fits whenever at most `size`
     bytes are reserved with it, and nothing is lost between pieces::
 

@@ -38,7 +38,10 @@ _FIRST_LAYER = re.compile(r"(language_model\.)?model\.layers\.0\.")
 
 
 class Auditor:
-    """One rank's comparisons. `layers` are those of each served group, in an object's order."""
+    """Compares objects for one rank.
+
+    `layers` are the layers of each served group, in an object's order.
+    """
 
     def __init__(
         self, layers: Sequence[Sequence[LayerNumbers]], part: PartLayout, is_on_cpu: bool = True
@@ -67,7 +70,7 @@ class Auditor:
         return verdicts
 
     def join(self) -> None:
-        """Wait until everything that was begun is compared; for tests."""
+        """Wait until everything that was begun is compared. For tests."""
         if self._thread is not None:
             self._thread.join()
 
@@ -112,7 +115,14 @@ class Auditor:
 
 def _slot_op(pair: ObjectPair, slot: SlotRef) -> CopyOp:
     """Return an op without blocks, by which a part of the slot is found and proven."""
-    return CopyOp(slot, pair.group_index, pair.chunk, pair.count, 0, ())
+    return CopyOp(
+        slot=slot,
+        group_index=pair.group_index,
+        chunk=pair.chunk,
+        count=pair.count,
+        first=0,
+        blocks=(),
+    )
 
 
 def layer_numbers(spec: Any, name: str, view: torch.Tensor) -> LayerNumbers:

@@ -95,7 +95,7 @@ def open_pipeline(
     groups: Sequence[Sequence[torch.Tensor]],
     device: Device | None,
 ) -> CopyPipeline | None:
-    """Return the pipeline of a worker, on `device` or on CUDA; None for engines on a processor.
+    """Return the pipeline of a worker, on `device` or on CUDA. None for engines on a processor.
 
     Raises DeviceError where the device has no room for it.
     """
@@ -108,7 +108,10 @@ def open_pipeline(
 
 
 def demand(geometry: Geometry, step_tokens: int) -> Demand:
-    """Return the staging that a model's objects ask for; a step may complete one chunk more."""
+    """Return the staging that a model's objects ask for.
+
+    A step of N chunks of tokens may complete N + 1 chunks.
+    """
     chunks = math.ceil(step_tokens / geometry.chunk_tokens) + 1
     counts = [max(stored_counts(geometry, group)) for group in geometry.groups]
     parts = [

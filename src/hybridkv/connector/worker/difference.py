@@ -4,13 +4,14 @@ An object's part is cut into *pieces* of PIECE numbers that stand side by side i
 numbers of one token, in most layouts. The error of a piece is the length of the difference, divided
 by the length of what is stored. Two numbers say how far a layer is off:
 
-- the *typical* error, the median of all pieces. Rounding makes it small, whatever computes; other
-  weights do not.
-- the *high* error, which a sixteenth of the pieces exceeds. It is large where a block is another
-  one. A token that another expert computes may be far off alone, and a few of these are none.
+- the *typical* error, the median of all pieces. Rounding alone keeps it small on every device.
+  Other weights make it large.
+- the *high* error, which a sixteenth of the pieces exceeds. It is large where one block is another
+  block. A few tokens that another expert computed are far off, and do not raise it.
 
-Rounding grows with each layer, by how much depends on the model. The first layer is held to little
-more than the last bit, which tells other weights; later ones to what is not quite another prompt's.
+Rounding grows with each layer, and how much depends on the model. So the bounds of the first layer
+are hardly above the last bit, which finds other weights. The bounds of later layers are just below
+the errors of another prompt.
 
 docs/decisions/0016-a-live-audit.md has the measurements behind the bounds.
 """
@@ -27,8 +28,10 @@ from hybridkv.core.audit import AuditOutcome, AuditVerdict, worst
 PIECE = 32
 HIGH_QUANTILE = 15 / 16
 FLOOR = 0.1
-"""Pieces that are shorter than this share of the layer's root mean square count as so long: the
-error of next to nothing says nothing."""
+"""The least length by which an error is divided, as a share of the layer's root mean square.
+
+The error of numbers that are nearly zero says nothing.
+"""
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
@@ -72,7 +75,7 @@ BOUNDS: Mapping[str, Mapping[Depth, Bounds]] = {
         Depth.LATER: Bounds(0.7, 1.1),
     },
 }
-"""By the name of the data type; numbers of other types are not compared."""
+"""By the name of the data type. Numbers of other types are not compared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,13 +44,6 @@ class LoadStart:
     era: int  # That of the worker's weights, as far as it was known.
 
 
-class RunObject(NamedTuple):
-    """One object of a store run."""
-
-    run_number: int
-    position: int  # In the run.
-
-
 class DrainedGreetings(NamedTuple):
     """The greetings that a Drained message was for."""
 
@@ -83,7 +76,7 @@ class WorkerRole:
         self.mapped: dict[str, MappedArena] = {}
         """By the daemon's life: the present one, and the last one for loads planned from it."""
         self._attach_at = 0.0
-        """When an arena that could not be mapped is tried again; 0.0 = the last one was mapped."""
+        """When to try again an arena that could not be mapped. 0.0 = the last one was mapped."""
         self._lock = threading.Lock()
         """Guards what the ends of copies write, because they may come from a copier's thread."""
         self._finished: set[str] = set()  # Loads that ended since the last `collect`.
@@ -102,7 +95,7 @@ class WorkerRole:
         self._drained = DrainedGreetings(0, 0)  # Of the last Drained that was sent.
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the engine's tensors; raises GeometryError where a layout is not understood."""
+        """Take the engine's tensors. Raises GeometryError where a layout is not understood."""
         config = self._config
         views = block_views(config, kv_caches)
         self._weights = EngineWeights.of_caller(self.detach)
@@ -179,7 +172,7 @@ class WorkerRole:
             return
         started = time.perf_counter()
         ops: list[CopyOp] = []
-        objects: dict[SlotRef, RunObject] = {}
+        run_numbers: dict[SlotRef, int] = {}
         for run_number, run in plan.stores.items():
             for position, op in enumerate(run.copies()):
                 if NULL_BLOCK in op.blocks:
@@ -187,13 +180,15 @@ class WorkerRole:
                     self._on_stored(run_number, position, False)
                 elif self._part.writes(op):
                     ops.append(op)
-                    objects[op.slot] = RunObject(run_number, position)
+                    run_numbers[op.slot] = run_number
                 else:
                     self._on_stored(run_number, position, True)
 
+        first_chunks = {number: run.span.first_chunk for number, run in plan.stores.items()}
+
         def done(op: CopyOp, is_stored: bool) -> None:
-            stored = objects[op.slot]
-            self._on_stored(stored.run_number, stored.position, is_stored)
+            run_number = run_numbers[op.slot]
+            self._on_stored(run_number, op.chunk - first_chunks[run_number], is_stored)
 
         mapped.copier.store(ops, done)
         self._copier_has_stores = True
@@ -268,7 +263,7 @@ class WorkerRole:
         return report
 
     def detach(self) -> None:
-        """Finish the copies; the next plan maps the arena anew."""
+        """Finish the copies. The next plan maps the arena anew."""
         self.boot = ""
         copiers = (mapped.copier for mapped in self.mapped.values())
         for copier in {id(copier): copier for copier in copiers}.values():
