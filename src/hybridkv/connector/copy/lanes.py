@@ -147,18 +147,18 @@ class CopyLane(ABC, Generic[Job, Transfer]):
                 return
             if self._context.fatal_error:
                 raise DeviceError(self._context.fatal_error)
-            self.staging.number(batch)
+            self.staging.assign_indices(batch)
             yield from self._send(batch)
 
-    def _has_job(self) -> bool:
-        """Take the next job if there is none yet. Returns True if one comes before a barrier."""
+    def _current_job(self) -> Job | None:
+        """Return the job that is not wholly in batches, or the next one. None before a barrier."""
         if self._job is None and self._barrier is None:
             job = self.jobs.take()
             if isinstance(job, Barrier):
                 self._barrier = job
             else:
                 self._job = job
-        return self._job is not None
+        return self._job
 
     def _finish_oldest(self) -> Lane:
         batch = self._batches[0]
@@ -250,9 +250,7 @@ class StoreLane(CopyLane[StoreTransfer, StoreTransfer]):
 
     def _fill(self, batch: Batch[StoreTransfer]) -> None:
         """Take objects of one gather alone, because the entries of a batch follow each other."""
-        while self._has_job():
-            transfer = self._job
-            assert transfer is not None
+        while (transfer := self._current_job()) is not None:
             first = batch.transfers[0] if batch.transfers else transfer
             is_of_next_gather = transfer.gathered is not first.gathered
             if is_of_next_gather or not self.staging.fits(batch, transfer.part_bytes):
@@ -302,9 +300,7 @@ class LoadLane(CopyLane[LoadJob, LoadTransfer]):
         self._entry_bytes = entry_bytes  # The most of one object: its entry and block numbers.
 
     def _fill(self, batch: Batch[LoadTransfer]) -> None:
-        while self._has_job():
-            load = self._job
-            assert load is not None
+        while (load := self._current_job()) is not None:
             try:
                 if not self._take_object(batch, load, load.ops[0]):
                     return

@@ -108,7 +108,7 @@ class ObjectTransfer:
     part_bytes: int
     ring_offset: int
     entry_address: int = 0  # Of its entry (tables) on the device; `Descriptors.write` sets it.
-    index: int = 0  # In its batch; `Staging.number` sets it.
+    index: int = 0  # In its batch; `Staging.assign_indices` sets it.
 
     @property
     def arena_offset(self) -> int:
@@ -188,7 +188,7 @@ class Staging:
         is_full = len(batch.transfers) == self._context.sizes.batch_objects
         return not batch.transfers or (not is_full and together <= self._batch_bytes)
 
-    def number(self, batch: Batch[Any]) -> None:
+    def assign_indices(self, batch: Batch[Any]) -> None:
         """Give the batch and its transfers their indices. The batch is complete."""
         batch.index = self._next_batch
         self._next_batch = (self._next_batch + 1) % self._context.sizes.depth
