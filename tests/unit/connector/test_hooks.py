@@ -323,11 +323,11 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     from hybridkv.connector.messages import LoadPlan, StepPlan
 
     broken: Any = SimpleNamespace(span=None)
+    worker = roles.worker._worker
     unknown = StepPlan(
-        loads={
-            "a": LoadPlan("another life", ()),
-            "b": LoadPlan(roles.worker._worker.boot, (broken,)),
-        }
+        loads={"a": LoadPlan("another life", ()), "b": LoadPlan(worker.boot, (broken,))},
+        question=worker._weights.question,
+        eras=(worker._weights.era,),
     )
     roles.worker.bind_connector_metadata(unknown)
     roles.worker.start_load_kv(None)
@@ -336,6 +336,8 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     assert roles.worker.get_transfer_results(set()).finished_recving == set(), (
         "each is told once (C10)"
     )
+    counters = worker.report().counters
+    assert counters["rank_loads_failed"] == 2, "neither was refused before it began"
 
 
 @pytest.mark.parametrize("method", ["_session.send", "_take"])
