@@ -45,7 +45,7 @@ Touch = Callable[[int, int, int], None]
 
 @dataclass
 class Habits:
-    """What this device does beside copying."""
+    """The abilities of a device, and the faults that it has on the way."""
 
     free_bytes: int = 1 << 40
     can_digest: bool = True
@@ -61,7 +61,7 @@ class Habits:
     pinned_refused_at: int = -1
     """The allocation of pinned memory that fails."""
     unregister_fails_at: int = -1
-    """The unregistration that fails; that memory stays pinned."""
+    """The unregistration that fails. Its memory stays pinned."""
     interrupts: float = 0.0
     """The share of calls within which something else happens, as each lets go of the interpreter.
     """
@@ -175,7 +175,7 @@ class SimulatedDevice:
         self.failed = 0  # Calls that failed alone.
         self._pinned_allocations = self._unregistrations = 0
         self.engine_step: Callable[[], None] | None = None
-        """What the engine's thread may do within a call of another one."""
+        """A step of the engine's thread, which may run within a call of a lane."""
         self.ran = 0  # Operations that ran, by which `breaks_at` counts.
         self.calls = 0
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -183,7 +183,7 @@ class SimulatedDevice:
         self.held: list[str] = []
         """All that the engine's thread waited for in a hook."""
         self.wrongs: list[str] = []
-        """What CUDA would do wrongly, or slowly; the copier may have caught the error."""
+        """Calls that CUDA would do wrongly or slowly. The copier may have caught the error."""
         self.urgent: set[int] = set()
         """Streams of the highest priority."""
         self.frozen: set[int] = set()

@@ -26,9 +26,9 @@ ARENA_BYTES = 8 << 20
 BLOCKS = 13
 POISON = 0x5A
 FREE = 0xA5
-"""What a slot holds that nobody uses."""
+"""The byte with which free slots are filled."""
 COSTLY = ("launch", "copy")
-"""What the engine's thread does once in a step, however many objects and layers there are."""
+"""Calls that the engine's thread makes once in a step, however many objects there are."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -162,7 +162,7 @@ class World:
         """Blocks that a load writes, by group."""
         self.loads: list[Loading] = []
         self._wrongs: list[str] = []
-        """What was seen in calls from the copier, which may catch the error."""
+        """Errors of callbacks, which the copier may have caught."""
         self._generation = 0
         self._planned = 0
         self.lives = [self._begin_life(arenas[0])]

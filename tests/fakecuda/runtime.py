@@ -94,7 +94,7 @@ class BatchCopy:
     source: int
     size: int
     content: bytes | None = None
-    """What was read when the batch was queued."""
+    """The bytes that were read when the batch was queued; None = they are read when it runs."""
 
 
 @dataclass
@@ -142,14 +142,14 @@ class FakeRuntime:
     def __init__(self, version: int = 13000, device: int = 0) -> None:
         self.version = version
         self.device = device
-        """The worker's; a call from a thread that has chosen none would go to the first one."""
+        """The worker's device. A thread that has chosen none would call the first one."""
         self.lock = threading.RLock()
         self.threads = ThreadState()
         self.calls: Counter[str] = Counter()
         self.wrongs: list[str] = []
         self.pageable_copies = 0
         self.lost = SUCCESS
-        """The error that ended the context; every call has it from then on."""
+        """The error that ended the context. Every call returns it from then on."""
         self.device_memory: list[Range] = []
         self.pinned_memory: list[Range] = []
         self.registered: dict[int, Range] = {}

@@ -35,7 +35,7 @@ DEVICES = 2
 WORKER = 1
 """The device of the worker; a thread has the first one until it chooses."""
 FRESH = 0xC3
-"""What memory holds that nobody has written."""
+"""The byte that fills memory which nobody has written."""
 _VIEWS = {
     *("__len__", "as_strided", "data_ptr", "dim", "element_size", "expand", "flatten"),
     *("is_contiguous", "narrow", "numel", "reshape", "select", "size", "storage_offset", "stride"),

@@ -13,7 +13,7 @@ GRAPHS = json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})
 
 @dataclass(frozen=True)
 class Step:
-    """One command of Python's interpreter; `under` is a program that runs it."""
+    """One command of Python's interpreter. `under` is a program that runs it."""
 
     name: str
     command: tuple[str, ...]

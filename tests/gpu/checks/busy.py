@@ -1,6 +1,6 @@
 """`python -m tests.gpu.checks.busy`: loads and stores beside a device and a thread that work.
 
-GB/s of 1 GiB in objects of 16 MiB: on an idle machine, behind queued matrix products, and beside
+GB/s of 1 GiB in objects of 16 MiB: on an idle machine, after queued matrix products, and beside
 Python that holds the interpreter half of the time.
 """
 
