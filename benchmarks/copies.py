@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.rows import print_rows
 from hybridkv.connector.copy.cuda_device import drive
-from hybridkv.connector.copy.device import Lane, Pieces, Stream, Waitable
+from hybridkv.connector.copy.device import CopyList, Lane, Stream, Waitable
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
-from hybridkv.connector.copy.tables import Move
+from hybridkv.connector.copy.tables import KernelLaunch
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.sizes import parse_size
@@ -43,24 +43,22 @@ DONE_SECONDS = 60.0
 
 
 class LinkEvent:
-    """See Waitable."""
+    """An event that is over at a time of the clock."""
 
     def __init__(self, at: float) -> None:
         self.at = at
 
-    def ready(self) -> bool:
-        """See Waitable."""
+    def is_over(self) -> bool:
         return time.perf_counter() >= self.at
 
     def wait(self) -> None:
-        """See Waitable."""
         time.sleep(max(0.0, self.at - time.perf_counter()))
 
 
 class LinkDevice:
-    """See Device. A stream is the time at which it has done its work."""
+    """A Device and its Kernels. A stream is the time at which it has done its work."""
 
-    digests = True
+    can_digest = True
 
     def __init__(self, object_bytes: int) -> None:
         self._object_bytes = object_bytes
@@ -84,57 +82,49 @@ class LinkDevice:
         self._streams[stream] = max(now, self._streams[stream]) + seconds
 
     def free_bytes(self) -> int:
-        """See Device."""
         return 64 << 30
 
     def allocate(self, size: int, pinned: bool = False) -> torch.Tensor:
-        """See Device. Device memory is not there."""
+        """Allocate pinned memory. Device memory is not there."""
         return torch.zeros(size if pinned else 0, dtype=torch.uint8)
 
     def current_stream(self) -> Stream:
-        """See Device."""
         return Stream(0)
 
     def new_stream(self, *, is_urgent: bool = False) -> Stream:
-        """See Device."""
         self._streams.append(0.0)
         return Stream(len(self._streams) - 1)
 
     def record(self, stream: Stream) -> LinkEvent:
-        """See Device."""
         self._call(CALL_US)
         return LinkEvent(self._streams[stream])
 
     def wait_event(self, stream: Stream, event: Waitable) -> None:
-        """See Device."""
         assert isinstance(event, LinkEvent)
         self._call(CALL_US)
         self._streams[stream] = max(self._streams[stream], event.at)
 
     def copy(self, to: int, source: int, size: int, stream: Stream) -> None:
-        """See Device."""
         self._call(CALL_US)
         self._copy(size, stream)
 
-    def copy_all(self, pieces: Pieces, stream: Stream) -> None:
-        """See Device."""
-        self._call(CALL_US + PIECE_US * len(pieces.sizes))
-        self._copy(sum(pieces.sizes), stream)
+    def copy_all(self, copies: CopyList, stream: Stream) -> None:
+        self._call(CALL_US + PIECE_US * len(copies.sizes))
+        self._copy(sum(copies.sizes), stream)
 
     def _copy(self, size: int, stream: Stream) -> None:
         start = max(time.perf_counter(), self._streams[stream], self._link)
         self._link = self._streams[stream] = start + size / LINK_BYTES_SECOND
 
-    def kernels(self, *_: Any) -> Any:
-        """See Device."""
+    def make_kernels(self, *_: Any) -> Any:
         return self
 
-    def move(self, move: Move, is_gather: bool) -> None:
-        """See Kernels."""
-        self._run(len(move.ops))
+    def copy_blocks(self, launch: KernelLaunch, is_gather: bool) -> None:
+        self._run(len(launch.ops))
 
-    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
-        """See Kernels."""
+    def digest(
+        self, entries_address: int, objects: int, pieces_max: int, digests_address: int
+    ) -> None:
         self._run(objects)
 
     def _run(self, objects: int) -> None:
@@ -142,35 +132,30 @@ class LinkDevice:
         self._advance(self._launching, seconds)
 
     def launch(self, work: Callable[[], None], stream: Stream) -> None:
-        """See Device."""
         self._call(LAUNCH_US)
         self._launching = stream
         work()
 
     def register(self, address: int, size: int) -> bool:
-        """See Device."""
         return True
 
     def unregister(self, address: int) -> None:
-        """See Device."""
+        pass
 
     def clear_error(self) -> None:
-        """See Device."""
+        pass
 
-    def call(self, work: Callable[[], bytes]) -> Any:
-        """See Device."""
+    def submit(self, work: Callable[[], bytes]) -> Any:
         raise AssertionError("the device hashes")
 
-    def start(self, name: str, lane: Lane) -> None:
-        """See Device."""
+    def start_lane(self, name: str, lane: Lane) -> None:
         threading.Thread(target=drive, args=(lane,), name=name, daemon=True).start()
 
     def enter_thread(self) -> None:
-        """See Device."""
+        pass
 
     def wait(self, waitable: Waitable) -> None:
-        """See Device."""
-        while not waitable.ready():
+        while not waitable.is_over():
             waitable.wait()
 
 
@@ -210,12 +195,12 @@ class Loads:
         memory[:HEADER_BYTES] = SlotHeader(SlotState.WRITING, 1, 1, object_bytes).pack()
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         arena: Any = SimpleNamespace(memory=memoryview(memory), address=address)
-        self.slots = self.pipeline.attach(arena, PartLayout(0, 1, "on"))
-        self.pipeline.pin(self.slots, len(memory))
+        self.attached = self.pipeline.attach(arena, PartLayout(0, 1, "on"))
+        self.pipeline.pin(self.attached, len(memory))
         op = CopyOp(SlotRef(0, 1), 0, 0, BLOCKS, 0, tuple(range(BLOCKS)))
         self.ops = [op] * (total_bytes // object_bytes)
         stored = threading.Event()
-        self.pipeline.store(self.slots, [op], lambda op, is_stored: stored.set())
+        self.pipeline.store(self.attached, [op], lambda op, is_stored: stored.set())
         if not stored.wait(DONE_SECONDS):
             raise HybridKVError("the object was not stored")
 
@@ -229,7 +214,7 @@ class Loads:
             ended.set()
 
         started = time.perf_counter()
-        self.pipeline.load(self.slots, self.ops, done)
+        self.pipeline.load(self.attached, self.ops, done)
         if not ended.wait(DONE_SECONDS) or errors[0] is not None:
             raise HybridKVError(f"a load failed: {errors}")
         return len(self.ops) * self.size / (time.perf_counter() - started)

@@ -11,7 +11,7 @@ from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
 
 @contextmanager
 def unnamed_arena(size_bytes: int) -> Iterator[Arena]:
-    """An arena that has memory for all its slots, and that nobody else can attach."""
+    """Make an arena that has memory for all its slots, and that nobody else can attach."""
     arena = create_arena(SHM_DIR / f"hybridkv-test-{threading.get_native_id()}", size_bytes)
     arena.unlink()
     arena.reserve(0, size_bytes)
@@ -19,10 +19,15 @@ def unnamed_arena(size_bytes: int) -> Iterator[Arena]:
     arena.close()
 
 
+def whole_object(slot: SlotRef, chunk: int, blocks: tuple[int, ...]) -> CopyOp:
+    """Return the copy of all blocks of an object of the first group."""
+    return CopyOp(slot, group_index=0, chunk=chunk, count=len(blocks), first=0, blocks=blocks)
+
+
 def ops_of_new_slots(
     arena: Arena, part_bytes: int, count: int, first: int = 1, blocks: int = 1
 ) -> list[CopyOp]:
-    """Copies of so many objects, each of one part and with a slot that is being written.
+    """Return copies of `count` objects, each of one part and with a slot that is being written.
 
     Object number n, from `first` on, has the n-th slot (slot 0 stays free) and the n-th `blocks` of
     the engine after the null block::
@@ -36,6 +41,5 @@ def ops_of_new_slots(
         header = SlotHeader(SlotState.WRITING, slot.generation, 1, part_bytes)
         arena.memory[at : at + HEADER_BYTES] = header.pack()
         end = number * blocks
-        own = tuple(range(end - blocks + 1, end + 1))
-        ops.append(CopyOp(slot, 0, number, blocks, 0, own))
+        ops.append(whole_object(slot, number, tuple(range(end - blocks + 1, end + 1))))
     return ops

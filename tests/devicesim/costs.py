@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from hybridkv.connector.copy.device import Pieces
+from hybridkv.connector.copy.device import CopyList
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import SlotRef
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
-from tests.devicesim.device import ENGINE, Event, Running, SimulatedDevice
+from tests.arenas import whole_object
+from tests.devicesim.device import ENGINE, Event, SimulatedDevice
 
 STEP_TOKENS = 8192
 BLOCK_TOKENS = 16
@@ -48,46 +49,41 @@ class NullDevice(SimulatedDevice):
         super().__init__(random.Random(0))
 
     def allocate(self, size: int, pinned: bool = False) -> torch.Tensor:
-        """Real memory on the host alone."""
+        """Allocate real memory on the host alone."""
         return torch.zeros(size if pinned else 0, dtype=torch.uint8)
 
     def record(self, stream: Any) -> Event:
-        """Over."""
-        self.counts[self._actor, "record"] += 1
-        return Event(self, over=True)
+        self._count("record", 1)
+        return Event(self, has_fired=True)
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """Nothing to wait for."""
-        self.counts[self._actor, "wait_event"] += 1
+        self._count("wait_event", 1)
 
     def copy(self, to: int, source: int, size: int, stream: Any) -> None:
-        """Count."""
-        self.counts[self._actor, "copy"] += 1
-        self.counts[self._actor, "bytes"] += size
+        self._count("copy", 1)
+        self._count("bytes", size)
 
-    def copy_all(self, pieces: Pieces, stream: Any) -> None:
-        """Count one call."""
-        self.copy(0, 0, sum(pieces.sizes), stream)
+    def copy_all(self, copies: CopyList, stream: Any) -> None:
+        """Count one copy of all bytes."""
+        self.copy(0, 0, sum(copies.sizes), stream)
 
     def launch(self, work: Callable[[], None], stream: Any) -> None:
-        """Count."""
-        self.counts[self._actor, "launch"] += 1
+        self._count("launch", 1)
 
     def register(self, address: int, size: int) -> bool:
-        """All of it."""
         return True
 
     def run(self, name: str) -> float:
-        """Seconds of one lane until it waits for jobs."""
-        running: Running = next(one for one in self._lanes if one.name == name)
+        """Run one lane until it waits for jobs. Returns the seconds that it took."""
+        running = next(lane for lane in self.lanes if lane.name == name)
         started = time.perf_counter()
         while running.can_go():
-            self._resume(running)
+            self.resume(running)
         return time.perf_counter() - started
 
 
 def measure(model: Model, chunk_tokens: int) -> dict[str, Any]:
-    """What storing one step and loading its objects costs."""
+    """Return what storing one step and loading its objects costs, by the names of the columns."""
     device = NullDevice()
     blocks = chunk_tokens // BLOCK_TOKENS
     size = BLOCK_TOKENS * model.token_bytes
@@ -100,24 +96,22 @@ def measure(model: Model, chunk_tokens: int) -> dict[str, Any]:
     memory[:HEADER_BYTES] = SlotHeader(SlotState.WRITING, 1, 1, part).pack()
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     arena: Any = SimpleNamespace(memory=memoryview(memory), address=address)
-    slots = pipeline.attach(arena, PartLayout(0, 1, "on"))
-    pipeline.pin(slots, len(memory))
+    attached = pipeline.attach(arena, PartLayout(0, 1, "on"))
+    pipeline.pin(attached, len(memory))
     while device.turn():
         pass
     ops = [
-        CopyOp(
-            SlotRef(0, 1), 0, chunk, blocks, 0, tuple(range(chunk * blocks, (chunk + 1) * blocks))
-        )
+        whole_object(SlotRef(0, 1), chunk, tuple(range(chunk * blocks, (chunk + 1) * blocks)))
         for chunk in range(objects)
     ]
     hook = store = load = float("inf")
     for _ in range(ROUNDS):
         device.counts.clear()
         started = time.perf_counter()
-        pipeline.store(slots, ops, lambda op, stored: None)
+        pipeline.store(attached, ops, lambda op, stored: None)
         hook = min(hook, time.perf_counter() - started)
         store = min(store, device.run("hybridkv-store"))
-        pipeline.load(slots, ops, lambda error: None)
+        pipeline.load(attached, ops, lambda error: None)
         load = min(load, device.run("hybridkv-load"))
     calls = device.counts
     return {
@@ -131,10 +125,10 @@ def measure(model: Model, chunk_tokens: int) -> dict[str, Any]:
         "engine: events": calls[ENGINE, "record"],
         "engine: us a step": round(hook * 1e6),
         **{
-            f"{way}: {what} an object": round(
-                sum(calls[f"hybridkv-{way}", name] for name in names) / objects, 2
+            f"{direction}: {what} an object": round(
+                sum(calls[f"hybridkv-{direction}", name] for name in names) / objects, 2
             )
-            for way in ("store", "load")
+            for direction in ("store", "load")
             for what, names in (
                 ("calls that copy", ("copy",)),
                 ("launches", ("launch",)),
@@ -147,7 +141,7 @@ def measure(model: Model, chunk_tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """One block of lines for each model and chunk."""
+    """Print one line for each model and size of chunks."""
     for model in MODELS:
         for chunk in (128, 256):
             print(", ".join(f"{name} {value}" for name, value in measure(model, chunk).items()))

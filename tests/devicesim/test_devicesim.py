@@ -25,7 +25,7 @@ BEHAVIOURS = (
     "unpinning_failed",
     "sleeps",
 )
-"""What the seeds must have come to."""
+"""Counts that are not 0 after all seeds."""
 
 
 def test_seeds() -> None:

@@ -18,57 +18,50 @@ class ThreadedDevice(SimulatedDevice):
         self.lock = threading.RLock()
         self.threads: list[threading.Thread] = []
 
-    def start(self, name: str, lane: Lane) -> None:
-        """See Device."""
+    def start_lane(self, name: str, lane: Lane) -> None:
         thread = threading.Thread(target=drive, args=(lane,), name=name, daemon=True)
         self.threads.append(thread)
         thread.start()
 
-    def kernels(self, tables: Any, table: Any, groups: Any, staging: Any) -> Any:
-        """See Device. The views are the engine's memory, which nobody else has told it."""
+    def make_kernels(self, tables: Any, device_rows: Any, groups: Any, staging: Any) -> Any:
+        """Adopt the views, because the tests adopt no memory, and make the kernels."""
         for views in groups:
             for view in views:
                 self.adopt(view)
-        return super().kernels(tables, table, groups, staging)
+        return super().make_kernels(tables, device_rows, groups, staging)
 
     def launch(self, work: Callable[[], None], stream: Any) -> None:
-        """Run at once, as all that is queued."""
+        """Queue the work, and run all that is queued, as the calls below do."""
         with self.lock:
             super().launch(work, stream)
             self.settle()
 
     def copy(self, to: int, source: int, size: int, stream: Any) -> None:
-        """Run at once."""
         with self.lock:
             super().copy(to, source, size, stream)
             self.settle()
 
-    def copy_all(self, pieces: Any, stream: Any) -> None:
-        """Run at once."""
+    def copy_all(self, copies: Any, stream: Any) -> None:
         with self.lock:
-            super().copy_all(pieces, stream)
+            super().copy_all(copies, stream)
 
     def record(self, stream: Any) -> Any:
-        """Over at once."""
         with self.lock:
             event = super().record(stream)
             self.settle()
             return event
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """Over at once."""
         with self.lock:
             super().wait_event(stream, event)
             self.settle()
 
-    def call(self, work: Callable[[], bytes]) -> Any:
-        """Hash at once."""
+    def submit(self, work: Callable[[], bytes]) -> Any:
         with self.lock:
-            result = super().call(work)
+            result = super().submit(work)
             self.settle()
             return result
 
     def wait(self, waitable: Any) -> None:
-        """As CUDA's."""
-        while not waitable.ready():
+        while not waitable.is_over():
             waitable.wait()

@@ -4,8 +4,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,20 +26,40 @@ ARENA_BYTES = 8 << 20
 BLOCKS = 13
 POISON = 0x5A
 FREE = 0xA5
-"""What a slot holds that nobody uses."""
+"""The byte with which free slots are filled."""
 COSTLY = ("launch", "copy")
-"""What the engine's thread does once in a step, however many objects and layers there are."""
+"""Calls that the engine's thread makes once in a step, however many objects there are."""
 Bytes = npt.NDArray[np.uint8]
+
+
+class LayerShape(NamedTuple):
+    """A block of one layer: several runs of equal length, which are apart in memory."""
+
+    runs: int
+    run_bytes: int
+
+
+class LayerMemory(NamedTuple):
+    """The memory of one layer on the device, and the physical view of its blocks."""
+
+    memory: torch.Tensor
+    view: torch.Tensor
+
+
+class BlockWrite(NamedTuple):
+    """Bytes that a kernel of the engine writes into a block."""
+
+    block: Bytes
+    content: Bytes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The blocks of one group: bytes of a block's runs in each layer, and what stands between."""
+    """The blocks of one group, and the bytes between them."""
 
-    layers: tuple[tuple[int, int], ...]
-    """(runs of a block, bytes of a run)."""
+    layers: tuple[LayerShape, ...]
     padding: int
-    """Bytes behind each block, or behind each run where a block has several."""
+    """Bytes after each block, or after each run where a block has several."""
     counts: tuple[int, ...]
     """Stored blocks that objects may have."""
     start: int
@@ -47,8 +67,8 @@ class Shape:
 
     @property
     def block_bytes(self) -> int:
-        """Of all layers."""
-        return sum(runs * size for runs, size in self.layers)
+        """Bytes of a block in all layers."""
+        return sum(layer.runs * layer.run_bytes for layer in self.layers)
 
 
 @dataclass
@@ -74,19 +94,21 @@ class Loading:
 
 
 class Life:
-    """An arena of the daemon's, and its copier."""
+    """One life of the daemon: its arena, the slots in it, and the engine's copier."""
 
     def __init__(self, world: "World", arena: Arena) -> None:
         self.arena = arena
         self.copier = CudaCopier(world.pipeline, arena, world.part)
         self.slots = [Slot(at) for at in world.offsets]
         self.reserved = 0
-        self.closed = False
         np.frombuffer(arena.memory, np.uint8)[:] = FREE
 
 
 class World:
-    """See above. `arenas` are the memory of the lives, which all seeds use."""
+    """An engine, its copier and the daemon's slots, for one seed.
+
+    `arenas` are the memory of the daemon's lives, which all seeds use.
+    """
 
     def __init__(self, seed: int, arenas: list[Arena]) -> None:
         self.rng = rng = random.Random(seed)
@@ -98,7 +120,7 @@ class World:
         largest = max(max(shape.counts) * shape.block_bytes for shape in self.groups)
         self.slot = max(slot_bytes(largest, ranks), 4096)
         self.habits = Habits(
-            digests=rng.random() < 0.7,
+            can_digest=rng.random() < 0.7,
             torch_kernels=rng.random() < 0.2,
             registers=rng.choice((0, 2, 1 << 30, 1 << 30, 1 << 30)),
             slow_registration=rng.random() < 0.3,
@@ -111,43 +133,42 @@ class World:
         room = range(0, ARENA_BYTES - self.slot, self.slot)
         self.offsets = sorted(rng.sample(room, min(len(room), rng.choice((4, 12, 30)))))
         self._credit = rng.random() < 0.6
-        """Whether stores are planned as far as the staging has room, as the scheduler does."""
+        """True if stores are planned as far as the staging has room, as the scheduler does."""
         demand = Demand(largest, max(max(shape.counts) for shape in self.groups), 3 * largest)
         if rng.random() < 0.2:
             self.habits.free_bytes = 16 * largest
         self.device = SimulatedDevice(rng, self.habits)
-        self.views = [self._allocate(shape) for shape in self.groups]
+        self.layers = [self._allocate(shape) for shape in self.groups]
         sizes = CopySizes(
-            piece=rng.choice((4096, 16384)),
-            pin=1 << 18,
-            bounce=rng.choice((16384, 65536)),
-            descriptors=1 << 20 if self._credit else 1024,
-            load_ring=largest * rng.choice((1, 3)),
-            batch=largest * rng.choice((1, 4)),
+            copy_bytes=rng.choice((4096, 16384)),
+            pin_bytes=1 << 18,
+            bounce_bytes=rng.choice((16384, 65536)),
+            descriptor_bytes=1 << 20 if self._credit else 1024,
+            load_ring_bytes=largest * rng.choice((1, 3)),
+            batch_bytes=largest * rng.choice((1, 4)),
             batch_objects=rng.choice((1, 2, 64)),
             depth=rng.choice((1, 3, 8)),
         )
         self.refusal = ""
         try:
-            self.pipeline = CopyPipeline(
-                self.device, [[view for _, view in group] for group in self.views], demand, sizes
-            )
+            views = [[layer.view for layer in group] for group in self.layers]
+            self.pipeline = CopyPipeline(self.device, views, demand, sizes)
         except DeviceError as error:
             self.refusal = str(error)
             return
-        self.model = [[memory.numpy().copy() for memory, _ in group] for group in self.views]
+        self.model = [[layer.memory.numpy().copy() for layer in group] for group in self.layers]
         self._arenas = arenas
         self._is_busy = [set[int]() for _ in self.groups]
         """Blocks that a load writes, by group."""
         self.loads: list[Loading] = []
         self._wrongs: list[str] = []
-        """What was seen in calls from the copier, which may catch the error."""
+        """Errors of callbacks, which the copier may have caught."""
         self._generation = 0
         self._planned = 0
         self.lives = [self._begin_life(arenas[0])]
 
     def run(self) -> Counter[str]:
-        """The counts of the seed."""
+        """Run the seed. Returns how often each behaviour was seen."""
         rng = self.rng
         if self.refusal:
             assert self.device.failed or self.habits.free_bytes < 1 << 40, self.refusal
@@ -185,30 +206,30 @@ class World:
         return self.counts
 
     def _begin_life(self, arena: Arena) -> Life:
-        """An arena in which other engines may have stored objects before."""
+        """Take an arena in which other engines may have stored objects before."""
         rng, life = self.rng, Life(self, arena)
         for slot in life.slots[: rng.choice((0, 0, 6))]:
             index = rng.randrange(len(self.groups))
             count = rng.choice(self.groups[index].counts)
             slot.content = rng.randbytes(count * self.groups[index].block_bytes)
             slot.op = self._write_header(life, slot, index, tuple(range(count)))
-            start = self.part.payload(slot.op, len(slot.content))
+            start = self.part.part_offset(slot.op, len(slot.content))
             life.arena.memory[start : start + len(slot.content)] = slot.content
             self.part.sign(life.arena, slot.op, len(slot.content))
             slot.state = "committed"
         return life
 
     def _write_header(self, life: Life, slot: Slot, index: int, blocks: tuple[int, ...]) -> CopyOp:
-        """The slot is that of a new object with these blocks of a group."""
+        """Give the slot to a new object with these blocks of a group. Returns its store."""
         self._generation += 1
         ref = SlotRef(slot.offset, self._generation)
         size = len(blocks) * self.groups[index].block_bytes
         header = SlotHeader(SlotState.WRITING, ref.generation, self.part.ranks, size)
         life.arena.memory[slot.offset : slot.offset + HEADER_BYTES] = header.pack()
-        return CopyOp(ref, index, 0, len(blocks), 0, blocks)
+        return CopyOp(ref, index, chunk=0, count=len(blocks), first=0, blocks=blocks)
 
     def _turn(self) -> bool:
-        """One thing of the device's or of a lane's, within which the engine may do a step."""
+        """Let the device or a lane do one thing, within which the engine may do a step."""
         self.device.engine_step = self._step_within
         try:
             return self.device.turn()
@@ -255,29 +276,29 @@ class World:
         self._harm(life)
 
     def _write(self, index: int, blocks: Any, content: Callable[[int], bytes]) -> None:
-        """The engine's kernels write blocks, when their turn comes."""
-        writes: list[tuple[Bytes, Bytes]] = []
-        for (_, view), model in zip(self.views[index], self.model[index], strict=True):
-            memory = view.numpy()
+        """Let the engine's kernels write blocks, when their turn comes."""
+        writes: list[BlockWrite] = []
+        for layer, model in zip(self.layers[index], self.model[index], strict=True):
+            memory = layer.view.numpy()
             for block in blocks:
-                mine = _same(view, model)[block]
-                fresh = np.frombuffer(content(mine.size), np.uint8).reshape(mine.shape)
-                mine[...] = fresh
-                writes.append((memory[block], fresh))
+                expected = _same(layer.view, model)[block]
+                fresh = np.frombuffer(content(expected.size), np.uint8).reshape(expected.shape)
+                expected[...] = fresh
+                writes.append(BlockWrite(memory[block], fresh))
 
         def run() -> None:
-            for place, fresh in writes:
-                place[...] = fresh
+            for write in writes:
+                write.block[...] = write.content
 
         if writes:
             try:
                 with self.device.acting(MODEL):
                     self.device.launch(run, COMPUTE)
             except DeviceError:
-                self._is_lost()
+                self._lose_device()
 
-    def _is_lost(self) -> None:
-        """A call of the engine's own failed: nothing is known of its memory from now on."""
+    def _lose_device(self) -> None:
+        """End the device. The engine's own call failed, so nobody knows its memory any more."""
         assert self._has_failed()
         self.device.fail("the engine's own call failed")
 
@@ -314,12 +335,12 @@ class World:
         def end(op: CopyOp, stored: bool) -> None:
             slot = by_op.pop(op)  # A second call raises.
             assert slot.state == "writing"
-            start = self.part.payload(op, len(slot.content))
+            start = self.part.part_offset(op, len(slot.content))
             self._planned -= len(slot.content)
             if stored:
                 found = life.arena.memory[start : start + len(slot.content)]
                 assert found == slot.content, "a slot has not the bytes of its step"
-                self.part.prove(life.arena, op, len(slot.content))
+                self.part.check_part(life.arena, op, len(slot.content))
                 slot.state = "committed"
             else:
                 self._vacate(life, slot)
@@ -332,10 +353,13 @@ class World:
             assert self._has_failed()
 
     def _vacate(self, life: Life, slot: Slot) -> None:
-        """The daemon gives the slot to another object; copies that still write it are seen."""
+        """Free the slot, as the daemon does before it gives it to another object.
+
+        `_audit` finds copies that write it afterwards.
+        """
         size = len(slot.content)
         assert slot.op is not None
-        start = self.part.payload(slot.op, size)
+        start = self.part.part_offset(slot.op, size)
         life.arena.memory[start : start + size] = bytes([FREE]) * size
         life.arena.memory[slot.offset : slot.offset + HEADER_BYTES] = SlotHeader(
             SlotState.FREE, 0, self.part.ranks, size
@@ -356,7 +380,7 @@ class World:
                 continue
             blocks = tuple(rng.sample(free, op.count - first))
             busy.update(blocks)
-            load.ops.append(CopyOp(op.slot, op.group_index, 0, op.count, first, blocks))
+            load.ops.append(replace(op, first=first, blocks=blocks))
             load.contents.append(slot.content)
             load.must_fail |= slot.flipped
         return load if load.ops else None
@@ -392,36 +416,35 @@ class World:
             done(error)
 
     def _restore(self, op: CopyOp, content: bytes) -> None:
-        """What a load must have done, in the model."""
+        """Do in the model what a load must have done."""
         at, all_bytes = 0, np.frombuffer(content, np.uint8)
-        for (_, view), model in zip(
-            self.views[op.group_index], self.model[op.group_index], strict=True
-        ):
-            mine = _same(view, model)
-            size = mine[0].size
+        for layer, model in self._layers_of(op):
+            blocks = _same(layer.view, model)
+            size = blocks[0].size
             for number, block in enumerate(op.blocks, op.first):
                 start = at + number * size
-                mine[block] = all_bytes[start : start + size].reshape(mine[0].shape)
+                blocks[block] = all_bytes[start : start + size].reshape(blocks[0].shape)
             at += op.count * size
 
     def _holds(self, op: CopyOp) -> bool:
-        """Whether the engine's memory has what the model has in the blocks of the op."""
-        pairs = zip(self.views[op.group_index], self.model[op.group_index], strict=True)
+        """Return True if the engine's memory has what the model has in the blocks of the op."""
         return all(
-            np.array_equal(view.numpy()[block], _same(view, model)[block])
-            for (_, view), model in pairs
+            np.array_equal(layer.view.numpy()[block], _same(layer.view, model)[block])
+            for layer, model in self._layers_of(op)
             for block in op.blocks
         )
 
     def _content(self, op: CopyOp) -> bytes:
-        """The part of an object as the model has it now."""
+        """Return the part of an object as the model has it now."""
         pieces: list[bytes] = []
-        for (_, view), model in zip(
-            self.views[op.group_index], self.model[op.group_index], strict=True
-        ):
-            mine = _same(view, model)
-            pieces += [np.ascontiguousarray(mine[block]).tobytes() for block in op.blocks]
+        for layer, model in self._layers_of(op):
+            blocks = _same(layer.view, model)
+            pieces += [np.ascontiguousarray(blocks[block]).tobytes() for block in op.blocks]
         return b"".join(pieces)
+
+    def _layers_of(self, op: CopyOp) -> Iterator[tuple[LayerMemory, Bytes]]:
+        """Iterate over the layers of the op's group, each with its model."""
+        return zip(self.layers[op.group_index], self.model[op.group_index], strict=True)
 
     # What goes wrong
 
@@ -453,7 +476,7 @@ class World:
             self._vacate(life, slot)
             self.counts["evicted"] += 1
         elif self.checksum != "off" and not users:
-            start = self.part.payload(slot.op, len(slot.content))
+            start = self.part.part_offset(slot.op, len(slot.content))
             life.arena.memory[start + rng.randrange(len(slot.content))] ^= 1 << rng.randrange(8)
             slot.flipped = True
             self.counts["flipped"] += 1
@@ -461,30 +484,30 @@ class World:
             number = life.arena.memory[slot.offset + 16] ^ 0xFF
             life.arena.memory[slot.offset + 16] = number
             size = len(slot.content)
-            start = self.part.payload(slot.op, size)
+            start = self.part.part_offset(slot.op, size)
             life.arena.memory[start : start + size] = rng.randbytes(size)
             slot.state = "lost"
             self.counts["taken_over"] += 1
 
     def _move_on(self) -> None:
-        """The daemon lives again with another arena; what runs in the old one goes on."""
+        """Begin another life of the daemon with another arena. Copies in the old one go on."""
         self.lives.append(self._begin_life(self._arenas[1]))
         self.counts["lives"] += 1
 
     def _sleep(self) -> None:
-        """The engine gives its memory away, with all that is cached in it, and gets other bytes."""
+        """Let the engine give its memory away, with all its cached blocks, and get other bytes."""
         self.pipeline.drain()
         assert not self.loads, "a load is not over after a drain"
         with self.device.unmapped():
             self.device.turn_some(self.rng.choice((10, 300)))
-        for group, models in zip(self.views, self.model, strict=True):
-            for (memory, _), model in zip(group, models, strict=True):
+        for group, models in zip(self.layers, self.model, strict=True):
+            for layer, model in zip(group, models, strict=True):
                 model[...] = np.frombuffer(self.rng.randbytes(model.size), np.uint8)
-                memory.numpy()[...] = model
+                layer.memory.numpy()[...] = model
         self.counts["sleeps"] += 1
 
     def _settle(self) -> None:
-        """All that is queued ends, whatever registrations take long."""
+        """Let all that is queued end, except for registrations that take long."""
         self.device.settle()
         assert not self.loads, "a load waits for ever, or for a registration"
         for life in self.lives:
@@ -507,23 +530,23 @@ class World:
         self._audit()
 
     def _audit(self) -> None:
-        """All of the engine's memory, and all slots that nobody uses."""
+        """Check all of the engine's memory, and all slots that nobody uses."""
         if self.device.broken:
             return
-        for index, group in enumerate(self.views):
-            for (memory, _), model in zip(group, self.model[index], strict=True):
-                assert np.array_equal(memory.numpy(), model), "a block was written by nobody"
+        for group, models in zip(self.layers, self.model, strict=True):
+            for layer, model in zip(group, models, strict=True):
+                assert np.array_equal(layer.memory.numpy(), model), "a block was written by nobody"
         for life in self.lives:
             for slot in life.slots:
                 if slot.state == "free" and slot.op is not None:
-                    start = self.part.payload(slot.op, len(slot.content))
+                    start = self.part.part_offset(slot.op, len(slot.content))
                     found = life.arena.memory[start : start + len(slot.content)]
                     assert found == bytes([FREE]) * len(found), "a slot was written by nobody"
         self.counts["audits"] += 1
 
-    def _allocate(self, shape: Shape) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(memory, physical view) of each layer."""
-        layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def _allocate(self, shape: Shape) -> list[LayerMemory]:
+        """Return the memory of each layer, which the device has from now on."""
+        layers: list[LayerMemory] = []
         for runs, size in shape.layers:
             if runs == 1:
                 stride = size + shape.padding
@@ -533,27 +556,27 @@ class World:
                 memory = _memory(runs * BLOCKS * size, shape.start)
                 view = memory.as_strided((BLOCKS, runs, size), (size, BLOCKS * size, 1))
             self.device.adopt(memory)
-            layers.append((memory, view))
+            layers.append(LayerMemory(memory, view))
         return layers
 
 
 def _memory(size: int, start: int) -> torch.Tensor:
-    """Bytes that begin `start` bytes behind an aligned address."""
+    """Return bytes that begin `start` bytes after an aligned address."""
     return torch.full((start + size,), POISON, dtype=torch.uint8)[start:]
 
 
 def _same(view: torch.Tensor, model: Bytes) -> Bytes:
-    """The blocks of the model, shaped as the view."""
+    """Return the blocks of the model, shaped as the view."""
     return np.lib.stride_tricks.as_strided(model, tuple(view.shape), tuple(view.stride()))
 
 
 def _shape(rng: random.Random) -> Shape:
     word = rng.choice((8, 8, 8, 8, 4, 1))
     large = rng.random() < 0.25
-    layers: list[tuple[int, int]] = []
+    layers: list[LayerShape] = []
     for _ in range(rng.choice((1, 2, 3))):
         size = rng.choice((4096, 20000, 49152)) if large else word * rng.randrange(1, 200)
-        layers.append((rng.choice((1, 1, 2)), size))
+        layers.append(LayerShape(rng.choice((1, 1, 2)), size))
     padding = rng.choice((0, 0, 8 * rng.randrange(5), word))
     counts = rng.choice(((1,), (2,), (1, 2, 3))) if large else rng.choice(((1,), (4,), (1, 3, 5)))
     return Shape(tuple(layers), padding, counts, rng.choice((0, 0, 0, 8, 4, 1)))

@@ -147,7 +147,7 @@ class Running:
         geometry = self.connector._scheduler._geometry
         self.chunk = geometry.chunk_tokens
         worker: Any = self.core.model_executor.driver_worker.worker
-        auditor = _connector_of(worker)._worker._auditor
+        auditor = _connector_of(worker)._worker.auditor
         self.bounds = auditor.bounds
         self.layers = {
             group.gid: layers for group, layers in zip(geometry.groups, auditor.layers, strict=True)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-import hybridkv.connector.worker.role
+import hybridkv.connector.worker.copiers
 from hybridkv.connector import HybridKVConnector
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.core.copies import CopyOp
@@ -26,4 +26,4 @@ class LateCopier(HostCopier):
         super().store(ops, later)
 
 
-vars(hybridkv.connector.worker.role).update(HostCopier=LateCopier)
+vars(hybridkv.connector.worker.copiers).update(HostCopier=LateCopier)

@@ -74,7 +74,7 @@ class Simulation:
         groups = []
         worker = get_kv_transfer_group()._worker
         for gid, views in zip(
-            kv_config.prefix_cacheable_group_ids, worker._making.groups, strict=True
+            kv_config.prefix_cacheable_group_ids, worker.factory.groups, strict=True
         ):
             spec = kv_config.kv_cache_groups[gid].kv_cache_spec
             own = [*iter_layer_specs(spec)]

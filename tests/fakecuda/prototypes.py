@@ -42,7 +42,7 @@ class Misuse(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a function."""
+    """One parameter of a function, as its prototype declares it."""
 
     name: str
     size: int
@@ -54,13 +54,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Prototype:
-    """One function."""
+    """The declaration of one function."""
 
     name: str
     parameters: tuple[Parameter, ...]
 
     def values(self, arguments: Sequence[Any], argtypes: Sequence[Any] | None) -> list[int]:
-        """The numbers that the function gets; pointers are addresses. Raises Misuse."""
+        """Return the numbers that the function gets. Pointers are addresses. Raises Misuse."""
         if len(arguments) != len(self.parameters):
             raise Misuse(f"{self.name} gets {len(arguments)} arguments of {len(self.parameters)}")
         if argtypes is not None and len(argtypes) != len(arguments):
@@ -112,7 +112,7 @@ class Prototype:
 
 
 def prototypes(version: int) -> Mapping[str, Prototype]:
-    """The functions of this version of the runtime (12090 is 12.9), by name."""
+    """Return the functions of this version of the runtime (12090 is 12.9), by name."""
     batch = _BATCH_13 if version >= 13000 else _BATCH_12 if version >= 12080 else ""
     text = _COMMON + batch
     found = (_prototype(line) for line in text.splitlines() if line)
@@ -128,7 +128,10 @@ def _prototype(line: str) -> Prototype:
 
 
 def _parameter(text: str) -> Parameter:
-    """`const void *src` is an address of anything, `size_t *sizes` one of 8 bytes each."""
+    """Parse a parameter: `size_t *sizes` -> an address of values of 8 bytes each.
+
+    `const void *src` is an address of anything.
+    """
     matched = re.fullmatch(r"(.*?)(\w+)", text)
     assert matched is not None, text
     kind, name = (part.strip() for part in matched.groups())

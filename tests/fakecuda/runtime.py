@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ctypes import c_size_t
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +39,7 @@ _NO_INDEX = (1 << 64) - 1
 
 
 class Attributes(ctypes.Structure):
-    """cudaMemcpyAttributes, with its two cudaMemLocation."""
+    """The structure cudaMemcpyAttributes, with its two cudaMemLocation."""
 
     _fields_ = (
         ("order", ctypes.c_int),
@@ -48,6 +49,15 @@ class Attributes(ctypes.Structure):
         ("to_id", ctypes.c_int),
         ("flags", ctypes.c_uint),
     )
+
+
+class MemoryKind(Enum):
+    """Whose memory some bytes are, as CUDA sees it."""
+
+    DEVICE = auto()
+    PINNED = auto()
+    PAGEABLE = auto()
+    CROSSING = auto()  # They begin in one registration and end elsewhere.
 
 
 @dataclass
@@ -68,7 +78,7 @@ class Work:
 
 @dataclass
 class FakeStream:
-    """A stream of the runtime."""
+    """A stream of the runtime, with the work that it has to do."""
 
     device: int
     flags: int
@@ -78,18 +88,18 @@ class FakeStream:
 
 @dataclass
 class BatchCopy:
-    """One copy of a batch."""
+    """One copy of cudaMemcpyBatchAsync."""
 
     to: int
     source: int
     size: int
     content: bytes | None = None
-    """What was read when the batch was queued."""
+    """The bytes that were read when the batch was queued; None = they are read when it runs."""
 
 
 @dataclass
 class Refusal:
-    """Calls that fail alone."""
+    """Calls of one function that fail, while the context lives on."""
 
     name: str
     status: int
@@ -99,14 +109,14 @@ class Refusal:
 
 
 class ThreadState(threading.local):
-    """What CUDA keeps for each thread."""
+    """The state that CUDA keeps for each thread."""
 
     device = 0
     last_error = SUCCESS
 
 
 class Function:
-    """A function of the library: see ctypes._FuncPtr."""
+    """A function of the library, called as ctypes._FuncPtr is."""
 
     def __init__(
         self, runtime: "FakeRuntime", prototype: Prototype, work: Callable[..., int]
@@ -116,7 +126,7 @@ class Function:
         self._runtime, self._prototype, self._work = runtime, prototype, work
 
     def __call__(self, *arguments: Any) -> int:
-        """The status."""
+        """Check the arguments and call the function. Returns the status."""
         runtime, name = self._runtime, self._prototype.name
         try:
             values = self._prototype.values(arguments, self.argtypes)
@@ -127,19 +137,19 @@ class Function:
 
 
 class FakeRuntime:
-    """See above. `version` is that of CUDART_VERSION: 12090, 13000."""
+    """The runtime library. `version` is that of CUDART_VERSION: 12090, 13000."""
 
     def __init__(self, version: int = 13000, device: int = 0) -> None:
         self.version = version
         self.device = device
-        """The worker's; a call from a thread that has chosen none would go to the first one."""
+        """The worker's device. A thread that has chosen none would call the first one."""
         self.lock = threading.RLock()
         self.threads = ThreadState()
         self.calls: Counter[str] = Counter()
         self.wrongs: list[str] = []
         self.pageable_copies = 0
         self.lost = SUCCESS
-        """The error that ended the context; every call has it from then on."""
+        """The error that ended the context. Every call returns it from then on."""
         self.device_memory: list[Range] = []
         self.pinned_memory: list[Range] = []
         self.registered: dict[int, Range] = {}
@@ -160,7 +170,7 @@ class FakeRuntime:
         }
 
     def __getattr__(self, name: str) -> Function:
-        """A function of the library. As with ctypes, it is the same object each time."""
+        """Return a function of the library. As with ctypes, it is the same object each time."""
         prototypes = self.__dict__.get("_prototypes", {})
         if name not in prototypes:
             raise AttributeError(f"{self.__dict__.get('_name')}: undefined symbol: {name}")
@@ -171,11 +181,11 @@ class FakeRuntime:
     # What the tests use
 
     def refuse(self, name: str, status: int, skipped: int = 0, count: int = 1) -> None:
-        """So many calls of the function fail, after some that do not."""
+        """Let `count` calls of the function fail with `status`, after `skipped` that do not."""
         self._refusals.append(Refusal(name, status, skipped, count))
 
     def unmap(self, memory: Sequence[Range]) -> None:
-        """The device's memory is not mapped any more, as after a sleep of vLLM."""
+        """Unmap memory of the device, as a sleep of vLLM does."""
         with self.lock:
             for mapped in memory:
                 self.device_memory.remove(mapped)
@@ -183,12 +193,12 @@ class FakeRuntime:
     # What torch does with it
 
     def queue(self, stream: int, run: Callable[[], None]) -> None:
-        """A kernel."""
+        """Queue a kernel."""
         with self.lock:
             self.streams[stream].queue.append(Work(run))
 
     def record(self, stream: int) -> Mark:
-        """An event."""
+        """Record an event: its place in the stream."""
         with self.lock:
             mark = Mark(stream)
 
@@ -199,28 +209,28 @@ class FakeRuntime:
             return mark
 
     def await_mark(self, stream: int, mark: Mark) -> None:
-        """cudaStreamWaitEvent."""
+        """Let the stream wait for an event, as cudaStreamWaitEvent does."""
         with self.lock:
             self.streams[stream].queue.append(Work(None, mark))
 
     def run_until(self, mark: Mark) -> None:
-        """All that must be over before the mark is."""
+        """Run all that must be over before the mark is."""
         with self.lock:
             while not mark.is_over and not self.lost:
                 self.run_one(mark.stream)
 
     def finish(self, stream: int) -> None:
-        """All that a stream has."""
+        """Run all that a stream has."""
         self.run_until(self.record(stream))
 
     def finish_all(self) -> None:
-        """cudaDeviceSynchronize."""
+        """Run all that all streams have, as cudaDeviceSynchronize does."""
         with self.lock:
             for handle in self.streams:
                 self.finish(handle)
 
     def run_one(self, stream: int) -> None:
-        """The first entry of a stream, if it has one."""
+        """Run the first entry of a stream, if it has one."""
         with self.lock:
             queue = self.streams[stream].queue
             if not queue or self.lost:
@@ -233,10 +243,10 @@ class FakeRuntime:
                     work.run()
 
     def touch(self, address: int, size: int, alignment: int) -> None:
-        """A kernel uses this memory; raises Misuse, and ends the context, where it cannot."""
+        """Let a kernel use this memory. Raises Misuse, and ends the context, where it cannot."""
         if address % alignment:
             raise self.lose(MISALIGNED_ADDRESS, f"a kernel uses the address {address:#x}")
-        if self.place(address, size) in {"pageable", "crossing"}:
+        if self.memory_kind(address, size) in {MemoryKind.PAGEABLE, MemoryKind.CROSSING}:
             raise self.lose(ILLEGAL_ADDRESS, f"a kernel uses {size} bytes at {address:#x}")
 
     def fail(self, status: int) -> None:
@@ -247,33 +257,33 @@ class FakeRuntime:
                 stream.queue.clear()
 
     def lose(self, status: int, why: str) -> Misuse:
-        """End the context for what the copier did; the error to raise."""
+        """End the context for what the copier did. Returns the error to raise."""
         self.fail(status)
         return self.misuse(f"CUDA error {status}: {why}")
 
     def misuse(self, why: str) -> Misuse:
-        """The error to raise; it is kept."""
+        """Note what was wrong with a call. Returns the error to raise."""
         self.wrongs.append(why)
         return Misuse(why)
 
-    def place(self, address: int, size: int) -> str:
-        """Whose memory it is: device, pinned, pageable, or crossing from one to the next."""
-        places = (
-            ("device", self.device_memory),
-            ("pinned", self.pinned_memory),
-            ("pinned", self.registered.values()),
+    def memory_kind(self, address: int, size: int) -> MemoryKind:
+        """Return whose memory it is."""
+        kinds = (
+            (MemoryKind.DEVICE, self.device_memory),
+            (MemoryKind.PINNED, self.pinned_memory),
+            (MemoryKind.PINNED, self.registered.values()),
         )
-        found = "pageable"
-        for name, ranges in places:
+        found = MemoryKind.PAGEABLE
+        for kind, ranges in kinds:
             for memory in ranges:
                 if memory.holds(address, size):
-                    return name
+                    return kind
                 if memory.touches(address, size):
-                    found = "crossing"
+                    found = MemoryKind.CROSSING
         return found
 
     def called(self, name: str, work: Callable[..., int], values: Sequence[int]) -> int:
-        """The status of a call; its error is the thread's until somebody takes it."""
+        """Return the status of a call. Its error is the thread's until somebody takes it."""
         self.calls[name] += 1
         if self.threads.device != self.device:
             raise self.misuse(f"{name}: {threading.current_thread().name} uses the first device")
@@ -334,15 +344,16 @@ class FakeRuntime:
             raise self.misuse(f"cudaMemcpyAsync: {stream:#x} is no stream")
         if not size:
             return SUCCESS
-        places = self.place(to, size), self.place(source, size)
-        if "crossing" in places:
+        memory_kinds = self.memory_kind(to, size), self.memory_kind(source, size)
+        if MemoryKind.CROSSING in memory_kinds:
             self.misuse("a copy crosses from one pinned piece to the next")
             return INVALID_VALUE
-        kinds = (("host", "host"), ("device", "host"), ("host", "device"), ("device", "device"))
-        sides = tuple(place if place == "device" else "host" for place in places)
-        if kind not in range(5) or (kind < 4 and kinds[kind] != sides):
+        # By cudaMemcpyKind: whether the bytes come to the device, and from the device.
+        directions = ((False, False), (True, False), (False, True), (True, True))
+        on_device = tuple(memory_kind is MemoryKind.DEVICE for memory_kind in memory_kinds)
+        if kind not in range(5) or (kind < 4 and directions[kind] != on_device):
             return INVALID_DIRECTION
-        if "pageable" in places:
+        if MemoryKind.PAGEABLE in memory_kinds:
             # The call returns when the copy, and all that the stream has before it, is over.
             self.pageable_copies += 1
             self.finish(stream)
@@ -370,18 +381,22 @@ class FakeRuntime:
         if stream == LEGACY_STREAM or not 1 <= attributes_count <= count:
             return INVALID_VALUE
         firsts = _read_sizes(first_of, attributes_count)
-        orders = [one.order for one in (Attributes * attributes_count).from_address(attributes)]
+        sets = (Attributes * attributes_count).from_address(attributes)
+        orders = [copy_attributes.order for copy_attributes in sets]
         rising = all(first < after for first, after in pairwise([*firsts, count]))
         if firsts[0] or not rising or not set(orders) <= {1, 2, 3}:
             return INVALID_VALUE
-        lists = (_read_sizes(address, count) for address in (to, source, sizes))
-        copies = [BatchCopy(*numbers) for numbers in zip(*lists, strict=True)]
+        targets, sources = _read_sizes(to, count), _read_sizes(source, count)
+        copies = list(map(BatchCopy, targets, sources, _read_sizes(sizes, count)))
         for number, copy in enumerate(copies):
-            places = {self.place(copy.to, copy.size), self.place(copy.source, copy.size)}
-            if not copy.size or "crossing" in places:
+            memory_kinds = {
+                self.memory_kind(copy.to, copy.size),
+                self.memory_kind(copy.source, copy.size),
+            }
+            if not copy.size or MemoryKind.CROSSING in memory_kinds:
                 failed.value = number
                 return INVALID_VALUE
-            self.pageable_copies += "pageable" in places
+            self.pageable_copies += MemoryKind.PAGEABLE in memory_kinds
         ordered = sorted(copies, key=lambda copy: copy.to)
         if any(copy.to + copy.size > after.to for copy, after in pairwise(ordered)):
             raise self.misuse("cudaMemcpyBatchAsync: copies of one batch write the same bytes")
@@ -418,7 +433,7 @@ class FakeRuntime:
 
     def _move_bytes(self, to: int, source: int, size: int) -> None:
         for address in (to, source):
-            if self.place(address, size) not in {"device", "pinned"}:
+            if self.memory_kind(address, size) not in {MemoryKind.DEVICE, MemoryKind.PINNED}:
                 self.lose(ILLEGAL_ADDRESS, f"a copy uses {size} bytes at {address:#x}")
                 return
         ctypes.memmove(to, source, size)

@@ -54,6 +54,15 @@ def new_stream(runtime: FakeRuntime) -> int:
     return handle.value
 
 
+def copy_async(
+    runtime: FakeRuntime, to: int, source: int, size: int = SIZE, stream: int | None = None
+) -> int:
+    """Call cudaMemcpyAsync as CudaDevice does. Returns the status."""
+    return runtime.cudaMemcpyAsync(
+        c_void_p(to), c_void_p(source), c_size_t(size), DEFAULT_KIND, c_void_p(stream)
+    )
+
+
 def test_a_name_that_the_library_has_not(runtime: FakeRuntime) -> None:
     with pytest.raises(AttributeError, match=r"libcudart.so.13: undefined symbol: cudaMemcpyAsink"):
         runtime.cudaMemcpyAsink()
@@ -76,9 +85,9 @@ def test_a_name_that_the_library_has_not(runtime: FakeRuntime) -> None:
 def test_a_call_with_other_arguments_is_seen(
     runtime: FakeRuntime, call: Callable[[Any, Any, Any], Any]
 ) -> None:
-    addresses = [c_void_p(tensor.data_ptr()) for tensor in (on_device(), pinned(1))]
+    memory, source = on_device(), pinned(1)
     with pytest.raises(Misuse):
-        call(runtime, *addresses)
+        call(runtime, c_void_p(memory.data_ptr()), c_void_p(source.data_ptr()))
     assert runtime.wrongs
 
 
@@ -99,21 +108,19 @@ def test_argtypes_are_those_of_ctypes(runtime: FakeRuntime) -> None:
 def test_a_copy_runs_when_its_stream_is_waited_for(runtime: FakeRuntime) -> None:
     """It reads its source then, and no other stream runs for it."""
     memory, source = on_device(), pinned(1)
-    stream, other = new_stream(runtime), new_stream(runtime)
-    arguments = c_void_p(memory.data_ptr()), c_void_p(source.data_ptr()), c_size_t(SIZE)
-    assert runtime.cudaMemcpyAsync(*arguments, DEFAULT_KIND, c_void_p(stream)) == SUCCESS
+    stream, second_stream = new_stream(runtime), new_stream(runtime)
+    assert copy_async(runtime, memory.data_ptr(), source.data_ptr(), stream=stream) == SUCCESS
     source.fill_(2)
-    runtime.finish(other)
+    runtime.finish(second_stream)
     assert memory.cpu().tolist() == [0] * SIZE
-    runtime.await_mark(other, runtime.record(stream))
-    runtime.finish(other)
+    runtime.await_mark(second_stream, runtime.record(stream))
+    runtime.finish(second_stream)
     assert memory.cpu().tolist() == [2] * SIZE
 
 
 def test_pageable_memory_is_copied_at_once(runtime: FakeRuntime) -> None:
     memory, source = on_device(), torch.full((SIZE,), 9, dtype=torch.uint8)
-    arguments = c_void_p(memory.data_ptr()), c_void_p(source.data_ptr()), c_size_t(SIZE)
-    assert runtime.cudaMemcpyAsync(*arguments, DEFAULT_KIND, None) == SUCCESS
+    assert copy_async(runtime, memory.data_ptr(), source.data_ptr()) == SUCCESS
     assert memory.cpu().tolist() == [9] * SIZE
     assert runtime.pageable_copies == 1
 
@@ -140,8 +147,7 @@ def test_pages_are_registered_once(runtime: FakeRuntime) -> None:
     # A copy from one registration into the next is refused, and ours must not ask for it.
     assert register(0, 2 * SIZE) == SUCCESS
     target = on_device()
-    arguments = c_void_p(target.data_ptr()), c_void_p(start + SIZE + 8), c_size_t(SIZE)
-    assert runtime.cudaMemcpyAsync(*arguments, DEFAULT_KIND, None) == INVALID_VALUE
+    assert copy_async(runtime, target.data_ptr(), start + SIZE + 8) == INVALID_VALUE
     assert runtime.wrongs
 
 
@@ -195,12 +201,11 @@ def test_a_batch(version: int, order: int) -> None:
 
 def test_memory_that_the_device_has_not_ends_the_context(cuda: FakeCuda) -> None:
     runtime, memory, source = cuda.runtime, on_device(), pinned(1)
-    arguments = c_void_p(memory.data_ptr()), c_void_p(source.data_ptr()), c_size_t(SIZE)
-    assert runtime.cudaMemcpyAsync(*arguments, DEFAULT_KIND, None) == SUCCESS
+    assert copy_async(runtime, memory.data_ptr(), source.data_ptr()) == SUCCESS
     runtime.unmap(list(runtime.device_memory))
     with pytest.raises(RuntimeError, match=str(ILLEGAL_ADDRESS)):
         torch.cuda.synchronize()
-    assert runtime.cudaMemcpyAsync(*arguments, DEFAULT_KIND, None) == ILLEGAL_ADDRESS
+    assert copy_async(runtime, memory.data_ptr(), source.data_ptr()) == ILLEGAL_ADDRESS
     assert runtime.cudaGetLastError() == ILLEGAL_ADDRESS
     assert runtime.cudaGetLastError() == ILLEGAL_ADDRESS
 

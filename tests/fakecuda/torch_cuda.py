@@ -1,4 +1,4 @@
-"""What torch has of CUDA, on the fake runtime: `with fake_cuda() as cuda:`.
+"""A fake of torch.cuda on the fake runtime: `with fake_cuda() as cuda:`.
 
 Tensors "on the device" are tensors of the host whose memory the runtime knows as the device's. An
 operation with one runs at once, after all that its stream has before it, which is an order that
@@ -20,6 +20,9 @@ from hybridkv.connector.copy.tables import NUMBER_BYTES
 from hybridkv.shm.slots import PIECE_BYTES
 from tests.devicesim.device import (
     TILE_WORDS,
+    DigestGrid,
+    MoveGrid,
+    MoveTables,
     Range,
     Touch,
     digest_pieces,
@@ -32,7 +35,7 @@ DEVICES = 2
 WORKER = 1
 """The device of the worker; a thread has the first one until it chooses."""
 FRESH = 0xC3
-"""What memory holds that nobody has written."""
+"""The byte that fills memory which nobody has written."""
 _VIEWS = {
     *("__len__", "as_strided", "data_ptr", "dim", "element_size", "expand", "flatten"),
     *("is_contiguous", "narrow", "numel", "reshape", "select", "size", "storage_offset", "stride"),
@@ -46,14 +49,14 @@ _MIXED = {"__getitem__", "__setitem__", "copy_", "equal", "to"}
 
 
 class Thread(threading.local):
-    """What torch keeps for each thread."""
+    """The state that torch keeps for each thread."""
 
     stream = LEGACY_STREAM
     mode: "DeviceMode | None" = None
 
 
 class Stream:
-    """See torch.cuda.ExternalStream."""
+    """A fake of torch.cuda.ExternalStream."""
 
     def __init__(self, cuda: "FakeCuda", stream_ptr: int, device: Any = None) -> None:
         assert stream_ptr in cuda.runtime.streams, "it is no stream"
@@ -62,17 +65,15 @@ class Stream:
         self._cuda = cuda
 
     def wait_event(self, event: "Event") -> None:
-        """See torch."""
         event.wait(self)
 
     def synchronize(self) -> None:
-        """See torch."""
         self._cuda.runtime.finish(self.cuda_stream)
         self._cuda.check()
 
 
 class Event:
-    """See torch.cuda.Event: it is what was recorded last."""
+    """A fake of torch.cuda.Event. It stands for what it recorded last."""
 
     def __init__(
         self,
@@ -86,20 +87,18 @@ class Event:
         cuda.spinning_events += not blocking
 
     def record(self, stream: Stream | None = None) -> None:
-        """See torch."""
         self._cuda.check()
         handle = self._cuda.thread.stream if stream is None else stream.cuda_stream
         self._mark = self._cuda.runtime.record(handle)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """See torch."""
         self._cuda.check()
         handle = self._cuda.thread.stream if stream is None else stream.cuda_stream
         if self._mark is not None:
             self._cuda.runtime.await_mark(handle, self._mark)
 
     def query(self) -> bool:
-        """See torch. A bit of the stream's work runs meanwhile."""
+        """Return True if the event is over. A bit of the stream's work runs meanwhile."""
         self._cuda.check()
         if self._mark is None or self._mark.is_over:
             return True
@@ -107,7 +106,6 @@ class Event:
         return False
 
     def synchronize(self) -> None:
-        """See torch."""
         if self._mark is not None:
             self._cuda.runtime.run_until(self._mark)
         self._cuda.check()
@@ -129,23 +127,19 @@ class FakeCuda:
     # torch.cuda
 
     def set_device(self, device: Any) -> None:
-        """See torch."""
         self.runtime.threads.device = self.index(device)
         if self.thread.mode is None:
             self.thread.mode = DeviceMode(self)
             self.thread.mode.__enter__()
 
     def current_device(self) -> int:
-        """See torch."""
         return self.runtime.threads.device
 
     def current_stream(self, device: Any = None) -> Stream:
-        """See torch."""
         return Stream(self, self.thread.stream, device)
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """See torch."""
         before, self.thread.stream = self.thread.stream, stream.cuda_stream
         try:
             yield
@@ -153,13 +147,11 @@ class FakeCuda:
             self.thread.stream = before
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        """See torch."""
         self.index(device, is_optional=True)
         self.check()
         return self.free_bytes, 1 << 40
 
     def synchronize(self, device: Any = None) -> None:
-        """See torch."""
         self.index(device, is_optional=True)
         self.runtime.finish_all()
         self.check()
@@ -167,14 +159,14 @@ class FakeCuda:
     # What the tests use
 
     def queue(self, work: Callable[[], None]) -> None:
-        """A kernel of the thread's current stream, which runs as late as it may."""
+        """Queue a kernel in the thread's current stream. It runs as late as it may."""
         self.check_launch()
         self.runtime.queue(self.thread.stream, work)
 
     # Within
 
     def index(self, device: Any, is_optional: bool = False) -> int:
-        """The number of a device; torch refuses one without it where it is not optional."""
+        """Return the number of a device. Torch refuses one without it where it is not optional."""
         if isinstance(device, str):
             device = torch.device(device)
         number = device if isinstance(device, int) else getattr(device, "index", None)
@@ -188,12 +180,12 @@ class FakeCuda:
         return number
 
     def check(self) -> None:
-        """Raise what torch does once the context has ended."""
+        """Raise RuntimeError as torch does once the context has ended."""
         if self.runtime.lost:
             raise RuntimeError(f"CUDA error: {self.runtime.lost}")
 
     def check_launch(self) -> None:
-        """What a launch looks at first."""
+        """Raise RuntimeError where a launch would fail, for an earlier error too."""
         self.check()
         status, self.runtime.threads.last_error = self.runtime.threads.last_error, SUCCESS
         if status:
@@ -203,7 +195,7 @@ class FakeCuda:
             raise self.runtime.misuse(f"{thread} launches on the first device")
 
     def allocate(self, tensor: torch.Tensor, is_pinned: bool) -> torch.Tensor:
-        """The tensor, whose memory is the device's from now on, or pinned."""
+        """Return the tensor, whose memory is the device's from now on, or pinned."""
         self.check()
         size = tensor.untyped_storage().nbytes()
         if is_pinned:
@@ -221,12 +213,12 @@ class FakeCuda:
         return tensor
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether its memory is the device's."""
+        """Return True if the tensor's memory is the device's."""
         address = tensor.untyped_storage().data_ptr()
         return any(memory.start == address for memory in self.runtime.device_memory)
 
     def run(self, function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """An operation of torch with tensors of the device among its arguments."""
+        """Run an operation of torch that has tensors of the device among its arguments."""
         name = function.__name__
         if name == "__get__" or (name == "__getitem__" and not _has_tensor(arguments[1])):
             return function(*arguments, **keywords)
@@ -249,7 +241,7 @@ class FakeCuda:
 
 
 class DeviceMode(TorchFunctionMode):
-    """torch's operations in one thread, with a device."""
+    """Torch's operations in one thread, as if there were a device."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
@@ -258,7 +250,6 @@ class DeviceMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """See TorchFunctionMode."""
         if func.__name__ in _VIEWS:
             return func(*args, **(kwargs or {}))
         cuda, keywords = self._cuda, dict(kwargs or {})
@@ -287,7 +278,7 @@ class DeviceMode(TorchFunctionMode):
         return func(*args, **keywords)
 
     def _moved(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """`tensor.to(device)`, `tensor.to(dtype)`, `tensor.cuda()`."""
+        """Do `tensor.to(device)`, `tensor.to(dtype)` or `tensor.cuda()`."""
         cuda, tensor = self._cuda, args[0]
         wanted = [keywords["device"]] if "device" in keywords else []
         wanted += [argument for argument in args[1:] if isinstance(argument, (torch.device, str))]
@@ -306,14 +297,12 @@ class DeviceMode(TorchFunctionMode):
 
 
 class Launcher:
-    """What stands for a kernel of Triton: `kernel[grid](...)` queues `run(grid, ...)`."""
+    """A fake of triton.JITFunction: `kernel[grid](...)` queues `run(touch, grid, ...)`."""
 
     def __init__(self, cuda: FakeCuda, run: Callable[..., None]) -> None:
         self._cuda, self._run = cuda, run
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        """See triton.JITFunction."""
-
         def launch(*arguments: Any, **constants: Any) -> None:
             self._cuda.check_launch()
             if not is_launchable(grid):
@@ -325,48 +314,34 @@ class Launcher:
         return launch
 
 
-def _run_move(
-    touch: Touch,
-    grid: tuple[int, int, int],
-    entries: int,
-    table: int,
-    *,
-    ENTRY: int,
-    ROW: int,
-    WORD: Any,
-    TILE: int,
-    GATHER: bool,
+def _run_copy_blocks(
+    touch: Touch, grid: tuple[int, int, int], entries: int, rows: int, **constants: Any
 ) -> None:
-    assert (ENTRY, ROW, TILE) == (tables.ENTRY, tables.ROW, TILE_WORDS)
-    move_words(touch, grid, entries, table, WORD.primitive_bitwidth // 8, GATHER)
+    word, is_gather = constants.pop("WORD"), constants.pop("GATHER")
+    assert constants == {"ENTRY": tables.ENTRY, "ROW": tables.ROW, "TILE": TILE_WORDS}
+    word_bytes = word.primitive_bitwidth // 8
+    move_words(touch, MoveGrid(*grid), MoveTables(entries, rows, word_bytes), is_gather)
 
 
 def _run_digest(
-    touch: Touch,
-    grid: tuple[int, int],
-    entries: int,
-    keys: int,
-    out: int,
-    *,
-    ENTRY: int,
-    BLOCKS: int,
-    STEP: int,
+    touch: Touch, grid: tuple[int, int], *addresses: int, ENTRY: int, BLOCKS: int, STEP: int
 ) -> None:
+    entries, keys, digests = addresses
     assert (ENTRY, 1024 * BLOCKS) == (tables.ENTRY, PIECE_BYTES)
     assert BLOCKS % STEP == 0
-    touch(keys, len(triton_kernels._KEYS) * NUMBER_BYTES, NUMBER_BYTES)
-    digest_pieces(touch, grid, entries, out)
+    touch(keys, len(triton_kernels.DIGEST_KEYS) * NUMBER_BYTES, NUMBER_BYTES)
+    digest_pieces(touch, DigestGrid(*grid), entries, digests)
 
 
 @contextmanager
 def fake_cuda(
     version: int = 13000, free_bytes: int = 1 << 30, has_triton: bool = True
 ) -> Iterator[FakeCuda]:
-    """The calling thread is the engine's, which has chosen the worker's device."""
+    """Replace torch.cuda. The calling thread is the engine's, on the worker's device."""
     runtime = FakeRuntime(version, WORKER)
     cuda = FakeCuda(runtime, free_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_device, "_runtime", lambda: runtime)
+        patch.setattr(cuda_device, "load_runtime", lambda: runtime)
         patch.setattr(torch.cuda, "Event", partial(Event, cuda))
         patch.setattr(torch.cuda, "ExternalStream", partial(Stream, cuda))
         for name in ("set_device", "current_device", "current_stream", "stream"):
@@ -374,8 +349,8 @@ def fake_cuda(
         for name in ("mem_get_info", "synchronize"):
             patch.setattr(torch.cuda, name, getattr(cuda, name))
         if has_triton:
-            patch.setattr(triton_kernels, "_move", Launcher(cuda, _run_move))
-            patch.setattr(triton_kernels, "_digest", Launcher(cuda, _run_digest))
+            patch.setattr(triton_kernels, "copy_blocks_kernel", Launcher(cuda, _run_copy_blocks))
+            patch.setattr(triton_kernels, "digest_kernel", Launcher(cuda, _run_digest))
         mode = cuda.thread.mode = DeviceMode(cuda)
         with mode:
             cuda.set_device(WORKER)
@@ -383,7 +358,7 @@ def fake_cuda(
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested sequences and mappings."""
+    """Yield all tensors in nested sequences and mappings."""
     for value in values.values() if isinstance(values, Mapping) else values:
         if isinstance(value, torch.Tensor):
             yield value

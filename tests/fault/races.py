@@ -491,7 +491,7 @@ def _untrue(arena: Arena, offset: int, header: SlotHeader) -> Iterator[str]:
     blocks = range(size // group.block_bytes)
     op = CopyOp(SlotRef(offset, header.generation), header.gid, 0, len(blocks), 0, tuple(blocks))
     for rank in range(GEOMETRY.parts(group)):
-        start = PARTS[rank].payload(op, size)
+        start = PARTS[rank].part_offset(op, size)
         part = PartName(header.namespace, header.gid, header.chunk_hash, rank)
         expected = b"".join(
             content(part, layer, block, layer_bytes).numpy().tobytes()
@@ -501,7 +501,7 @@ def _untrue(arena: Arena, offset: int, header: SlotHeader) -> Iterator[str]:
         if bytes(arena.memory[start : start + size]) != expected:
             yield f"part {rank} at {offset} is not what its name says"
         try:
-            PARTS[rank].prove(arena, op, size)
+            PARTS[rank].check_part(arena, op, size)
         except BadSlotError as error:
             yield str(error)
 

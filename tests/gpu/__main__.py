@@ -40,7 +40,7 @@ LOG_BYTES_MAX = 1 << 20  # Of one step.
 
 @dataclass
 class Outcome:
-    """What a step did; `figures` is the JSON document that it printed last, if any."""
+    """The result of a step. `figures` is the JSON document that it printed last, if any."""
 
     stage: str
     step: str
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def step_environment(step: Step, temporary: str) -> dict[str, str]:
-    """The variables of a step's process."""
+    """Return the environment variables of a step's process."""
     paths = [str(SITE), str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
@@ -103,11 +103,18 @@ def run_step(stage: str, step: Step, logs: Path, stop_at: float) -> Outcome:
     seconds = round(time.monotonic() - started, 1)
     figures = _document(printed)
     ok = not limit and (step.judge(figures) if step.judge else process.returncode == 0)
-    return Outcome(stage, step.name, ok, seconds, (limit or last)[:200], figures)
+    return Outcome(
+        stage=stage,
+        step=step.name,
+        ok=ok,
+        seconds=seconds,
+        result=(limit or last)[:200],
+        figures=figures,
+    )
 
 
 def _ends_within(process: "subprocess.Popen[bytes]", limit_seconds: float) -> bool:
-    """Whether the process ends by itself in time; else it is told to, and killed in the end."""
+    """Return True if the process ends by itself in time. Else terminate it, and kill it at last."""
     try:
         process.wait(limit_seconds)
     except subprocess.TimeoutExpired:
@@ -122,7 +129,7 @@ def _ends_within(process: "subprocess.Popen[bytes]", limit_seconds: float) -> bo
 
 
 def _document(printed: str) -> Any:
-    """The JSON document that the output is, or that its last line is; None for anything else."""
+    """Return the JSON document that the output is, or its last line; None for anything else."""
     for text in (printed, printed.rstrip().rpartition("\n")[2]):
         try:
             return json.loads(text)
@@ -131,11 +138,11 @@ def _document(printed: str) -> Any:
     return None
 
 
-def run_stages(names: Sequence[str], only: Collection[str], place: Path) -> int:
+def run_stages(names: Sequence[str], only: Collection[str], directory: Path) -> int:
     """Run the stages in their order, each step once; 0 = every step passed."""
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="hybridkv-gpu-logs-") as directory:
-        logs = Path(directory)
+    with tempfile.TemporaryDirectory(prefix="hybridkv-gpu-logs-") as logs_directory:
+        logs = Path(logs_directory)
         for name in names:
             stage = STAGES[name]
             done = {outcome.step for outcome in outcomes}
@@ -148,7 +155,7 @@ def run_stages(names: Sequence[str], only: Collection[str], place: Path) -> int:
                 for run in as_completed(runs):
                     outcomes.append(run.result())
                     _print(outcomes[-1])
-                    _write(place, outcomes, logs)
+                    _write(directory, outcomes, logs)
     return int(not all(outcome.ok for outcome in outcomes))
 
 
@@ -158,11 +165,11 @@ def _print(outcome: Outcome) -> None:
     print(f"{word:6} {outcome.step} {outcome.seconds} s: {result[:1500]}", flush=True)
 
 
-def _write(place: Path, outcomes: Sequence[Outcome], logs: Path) -> None:
-    """All files of the results, each replaced as a whole."""
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "gpu.json").write_text(json.dumps([*map(asdict, outcomes)], indent=1))
-    with tarfile.open(place / "logs.tar.gz", "w:gz") as archive:
+def _write(directory: Path, outcomes: Sequence[Outcome], logs: Path) -> None:
+    """Write all files of the results, each of them as a whole."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "gpu.json").write_text(json.dumps([*map(asdict, outcomes)], indent=1))
+    with tarfile.open(directory / "logs.tar.gz", "w:gz") as archive:
         for path in sorted(logs.glob("*.log")):
             content = path.read_bytes()[-LOG_BYTES_MAX:]
             member = tarfile.TarInfo(path.name)
@@ -171,7 +178,7 @@ def _write(place: Path, outcomes: Sequence[Outcome], logs: Path) -> None:
 
 
 def print_plan(names: Sequence[str], only: Collection[str]) -> None:
-    """What the stages would run."""
+    """Print what the stages would run."""
     for name in names:
         stage = STAGES[name]
         steps = [step for step in stage.steps if not only or step.name in only]

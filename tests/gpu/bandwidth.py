@@ -31,7 +31,7 @@ ROUNDS = 7
 
 
 def plain_rates() -> dict[str, dict[str, float]]:
-    """GB/s of single copies between the device and pinned memory, by their size."""
+    """Return the GB/s of single copies between the device and pinned memory, by their size."""
     device = torch.empty(PLAIN_BYTES[-1], dtype=torch.uint8, device="cuda")
     host = torch.empty(PLAIN_BYTES[-1], dtype=torch.uint8, pin_memory=True)
     rates: dict[str, dict[str, float]] = {}
@@ -59,12 +59,12 @@ def main() -> int:
     table: dict[str, Any] = {"device": torch.cuda.get_device_name(), "plain": plain_rates()}
     print(json.dumps(table["plain"]), file=sys.stderr, flush=True)
     lowest = 1.0
-    with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as place:
+    with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
         for number, (name, (layers, block)) in enumerate(SHAPES.items()):
             row: dict[str, Any]
             options = PathOptions(TOTAL_BYTES, layers, block, device="cuda")
             try:
-                row = measure_path(str(Path(place) / f"{number}.sock"), options)
+                row = measure_path(str(Path(directory) / f"{number}.sock"), options)
                 lowest = min(lowest, row["store_ratio"], row["load_ratio"])
             except HybridKVError as error:
                 row, lowest = {"error": str(error)}, 0.0

@@ -34,7 +34,7 @@ OPTIONAL = {"opentelemetry", "mooncake", "obstore", "lmformatenforcer", "cutlass
 
 
 def names() -> Iterator[str]:
-    """Of all modules, in the order of their import."""
+    """Yield the names of all modules, in the order of their import."""
     import vllm
 
     root = Path(vllm.__path__[0])
@@ -42,8 +42,8 @@ def names() -> Iterator[str]:
         yield ".".join(("vllm", *path.parent.relative_to(root).parts, path.name.split(".")[0]))
     for package in PACKAGES:
         yield package
-        places = importlib.import_module(package).__path__
-        modules = (each.name for each in pkgutil.walk_packages(places, f"{package}."))
+        paths = importlib.import_module(package).__path__
+        modules = (module.name for module in pkgutil.walk_packages(paths, f"{package}."))
         yield from (name for name in modules if not name.endswith(".__main__"))
     yield from MODULES
     yield from (f"vllm.v1.attention.backends.{name}" for name in BACKENDS)
@@ -57,7 +57,7 @@ def names() -> Iterator[str]:
 
 
 def main() -> int:
-    """Import all; 1 if one cannot be."""
+    """Import all modules. Returns 1 if one of them cannot be imported."""
     count, failed = 0, []
     for name in dict.fromkeys(names()):
         count += 1

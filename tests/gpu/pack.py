@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PLACE = ROOT / ".gpu"
-ARCHIVE = PLACE / "vllm.tar.xz"
+DIRECTORY = ROOT / ".gpu"
+ARCHIVE = DIRECTORY / "vllm.tar.xz"
 SITE = Path("/tmp/hybridkv-gpu-site")
 PYTHON = os.environ.get("GPU_PYTHON", "3.12")
 GLIBC_MINORS = range(17, 40)  # The machine has glibc 2.39.
@@ -39,7 +39,7 @@ _ENTRY = struct.Struct("<HHIQIIHHI")
 
 def pack() -> None:
     """Download the wheels of requirements/gpu.txt and write their files into one archive."""
-    wheels = PLACE / f"wheels-{PYTHON}"
+    wheels = DIRECTORY / f"wheels-{PYTHON}"
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in reversed(GLIBC_MINORS)]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     options = [f"--python-version={PYTHON}", "--implementation=cp", *platforms, f"--dest={wheels}"]
@@ -83,7 +83,7 @@ class DeviceCode:
 
 
 def for_hopper(library: bytes) -> bytes:
-    """The same library, with zeros for the device code that a Hopper GPU does not load.
+    """Return the same library, with zeros for the device code that a Hopper GPU does not load.
 
     CUDA takes code of the GPU's own architecture from a fat binary, and the newest PTX that is not
     newer where there is none. Headers and offsets stay as they are, so nothing moves; the zeros
@@ -98,10 +98,10 @@ def for_hopper(library: bytes) -> bytes:
             continue
         start, at = at + header_bytes, at + header_bytes + size
         entries = _entries(content, start, at)
-        own = [each for each in entries if each.kind == _CUBIN and each.architecture == HOPPER]
-        older = [each for each in entries if each.kind == _PTX and each.architecture <= HOPPER]
-        newest = max((each.architecture for each in older), default=0)
-        kept = own or [each for each in older if each.architecture == newest]
+        own = [entry for entry in entries if entry.kind == _CUBIN and entry.architecture == HOPPER]
+        older = [entry for entry in entries if entry.kind == _PTX and entry.architecture <= HOPPER]
+        newest = max((entry.architecture for entry in older), default=0)
+        kept = own or [entry for entry in older if entry.architecture == newest]
         for entry in entries:
             if entry not in kept:
                 content[entry.start : entry.end] = bytes(entry.end - entry.start)

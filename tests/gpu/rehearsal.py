@@ -31,7 +31,7 @@ WHOLE_ERRORS = "-vvv"  # Each failed test's error, not cut to the terminal's wid
 
 @dataclass
 class Rehearsed:
-    """What became of a step before and at its first call of CUDA."""
+    """The result of a step up to its first call of CUDA."""
 
     stage: str
     step: str
@@ -39,13 +39,13 @@ class Rehearsed:
     verdict: str  # "reached CUDA", "passed" or "FAILED BEFORE CUDA".
     seconds: float
     where: str  # The innermost line of ours or of vLLM's that called the driver first.
-    said: str
+    last_line: str  # The last line of its output that matters.
 
 
-def rehearse(stage: str, step: Step, place: Path) -> Rehearsed:
-    """Run one step; its output and its driver log go to files below `place`."""
+def rehearse(stage: str, step: Step, directory: Path) -> Rehearsed:
+    """Run one step; its output and its driver log go to files below `directory`."""
     stem = re.sub(r"[^a-z0-9]+", "-", f"{stage} {step.name}".lower())
-    log_path, driver_log = place / f"{stem}.log", place / f"{stem}.driver"
+    log_path, driver_log = directory / f"{stem}.log", directory / f"{stem}.driver"
     environment = {**os.environ, **ENVIRONMENT, **dict(step.environment)}
     environment |= {"HYBRIDKV_DRIVER_LOG": str(driver_log), "PYTEST_ADDOPTS": WHOLE_ERRORS}
     command = [sys.executable, *(word for word in step.command if word != "-x")]
@@ -66,22 +66,32 @@ def rehearse(stage: str, step: Step, place: Path) -> Rehearsed:
     seconds = round(time.monotonic() - started, 1)
     output = log_path.read_text(errors="replace")
     reached = driver_log.read_text() if driver_log.exists() else ""
-    others = [line for line in TEST_FAILED.findall(output) if not REFUSED.search(line)]
+    failures = [line for line in TEST_FAILED.findall(output) if not REFUSED.search(line)]
     if status == 0:
         verdict = "passed"
-    elif status is not None and reached and REFUSED.search(output) and not others:
+    elif status is not None and reached and REFUSED.search(output) and not failures:
         verdict = "reached CUDA"
     else:
         verdict = "FAILED BEFORE CUDA"
     lines = [line.strip() for line in output.splitlines() if line.strip()] or [f"status {status}"]
     tests = TESTS.findall(output)
-    said = (others or tests or lines)[-1] if status is not None else "did not end in time"
-    ok = verdict != "FAILED BEFORE CUDA"
-    return Rehearsed(stage, step.name, ok, verdict, seconds, _where(reached), said[:300])
+    last_line = (failures or tests or lines)[-1] if status is not None else "did not end in time"
+    return Rehearsed(
+        stage=stage,
+        step=step.name,
+        ok=verdict != "FAILED BEFORE CUDA",
+        verdict=verdict,
+        seconds=seconds,
+        where=_where(reached),
+        last_line=last_line[:300],
+    )
 
 
 def _where(reached: str) -> str:
-    """The last line of the first stack that is no PyTorch's: file, number and function."""
+    """Return the last line of the first stack that is not PyTorch's.
+
+    `vllm/platforms/cuda.py:83 get_device` has the file, the line and the function.
+    """
     first = reached.split(REACHED)[1] if reached else ""
     frames = re.findall(r'File "(.*?)", line (\d+), in (\S+)', first)
     own = [frame for frame in frames if "/torch/" not in frame[0]]
@@ -97,21 +107,24 @@ def main() -> int:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(REHEARSED))
     parser.add_argument("--only", default="", help="steps that have this text in their name")
     arguments = parser.parse_args()
-    place = Path(os.environ["OUT"])
+    directory = Path(os.environ["OUT"])
     rehearsed: list[Rehearsed] = []
-    table = Table("stage", "step", "", "seconds", "the first call", "said")
+    table = Table("stage", "step", "", "seconds", "the first call", "last line")
     for name in arguments.stages or REHEARSED:
         for step in REHEARSED[name].steps:
             if arguments.only not in step.name:
                 continue
-            one = rehearse(name, step, place)
-            rehearsed.append(one)
-            print(f"{one.verdict}: {name} {one.step} ({one.seconds} s)", file=sys.stderr)
-            table.add_row(name, one.step, one.verdict, str(one.seconds), one.where, one.said)
-            text = json.dumps([asdict(each) for each in rehearsed], indent=1)
-            (place / "rehearsal.json").write_text(text)
+            result = rehearse(name, step, directory)
+            rehearsed.append(result)
+            print(f"{result.verdict}: {name} {result.step} ({result.seconds} s)", file=sys.stderr)
+            seconds = str(result.seconds)
+            table.add_row(
+                name, result.step, result.verdict, seconds, result.where, result.last_line
+            )
+            text = json.dumps([*map(asdict, rehearsed)], indent=1)
+            (directory / "rehearsal.json").write_text(text)
     Console(width=180).print(table)
-    return int(not all(one.ok for one in rehearsed))
+    return int(not all(result.ok for result in rehearsed))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ GRAPHS = json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})
 
 @dataclass(frozen=True)
 class Step:
-    """One command of Python's interpreter; `under` is a program that runs it."""
+    """One command of Python's interpreter. `under` is a program that runs it."""
 
     name: str
     command: tuple[str, ...]
@@ -51,7 +51,10 @@ def _verify(name: str, model: str, *options: str, flip: str = "", **environment:
 
 
 def is_detected(figures: Any) -> bool:
-    """Whether `verify` saw the flipped byte: one arm computed instead, and all else is right."""
+    """Return True if `verify` saw the flipped byte.
+
+    Then one arm computed instead of loading, and all else is right.
+    """
     arms = figures["arms"] if isinstance(figures, dict) and "arms" in figures else []
     wrong = [arm for arm in arms if not arm["ok"]]
     names = [arm["name"] for arm in wrong]

@@ -18,7 +18,7 @@ from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import payload_offset
-from tests.arenas import ops_of_new_slots, unnamed_arena
+from tests.arenas import ops_of_new_slots, unnamed_arena, whole_object
 from tests.devicesim.threaded import ThreadedDevice
 from tests.waiting import DEADLINE_SECONDS
 
@@ -34,8 +34,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with unnamed_arena(ARENA) as made:
-        yield made
+    with unnamed_arena(ARENA) as own_arena:
+        yield own_arena
 
 
 class Rig:
@@ -49,27 +49,27 @@ class Rig:
         self.pipeline = CopyPipeline(copies, [list(self.memory)], demand)
         if self.is_gpu:
             # A green run with torch's own copies would prove nothing of Triton's.
-            assert type(self.pipeline._shared.kernels).__name__ == "TritonKernels"
+            assert type(self.pipeline.context.kernels).__name__ == "TritonKernels"
         self.copier = CudaCopier(self.pipeline, arena, PartLayout(0, 1, "on"))
-        self.told: Queue[bool | HybridKVError | None] = Queue()
+        self.outcomes: Queue[bool | HybridKVError | None] = Queue()
 
     def ops(self, count: int, first: int = 1) -> list[CopyOp]:
         """One object for each of so many blocks, in slots of its own."""
         return ops_of_new_slots(self.arena, PART, count, first)
 
     def store(self, ops: Sequence[CopyOp]) -> None:
-        self.copier.store(ops, lambda op, stored: self.told.put(stored))
+        self.copier.store(ops, lambda op, stored: self.outcomes.put(stored))
 
     def take(self, count: int) -> list[bool | HybridKVError | None]:
-        """What is told of so many copies."""
-        return [self.told.get(timeout=DEADLINE_SECONDS) for _ in range(count)]
+        """Return the outcomes of the next `count` copies."""
+        return [self.outcomes.get(timeout=DEADLINE_SECONDS) for _ in range(count)]
 
     def slot(self, op: CopyOp) -> memoryview:
         start = op.slot.offset + payload_offset(1)
         return self.arena.memory[start : start + PART]
 
     def work(self) -> torch.cuda.Event | None:
-        """Queue work of the engine that takes long; its end on CUDA."""
+        """Queue work of the engine that takes long. Returns the event of its end on CUDA."""
         if not self.is_gpu:
             return None
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -91,7 +91,7 @@ def test_each_slot_has_the_bytes_of_its_own_step(arena: Arena, device: str) -> N
         if step % 8 == 0:
             rig.work()
         ops = rig.ops(1, 1 + step)
-        rig.store([CopyOp(ops[0].slot, 0, step, 1, 0, (1 + step % (BLOCKS - 1),))])
+        rig.store([whole_object(ops[0].slot, step, (1 + step % (BLOCKS - 1),))])
     rig.memory.fill_(255)
     assert rig.take(STEPS) == [True] * STEPS
     for step in range(STEPS):
@@ -103,7 +103,7 @@ def test_each_slot_has_the_bytes_of_its_own_step(arena: Arena, device: str) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_load_comes_after_the_engines_own_work(arena: Arena, device: str) -> None:
-    """Blocks that a queued kernel zeroes are loaded behind it, and all others stay as they are."""
+    """Blocks that a queued kernel zeroes are loaded after it, and all others stay as they are."""
     rig = Rig(arena, device)
     draw = torch.Generator().manual_seed(1)
     rig.memory.copy_(torch.randint(0, 256, rig.memory.shape, dtype=torch.uint8, generator=draw))
@@ -113,7 +113,7 @@ def test_a_load_comes_after_the_engines_own_work(arena: Arena, device: str) -> N
     assert rig.take(32) == [True] * 32
     rig.work()
     rig.memory[:, 1:33].zero_()
-    rig.copier.load(ops, rig.told.put)
+    rig.copier.load(ops, rig.outcomes.put)
     assert rig.take(1) == [None]
     assert torch.equal(rig.memory, before)
     rig.close()
@@ -127,7 +127,7 @@ def test_the_engines_thread_waits_for_nothing(arena: Arena, device: str) -> None
     end = rig.work()
     rig.copier.pin(ARENA)
     rig.store(ops)
-    rig.copier.load(ops[:1], rig.told.put)
+    rig.copier.load(ops[:1], rig.outcomes.put)
     if end is not None:
         assert not end.query(), "the hooks waited for the work before them"
     assert len(rig.take(BLOCKS)) == BLOCKS
@@ -139,9 +139,9 @@ def test_more_than_the_staging_holds_is_told_and_nothing_is_kept(arena: Arena, d
     rig = Rig(arena, device, step_objects=4)
     rig.work()
     rig.store(rig.ops(BLOCKS - 1))
-    told = rig.take(BLOCKS - 1)
-    assert True in told
-    assert False in told
+    outcomes = rig.take(BLOCKS - 1)
+    assert True in outcomes
+    assert False in outcomes
     for _ in range(8):
         rig.store(rig.ops(4))
         assert rig.take(4) == [True] * 4

@@ -7,7 +7,6 @@ BYTES = f"{CUDA_DEVICE}::test_bytes_come_back"
 ERRORS = f"{CUDA_DEVICE}::test_a_call_that_fails_is_an_error_and_the_next_launch_is_none"
 BATCH = f"{CUDA_DEVICE}::test_where_copies_in_one_call_are_refused_they_are_queued_one_by_one"
 ZEROS = f"{AGREEMENT}::test_a_fault_is_found_on_memory_of_zeros"
-COPY = 'self._run("cudaMemcpyAsync", *addresses, ctypes.c_size_t(size), _DEFAULT_KIND, on)'
 
 FAULTS: tuple[Mutation, ...] = (
     Mutation(
@@ -23,8 +22,8 @@ FAULTS: tuple[Mutation, ...] = (
         "argument-less",
         "a call of the CUDA runtime has an argument less",
         "CudaDevice.copy",
-        COPY,
-        'self._run("cudaMemcpyAsync", *addresses, ctypes.c_size_t(size), on)',
+        "_DEFAULT_KIND, ctypes.c_void_p(stream)",
+        "ctypes.c_void_p(stream)",
         ("A33",),
         (BYTES,),
     ),
@@ -41,8 +40,8 @@ FAULTS: tuple[Mutation, ...] = (
         "copies-on-the-default-stream",
         "copies are queued in the default stream, which no event of ours orders",
         "CudaDevice.copy",
-        "on = ctypes.c_void_p(stream)",
-        "on = None",
+        "ctypes.c_void_p(stream)",
+        "None",
         ("D6",),
         (BYTES,),
     ),
@@ -166,7 +165,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "runtime-of-somebody-else",
         "the CUDA runtime is whatever the linker finds, which has errors of its own",
-        "_runtime",
+        "load_runtime",
         "return ctypes.CDLL(name)",
         "return ctypes.CDLL(Path(name).name)",
         ("C11",),
@@ -175,7 +174,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "calls-hold-the-interpreter",
         "a call of the CUDA runtime that waits keeps the engine's thread from running",
-        "_runtime",
+        "load_runtime",
         "return ctypes.CDLL(name)",
         "return ctypes.PyDLL(name)",
         ("D18",),
@@ -184,7 +183,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "grid-too-large",
         "a launch has more rows than CUDA takes, and the reason is CUDA's",
-        "TritonKernels.move",
+        "TritonKernels.copy_blocks",
         "if max(grid[1:]) > GRID_MAX:",
         "if max(grid[1:]) < 0:",
         ("A33",),
@@ -193,9 +192,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "grid-too-small",
         "a launch has a tile less than the longest run of a block, whose end stays as it was",
-        "TritonKernels.move",
-        "-(-move.run_words // TILE_WORDS)",
-        "max(1, move.run_words // TILE_WORDS - 1)",
+        "TritonKernels.copy_blocks",
+        "-(-launch.run_words_max // TILE_WORDS)",
+        "max(1, launch.run_words_max // TILE_WORDS - 1)",
         ("A33",),
         (BYTES,),
     ),
@@ -229,16 +228,16 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "scatter-untried",
         "a scatter that writes nothing is taken for a right one",
-        "agree",
-        "move(tried, shuffled[::2], other)",
-        "move(plain, shuffled[::2], other)",
+        "_copies_agree",
+        "trial.scatter(tried, shuffled[::2], new_content)",
+        "trial.scatter(reference, shuffled[::2], new_content)",
         ("A33",),
         (ZEROS,),
     ),
     Mutation(
         "one-block-tried",
         "kernels that take the first block whatever is asked are taken for right ones",
-        "agree",
+        "_copies_agree",
         "blocks = [*range(count - count // 2), *last]",
         "blocks = [0]",
         ("A33",),
@@ -247,14 +246,14 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "other-blocks-unread",
         "a scatter that overwrites every other block is taken for a right one",
-        "agree",
+        "_copies_agree",
         """
-        move(tried, shuffled[::2], other)
-        outcomes.append(move(plain, blocks))
+        trial.scatter(tried, shuffled[::2], new_content)
+        outcomes.append(trial.gather(reference, blocks))
         """,
         """
-        move(tried, shuffled[::2], other)
-        outcomes.append(move(plain, shuffled[::2]))
+        trial.scatter(tried, shuffled[::2], new_content)
+        outcomes.append(trial.gather(reference, shuffled[::2]))
         """,
         ("A33",),
         (ZEROS,),

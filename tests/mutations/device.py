@@ -9,9 +9,10 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "staging-in-shreds",
         "what is left at the end of the staging is lost, so that planned stores do not fit (F2)",
-        "Ring.take",
-        "if size > self.largest or self._out + size > self.size:",
-        "if size > self.largest or max(self._out, self._next % self.size) + size > self.size:",
+        "Ring.reserve",
+        "if size > self.largest or self._reserved_bytes + size > self.size:",
+        "used = max(self._reserved_bytes, self._next % self.size)\n"
+        "if size > self.largest or used + size > self.size:",
         ("A33",),
         (f"{PIPELINE}::test_a_ring_has_room_for_what_its_credits_allow", DEVICES),
     ),
@@ -19,8 +20,8 @@ FAULTS: tuple[Mutation, ...] = (
         "staging-of-no-step",
         "the staging holds a part of a step, whatever room the device has (F2)",
         "CopyPipeline.__init__",
-        "wanted = min(room, STAGING_BYTES_MAX, demand.step_bytes)",
-        "wanted = min(room, STAGING_BYTES_MAX, demand.step_bytes // 4)",
+        "store_bytes = min(room, STAGING_BYTES_MAX, demand.step_bytes)",
+        "store_bytes = min(room, STAGING_BYTES_MAX, demand.step_bytes // 4)",
         ("A33",),
         (f"{PIPELINE}::test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step",),
     ),
@@ -28,10 +29,10 @@ FAULTS: tuple[Mutation, ...] = (
         "engine-waits-for-its-step",
         "the engine's thread waits until the gather is over (F3)",
         "CopyPipeline.store",
-        "gathered = self._device.record(stream)",
+        "gathered = device.record(stream)",
         """
-        gathered = self._device.record(stream)
-        self._device.wait(gathered)
+        gathered = device.record(stream)
+        device.wait(gathered)
         """,
         ("D18",),
         (DEVICES,),
@@ -49,8 +50,8 @@ FAULTS: tuple[Mutation, ...] = (
         "loads-behind-pinning",
         "the load lane registers the arena's memory (F4)",
         "CopyPipeline.pin",
-        "self._pinning.put(pin)",
-        "self._loads.jobs.put(Barrier(lambda: deque(pin(), 0).clear()))",
+        "self._pinning_jobs.put(pin)",
+        "self._load_lane.jobs.put(Barrier(lambda: deque(pin(), 0).clear()))",
         ("D18",),
         (f"{PIPELINE}::test_an_arena_that_is_attached_again_delays_no_load", DEVICES),
     ),
@@ -58,10 +59,10 @@ FAULTS: tuple[Mutation, ...] = (
         "one-launch-for-each-object",
         "a step's gather is a launch for each of its objects (F5)",
         "CopyPipeline.store",
-        "device.launch(partial(shared.kernels.move, move, True), stream)",
+        "device.launch(partial(context.kernels.copy_blocks, launch, True), stream)",
         """
-        for _ in placed:
-            device.launch(partial(shared.kernels.move, move, True), stream)
+        for _ in transfers:
+            device.launch(partial(context.kernels.copy_blocks, launch, True), stream)
         """,
         ("D18",),
         (DEVICES,),
@@ -69,20 +70,20 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "one-object-at-a-time",
         "a batch of a load is copied when the one before it is in the engine's blocks (F6)",
-        "CopyLane._begin",
-        "while len(self._flying) < self._shared.sizes.depth:",
-        "while not self._flying:",
+        "CopyLane._send_batches",
+        "while len(self._batches) < self._context.sizes.depth:",
+        "while not self._batches:",
         ("D18",),
         (f"{PIPELINE}::test_objects_of_a_load_are_on_their_way_together",),
     ),
     Mutation(
         "staging-kept-by-the-dead",
         "a store that fails keeps its staging (F8)",
-        "CopyLane._end",
-        "self.staging.ring.give_back(flight.size)",
+        "CopyLane._finish_object",
+        "self.staging.ring.release(transfer.part_bytes)",
         """
-        if self._way == "load" or not isinstance(error, DeviceError):
-            self.staging.ring.give_back(flight.size)
+        if isinstance(self, LoadLane) or not isinstance(error, DeviceError):
+            self.staging.ring.release(transfer.part_bytes)
         """,
         ("B38",),
         (DEVICES,),
@@ -91,7 +92,7 @@ FAULTS: tuple[Mutation, ...] = (
         "lane-ends-with-its-first-error",
         "a lane ends with an error, and whoever waits for it waits for ever (F8)",
         "CopyLane.run",
-        "turn = self._fail(error)",
+        "turn = self._fail_all(error)",
         "raise",
         ("B38",),
         (f"{PIPELINE}::test_a_device_that_fails_ends_the_copier_and_hangs_nobody", DEVICES),
@@ -99,7 +100,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "told-before-it-is-over",
         "after an error stores and loads are told failed while the device still copies (F8)",
-        "CopyLane._fail",
+        "CopyLane._fail_all",
         "yield from self.staging.drain()",
         "yield from ()",
         ("D6",),
@@ -109,7 +110,7 @@ FAULTS: tuple[Mutation, ...] = (
         "unpinned-by-a-stranger",
         "the thread that closes a copier unpins memory, on whatever device is its own (F9)",
         "CopyPipeline.detach",
-        "drained = Latch(2, lambda: self._pinning.put(unpin))",
+        "drained = Latch(2, lambda: self._pinning_jobs.put(unpin))",
         """
         drained = Latch(2)
         for _ in unpin():
@@ -139,7 +140,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "refused-for-ever",
         "a refused registration is never tried again",
-        "Pins.is_due",
+        "Pins.request",
         "is_retry = 0 < self._retry_at <= time.monotonic()",
         "is_retry = False",
         ("B31",),
@@ -157,7 +158,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "thread-without-a-device",
         "a lane whose thread cannot choose the device ends, and whoever waits for it hangs",
-        "Shared.enter_thread",
+        "DeviceContext.enter_thread",
         "return False",
         "raise",
         ("B38",),
@@ -166,16 +167,16 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "loads-fail-with-the-first",
         "after an error a load that cannot be told failed keeps all others from it",
-        "CopyLane._fail",
+        "CopyLane._fail_all",
         """
-            while flights:
-                self._end(flights.popleft(), DeviceError(self._shared.dead))
-            self._flying.popleft()
+            while transfers:
+                self._finish_object(transfers.popleft(), DeviceError(self._context.fatal_error))
+            self._batches.popleft()
         """,
         """
-            self._flying.popleft()
-            while flights:
-                self._end(flights.popleft(), DeviceError(self._shared.dead))
+            self._batches.popleft()
+            while transfers:
+                self._finish_object(transfers.popleft(), DeviceError(self._context.fatal_error))
         """,
         ("B38",),
         (f"{PIPELINE}::test_an_error_of_whoever_is_told_hangs_nobody_else",),
@@ -183,9 +184,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "one-call-for-each-object",
         "each object is a batch, so that a busy interpreter holds up each of them",
-        "Staging.takes",
-        "return not batch.flights or (not is_full and together <= self._batch_bytes)",
-        "return not batch.flights",
+        "Staging.fits",
+        "return not batch.transfers or (not is_full and together <= self._batch_bytes)",
+        "return not batch.transfers",
         ("D18",),
         (f"{PIPELINE}::test_a_batch_is_queued_by_a_few_calls",),
     ),
@@ -193,24 +194,24 @@ FAULTS: tuple[Mutation, ...] = (
         "gathers-in-one-batch",
         "a batch has objects of two gathers, whose entries are not one after another",
         "StoreLane._fill",
-        "is_other = batch.flights and flight.ready is not batch.flights[0].ready",
-        "is_other = False",
+        "is_of_next_gather = transfer.gathered is not first.gathered",
+        "is_of_next_gather = False",
         ("A33",),
         (DEVICES,),
     ),
     Mutation(
         "digests-of-one-batch",
         "the digests of a batch are overwritten by those of the next one",
-        "Staging.digest",
-        "out = self._digests.data_ptr() + batch.number * self._digests_bytes",
-        "out = self._digests.data_ptr()",
+        "Staging.queue_digests",
+        "self._digests.data_ptr() + batch.index * self._digest_bytes",
+        "self._digests.data_ptr()",
         ("A33",),
         (DEVICES,),
     ),
     Mutation(
         "the-same-object-for-ever",
         "an object that cannot begin is tried again, and nothing else goes on",
-        "LoadLane._give_up",
+        "LoadLane._fail_job",
         "load.ops.clear()",
         "return",
         ("B38",),
@@ -220,7 +221,7 @@ FAULTS: tuple[Mutation, ...] = (
         "retired-and-running",
         "the engine's memory goes away while copies of a retired copier run",
         "WorkerRole.detach",
-        "self._making.drain()",
+        "self.factory.drain()",
         "pass",
         ("B38",),
         (
@@ -241,25 +242,25 @@ FAULTS: tuple[Mutation, ...] = (
         "kernels-behind-the-engines",
         "gathers' digests and scatters wait for all kernels that the engine has queued",
         "Staging.__init__",
-        "self.programs = device.new_stream(is_urgent=True)",
-        "self.programs = device.new_stream()",
+        "self.kernel_stream = device.new_stream(is_urgent=True)",
+        "self.kernel_stream = device.new_stream()",
         ("D18",),
         (f"{PIPELINE}::test_kernels_do_not_wait_for_the_engines_and_copies_have_no_priority",),
     ),
     Mutation(
         "kernels-tried-on-zeros",
         "kernels are tried on memory in which every block is like the others (L2)",
-        "agree",
-        "move(plain, blocks, content)",
-        "move(plain, blocks, torch.zeros_like(content))",
+        "_copies_agree",
+        "trial.scatter(reference, blocks, content)",
+        "trial.scatter(reference, blocks, torch.zeros_like(content))",
         ("A33",),
         ("tests/unit/connector/test_agreement.py::test_a_fault_is_found_on_memory_of_zeros",),
     ),
     Mutation(
         "trial-leaves-its-bytes",
         "blocks keep the random bytes on which kernels were tried",
-        "agree",
-        "move(plain, blocks, earlier)",
+        "_copies_agree",
+        "trial.scatter(reference, blocks, earlier)",
         "pass",
         ("A33",),
         (
@@ -280,7 +281,7 @@ FAULTS: tuple[Mutation, ...] = (
         "slot-before-gather",
         "a slot is filled from the staging before the gather has filled that",
         "StoreLane._send",
-        "device.wait_event(staging.copies, first.ready)",
+        "device.wait_event(staging.copy_stream, gathered)",
         "",
         ("D6",),
         (DEVICES,),
@@ -289,7 +290,7 @@ FAULTS: tuple[Mutation, ...] = (
         "scatter-before-copy",
         "blocks are restored from the staging before the slot's bytes are there",
         "LoadLane._send",
-        "device.wait_event(staging.programs, batch.events[-1])",
+        "device.wait_event(staging.kernel_stream, batch.events[-1])",
         "",
         ("D6",),
         (DEVICES,),
@@ -298,17 +299,17 @@ FAULTS: tuple[Mutation, ...] = (
         "scatter-into-blocks-in-use",
         "blocks are restored before the engine's earlier work with them is over",
         "LoadLane._send",
-        "device.wait_event(staging.programs, ready)",
-        "",
+        "device.wait_event(staging.kernel_stream, event)",
+        "pass",
         ("D6",),
         (DEVICES,),
     ),
     Mutation(
         "staging-given-back-early",
         "a load's staging is free before its scatter is over",
-        "CopyLane._end_oldest",
-        "yield from self.staging.settle(batch)",
-        "yield from over(batch.events[0])",
+        "CopyLane._finish_oldest",
+        "yield from self.staging.complete(batch)",
+        "yield from wait_in_lane(batch.events[0])",
         ("D6",),
         (DEVICES,),
     ),
@@ -316,8 +317,8 @@ FAULTS: tuple[Mutation, ...] = (
         "descriptors-used-again",
         "what a kernel reads is overwritten before the kernel has run",
         "LoadLane._send",
-        "at = batch.number * self._entry_bytes * self._shared.sizes.batch_objects",
-        "at = 0",
+        "batch.index * batch_bytes",
+        "0",
         ("A33",),
         (DEVICES,),
     ),
@@ -334,7 +335,7 @@ FAULTS: tuple[Mutation, ...] = (
         "proof-without-generation",
         "a slot that changes hands while it is copied is not noticed",
         "LoadLane._prove",
-        "part.recheck(arena, flight.op)",
+        "part.check_generation(arena, transfer.op)",
         "",
         ("D6",),
         (f"{PIPELINE}::test_a_slot_that_changes_hands_while_it_is_copied_is_refused",),
@@ -343,8 +344,8 @@ FAULTS: tuple[Mutation, ...] = (
         "dead-but-attached",
         "a worker whose device failed still says that it maps the arena",
         "WorkerRole.report",
-        "if self._boot and (self._making is None or self._making.is_alive):",
-        "if self._boot:",
+        "if self.boot and (self.factory is None or self.factory.is_alive):",
+        "if self.boot:",
         ("C11",),
         ("tests/unit/connector/test_worker.py::test_a_worker_whose_device_failed_offers_nothing",),
     ),

@@ -24,7 +24,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "worker-locks-nothing",
         "a worker maps the arena without the lock by which a daemon elsewhere knows that it lives",
-        "WorkerRole._mapped",
+        "WorkerRole._map_arena",
         ", lock=self._link.lock",
         "",
         ("B38",),
@@ -45,7 +45,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "unmapped-untold",
         "nobody is told that a worker cannot map the arena",
-        "WorkerRole._mapped",
+        "WorkerRole._map_arena",
         "self._link.send(ReportMapping(False), now)",
         "pass",
         ("C15",),
@@ -58,7 +58,7 @@ FAULTS: tuple[Mutation, ...] = (
         "keeps-the-engines-memory",
         "a worker that was shut down still refers to the engine's tensors",
         "WorkerRole.close",
-        "self._making = None",
+        "self.factory = None",
         "",
         ("C6",),
         (f"{HOOKS}::test_a_worker_that_was_shut_down_keeps_none_of_the_engines_memory",),
@@ -86,9 +86,9 @@ FAULTS: tuple[Mutation, ...] = (
         "arena-of-nobody",
         "a load from an arena that is not mapped is reported by nobody",
         "WorkerRole._load",
-        "if copier is None:",
+        "if mapped is None:",
         """
-        if copier is None:
+        if mapped is None:
             return
         """,
         ("B38", "C11"),
@@ -106,7 +106,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "slot-of-somebody-else",
         "nobody looks whether a slot has changed hands",
-        "PartLayout.recheck",
+        "PartLayout.check_generation",
         "if read_generation(arena.memory, op.slot.offset) != op.slot.generation:",
         "if op.slot.generation < 0:",
         ("D6",),
@@ -143,7 +143,7 @@ FAULTS: tuple[Mutation, ...] = (
         "any-block-id",
         "block ids are not compared with the engine's memory",
         "HostCopier._copy",
-        "if min(op.blocks) < 0 or max(op.blocks) >= most:",
+        "if min(op.blocks) < 0 or max(op.blocks) >= num_blocks:",
         "if not op.blocks:",
         ("A33",),
         (f"{COPIER}::test_a_block_id_outside_the_engines_memory_is_refused",),
@@ -353,7 +353,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "plans-of-other-weights",
         "a worker carries out what was planned for other weights",
-        "WorkerRole._agrees",
+        "WorkerRole._has_weights_of",
         "weights, rank = self._weights, self._part.rank",
         "return True",
         ("D16",),
@@ -492,7 +492,7 @@ FAULTS: tuple[Mutation, ...] = (
         "loads-over-a-change",
         "a load that began with the old weights ends well with the new ones",
         "WorkerRole.collect",
-        "elif self._weights.era != began.era:",
+        "elif self._weights.era != start.era:",
         "elif False:",
         ("D16",),
         (f"{WEIGHTS}::test_a_load_that_began_before_the_weights_changed_fails",),

@@ -78,7 +78,9 @@ BREAKABLE = {
     "_session.link": "poll flush",
 }
 """Methods of the scheduler role and of its parts that a fault may break."""
-BREAKABLE_IN_WORKERS = "start_loads start_stores _load _expect _stored _attach _send_drained"
+BREAKABLE_IN_WORKERS = (
+    "start_loads start_stores _load _expect_stores _on_stored _attach _send_drained"
+)
 
 
 class BrokenError(Exception):
@@ -407,13 +409,13 @@ class Rank:
                 self.oracle.on_tokens_accepted(step.table, step.states)
             self.connector.wait_for_save()
         # So that a seed repeats: a thread compares.
-        self.side._auditor.join()
+        self.side.auditor.join()
         if self.device is not None:
             self.device.turn_some(self._rng.choice((1, 10, 100, 1000)))
             assert not self.device.held, f"a hook waited for {self.device.held}"
-        for _, copier in self.side._copiers.values():
-            if isinstance(copier, BusyCopier):
-                copier.tick()
+        for mapped in self.side.mapped.values():
+            if isinstance(mapped.copier, BusyCopier):
+                mapped.copier.tick()
         results = self.connector.get_transfer_results(output.finished_req_ids)
         done = KVConnectorOutput(
             finished_recving=results.finished_recving,
@@ -426,7 +428,7 @@ class Rank:
 
 def _habits(rng: random.Random) -> Habits:
     return Habits(
-        digests=rng.random() < 0.7,
+        can_digest=rng.random() < 0.7,
         registers=rng.choice((0, 5, 1 << 30, 1 << 30)),
         slow_registration=rng.random() < 0.5,
         breaks_at=rng.randrange(20000) if rng.random() < 0.1 else -1,

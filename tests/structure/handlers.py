@@ -110,13 +110,13 @@ HANDLERS = (
         "stores_device_failed",
     ),
     Handler(
-        "CopyLane._fail",
+        "CopyLane._fail_all",
         "except Exception",
         "A device that has failed cannot be waited for, and nobody may wait for its copies.",
         "stores_device_failed",
     ),
     Handler(
-        "Shared.enter_thread",
+        "DeviceContext.enter_thread",
         "except Exception",
         "A thread that has not the device copies nothing, and all that it is given fails.",
         "stores_device_failed",
@@ -128,7 +128,7 @@ HANDLERS = (
         NO + "the log has it",
     ),
     Handler(
-        "CudaDevice.kernels",
+        "CudaDevice.make_kernels",
         "except Exception",
         "Where Triton does not compile or run, torch copies the same bytes.",
         NO + "it happens once, at the start, and the log says it",

@@ -26,6 +26,7 @@ from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.connector.stats import HybridKVPromMetrics, HybridKVStats
 from hybridkv.connector.worker.role import WorkerRole
+from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, raise_first
 from hybridkv.core.geometry import length_finding
@@ -89,12 +90,19 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         else:
             ranks = vllm_config.parallel_config.tensor_parallel_size
             rank = vllm_config.parallel_config.rank % ranks
-            settings, step = self._settings, vllm_config.scheduler_config.max_num_batched_tokens
-            self._worker = WorkerRole(
-                *(kv_cache_config, self._socket_path, engine_id, rank, ranks),
-                *(settings.checksum, settings.hybrid_chunk_size, step, settings.daemon.shm_dir),
-                group_id(settings.daemon.group),
+            settings = self._settings
+            worker_settings = WorkerSettings(
+                socket_path=self._socket_path,
+                engine_id=engine_id,
+                rank=rank,
+                ranks=ranks,
+                checksum=settings.checksum,
+                chunk_tokens=settings.hybrid_chunk_size,
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                shm_dir=settings.daemon.shm_dir,
+                group=group_id(settings.daemon.group),
             )
+            self._worker = WorkerRole(kv_cache_config, worker_settings)
 
     @property
     def requires_kv_delivery(self) -> bool:

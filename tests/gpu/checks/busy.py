@@ -1,6 +1,6 @@
 """`python -m tests.gpu.checks.busy`: loads and stores beside a device and a thread that work.
 
-GB/s of 1 GiB in objects of 16 MiB: on an idle machine, behind queued matrix products, and beside
+GB/s of 1 GiB in objects of 16 MiB: on an idle machine, after queued matrix products, and beside
 Python that holds the interpreter half of the time.
 """
 
@@ -29,19 +29,21 @@ LAYERS, OBJECT_BLOCKS, BLOCK_BYTES, OBJECTS = 32, 8, 64 << 10, 64
 PART_BYTES = LAYERS * OBJECT_BLOCKS * BLOCK_BYTES
 TOTAL_BYTES = OBJECTS * PART_BYTES
 ARENA_BYTES = (OBJECTS + 1) * slot_bytes(PART_BYTES, 1)
-PIECE_BYTES = 4 << 20
+COPY_BYTES = 4 << 20
 WAIT_SECONDS = 60.0
 ROUNDS = 5
 PRODUCTS = 150  # Some 200 ms of a Hopper GPU.
 HELD_SECONDS = 0.005  # Of each 10 ms.
 VARIANTS = {
     "as configured": CopySizes(),
-    "batches of 32 MiB, a ring of 256 MiB": CopySizes(batch=32 << 20, load_ring=256 << 20, depth=8),
+    "batches of 32 MiB, a ring of 256 MiB": CopySizes(
+        batch_bytes=32 << 20, load_ring_bytes=256 << 20, depth=8
+    ),
 }
 
 
 class BusyPython:
-    """A thread that holds the interpreter half of the time; a context manager."""
+    """A context manager with a thread that holds the interpreter half of the time."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -64,7 +66,7 @@ class BusyPython:
 
 
 class Bench:
-    """One copier of the engine's blocks and the arena; a context manager."""
+    """A context manager with one copier of the engine's blocks and the arena."""
 
     def __init__(
         self, memory: torch.Tensor, arena: Arena, ops: Sequence[CopyOp], sizes: CopySizes
@@ -105,7 +107,7 @@ class Bench:
         assert error is None, error
 
     def load_beside_products(self) -> None:
-        """Load all objects while the device computes what was queued behind the load."""
+        """Load all objects while the device computes what was queued after the load."""
         self._copier.load(self._ops, self._answers.put)
         for _ in range(PRODUCTS):
             torch.mm(self._factor, self._factor, out=self._product)
@@ -113,19 +115,19 @@ class Bench:
         assert error is None, error
 
     def plain(self, is_store: bool) -> None:
-        """The same bytes by copies alone, between the arena and memory of the device."""
-        device, slots = self._device, self._copier._slots
+        """Copy the same bytes by copies alone, between the arena and memory of the device."""
+        device, attached = self._device, self._copier.attached
         for number, op in enumerate(self._ops):
-            start = slots.part.payload(op, PART_BYTES)
-            ours = self._plain.data_ptr() + number * PART_BYTES - start
-            for at, size, _ in slots.pins.cut(start, PART_BYTES, PIECE_BYTES):
-                slot, plain = self._arena.address + at, ours + at
+            start = attached.part.part_offset(op, PART_BYTES)
+            plain_start = self._plain.data_ptr() + number * PART_BYTES - start
+            for offset, size, _ in attached.pins.cut(start, PART_BYTES, COPY_BYTES):
+                slot, plain = self._arena.address + offset, plain_start + offset
                 to, source = (slot, plain) if is_store else (plain, slot)
                 device.copy(to, source, size, self._stream)
         device.wait(device.record(self._stream))
 
     def table(self) -> dict[str, list[float]]:
-        """GB/s by what was done, and beside what; in the end all is stored."""
+        """Measure GB/s by what was done, and beside what. All is stored in the end."""
         table = {
             "plain load": self.rates(partial(self.plain, is_store=False)),
             "load": self.rates(self.load),
@@ -139,7 +141,7 @@ class Bench:
         return table
 
     def rates(self, work: Callable[[], None]) -> list[float]:
-        """GB/s of some rounds."""
+        """Return the GB/s of ROUNDS rounds of the work."""
         rates: list[float] = []
         for _ in range(ROUNDS):
             torch.cuda.synchronize()

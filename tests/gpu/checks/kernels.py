@@ -22,11 +22,11 @@ def main() -> int:
     started = time.perf_counter()
     pipeline = CopyPipeline(CudaDevice(memory.device), [list(memory)], demand)
     seconds = time.perf_counter() - started
-    shared = pipeline._shared
-    accepted = isinstance(shared.kernels, TritonKernels) and shared.digests_on_device
+    context = pipeline.context
+    accepted = isinstance(context.kernels, TritonKernels) and context.digests_on_device
     facts = {
-        "kernels": type(shared.kernels).__name__,
-        "digests_on_device": shared.digests_on_device,
+        "kernels": type(context.kernels).__name__,
+        "digests_on_device": context.digests_on_device,
         "staging_mib": pipeline.staging_bytes >> 20,
         "seconds": round(seconds, 2),
     }

@@ -14,7 +14,7 @@ PROGRAMS = ("gcc", "nvidia-smi", "compute-sanitizer")
 
 
 def main() -> int:
-    """Print the facts."""
+    """Print the facts as one JSON document."""
     query = ["nvidia-smi", "-q", "-d", "PCI"]
     wanted = ("Current", "Max", "Generation", "Width")
     link: list[str] = []

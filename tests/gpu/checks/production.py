@@ -26,7 +26,7 @@ ENGINE_SECONDS = 150.0
 
 
 def prompts(vocabulary: int = 1000) -> list[list[int]]:
-    """The same in each process."""
+    """Draw the token ids of all prompts. They are the same in each process."""
     chosen = random.Random(7)
     return [
         [chosen.randrange(10, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)
@@ -77,7 +77,7 @@ def run_engine(
 
 
 def ask(model: str, socket_path: str, passes: int, words: list[str]) -> Any:
-    """The answers of an engine in processes of its own."""
+    """Return the answers of an engine in processes of its own, by pass and prompt."""
     with tempfile.NamedTemporaryFile(suffix=".json") as answers:
         command = [sys.executable, "-m", "tests.gpu.checks.production", f"--model={model}"]
         command += [f"--socket={socket_path}", f"--passes={passes}", f"--engine={answers.name}"]
@@ -100,13 +100,13 @@ def main() -> int:
     parser.add_argument("--socket", default="")
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--engine", type=Path, help="run one engine; its answers go to this file")
-    parser.add_argument("words", nargs="*", help="vLLM's arguments, behind --")
+    parser.add_argument("words", nargs="*", help="vLLM's arguments, after --")
     asked = parser.parse_args()
     if asked.engine:
         return run_engine(asked.model, asked.socket, asked.passes, asked.engine, asked.words)
-    with tempfile.TemporaryDirectory(prefix="hybridkv-gpu-") as place:
+    with tempfile.TemporaryDirectory(prefix="hybridkv-gpu-") as directory:
         own = ask(asked.model, "", 2, asked.words)
-        socket_path = str(Path(place) / "daemon.sock")
+        socket_path = str(Path(directory) / "daemon.sock")
         with DaemonProcess(socket_path, "1GiB"):
             (stored,) = ask(asked.model, socket_path, 1, asked.words)
             (loaded,) = ask(asked.model, socket_path, 1, asked.words)
@@ -118,15 +118,15 @@ def main() -> int:
         "same_as_computed": [
             here["tokens"] == there["tokens"] for here, there in zip(stored, own[0], strict=True)
         ],
-        "own_cached": [each["cached"] for each in own[1]],
-        "cached": [each["cached"] for each in loaded],
+        "own_cached": [answer["cached"] for answer in own[1]],
+        "cached": [answer["cached"] for answer in loaded],
         "answer_ms": {
-            "computed": [each["ms"] for each in own[0]],
-            "own hit": [each["ms"] for each in own[1]],
-            "stored": [each["ms"] for each in stored],
-            "loaded": [each["ms"] for each in loaded],
+            "computed": [answer["ms"] for answer in own[0]],
+            "own hit": [answer["ms"] for answer in own[1]],
+            "stored": [answer["ms"] for answer in stored],
+            "loaded": [answer["ms"] for answer in loaded],
         },
-        "distinct_tokens": len({token for each in own[0] for token in each["tokens"]}),
+        "distinct_tokens": len({token for answer in own[0] for token in answer["tokens"]}),
     }
     ok = all(facts["same_as_own_hit"]) and all(facts["cached"])
     print(json.dumps({"ok": ok, **facts}))

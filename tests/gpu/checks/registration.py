@@ -19,7 +19,7 @@ SYNCHRONISED = 64  # Launches between two waits for the device.
 
 
 def launch_microseconds(is_over: Callable[[int], bool]) -> dict[str, float]:
-    """How long launches of a small kernel take, by their quantiles, until so many are enough."""
+    """Launch a small kernel until `is_over(launches)`. Returns quantiles of what a launch takes."""
     tensor = torch.zeros(1024, device="cuda")
     seconds: list[float] = []
     while not seconds or not is_over(len(seconds)):
@@ -40,7 +40,7 @@ def _is_over(thread: threading.Thread) -> Callable[[int], bool]:
 
 
 def main() -> int:
-    """Print the figures."""
+    """Print the figures as one JSON document."""
     with unnamed_arena(ARENA_BYTES) as arena:
         return measure(arena)
 
@@ -54,21 +54,20 @@ def measure(arena: Arena) -> int:
     seconds: list[float] = []
     pinned: list[int] = []
 
-    def pin(pause: bool) -> None:
+    def pin(pauses: bool) -> None:
         torch.cuda.set_device(0)
         for at in range(0, ARENA_BYTES, PIN_BYTES):
             started = time.perf_counter()
             if not device.register(arena.address + at, PIN_BYTES):
                 return
             pinned.append(arena.address + at)
-            taken = time.perf_counter() - started
-            seconds.append(taken)
-            if pause:
-                time.sleep(taken)
+            seconds.append(time.perf_counter() - started)
+            if pauses:
+                time.sleep(seconds[-1])
 
     beside: dict[str, dict[str, float]] = {}
-    for name, pause in (("back to back", False), ("with pauses", True)):
-        thread = threading.Thread(target=pin, args=(pause,))
+    for name, pauses in (("back to back", False), ("with pauses", True)):
+        thread = threading.Thread(target=pin, args=(pauses,))
         thread.start()
         beside[name] = launch_microseconds(_is_over(thread))
         thread.join()

@@ -12,8 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from hybridkv.connector.copy.cuda_device import agree
-from hybridkv.connector.copy.tables import ENTRY, Move, encode, make_tables
+from hybridkv.connector.copy.cuda_device import kernels_agree
+from hybridkv.connector.copy.tables import ENTRY, KernelLaunch, encode, make_tables
 from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.connector.copy.triton_kernels import TritonKernels
 from hybridkv.core.copies import CopyOp, SlotRef
@@ -23,12 +23,12 @@ from tests.kv_memory import CACHES, KVMemory
 
 SLOT = SlotRef(0, 1)
 CHOICES = ((4, 0, (3, 1, 5, 2)), (3, 1, (7, 4)), (1, 0, (8,)))
-"""(stored blocks, first, engine's blocks) of the objects of each group."""
+"""(stored blocks, first, engine's blocks) of the objects of each group: see CopyOp."""
 
 
 def expected(views: list[torch.Tensor], op: CopyOp, part: bytes) -> bytes:
-    """The part after a gather, by the layout of an object (core.copies)."""
-    made, at = bytearray(part), 0
+    """Return the part after a gather, by the layout of an object (core.copies)."""
+    gathered, at = bytearray(part), 0
     for view in views:
         flat = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage()).numpy().tobytes()
         base = view.storage_offset() * view.element_size()
@@ -37,40 +37,49 @@ def expected(views: list[torch.Tensor], op: CopyOp, part: bytes) -> bytes:
         for number, block in enumerate(op.blocks, op.first):
             start, to = base + block * view.stride(0) * view.element_size(), at + number * size
             for offset, length in runs:
-                made[to : to + length] = flat[start + offset : start + offset + length]
+                gathered[to : to + length] = flat[start + offset : start + offset + length]
                 to += length
         at += op.count * size
-    return bytes(made)
+    return bytes(gathered)
 
 
 def check_moves(name: str, memory: KVMemory) -> int:
-    """Gather all objects at once, compare, then scatter them into other memory and compare."""
+    """Gather all objects at once and compare, then scatter them into other memory and compare.
+
+    Returns the bytes of the words in which the kernels copy.
+    """
     groups = [[physical(view) for view in views] for views in memory.groups]
     tables = make_tables(groups)
     ops = [
-        CopyOp(SLOT, index, 0, count, first, blocks)
+        CopyOp(SLOT, group_index=index, chunk=0, count=count, first=first, blocks=blocks)
         for index in range(len(groups))
         for count, first, blocks in CHOICES
     ]
     sizes = [tables.part_bytes(op) for op in ops]
-    places = [sum(sizes[:number]) for number in range(len(sizes))]
-    table = torch.tensor(tables.rows)
+    part_offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+    device_rows = torch.tensor(tables.rows)
     kernels = TritonKernels(tables.word_bytes, torch.device("cpu"))
     stagings = []
     for kernel in (kernels, TorchKernels(tables.word_bytes, groups)):
         staging = torch.full((sum(sizes),), 0xC3, dtype=torch.uint8)
-        words = torch.tensor(encode(tables, ops, places, staging.data_ptr())).view(torch.uint8)
-        rows = max(group.rows for group in tables.groups)
-        longest = max(group.run_words for group in tables.groups)
-        move = Move(ops, places, staging, table.data_ptr(), words, rows, longest)
-        kernel.move(move, True)
+        words = encode(tables, ops, part_offsets, staging.data_ptr())
+        launch = KernelLaunch(
+            ops=ops,
+            part_offsets=part_offsets,
+            staging=staging,
+            rows_address=device_rows.data_ptr(),
+            descriptors=torch.tensor(words).view(torch.uint8),
+            rows_max=max(group.rows for group in tables.groups),
+            run_words_max=max(group.run_words for group in tables.groups),
+        )
+        kernel.copy_blocks(launch, True)
         stagings.append(staging)
-        for op, place, size in zip(ops, places, sizes, strict=True):
+        for op, offset, size in zip(ops, part_offsets, sizes, strict=True):
             wanted = expected(groups[op.group_index], op, b"\xc3" * size)
-            assert staging[place : place + size].numpy().tobytes() == wanted, (name, op)
+            assert staging[offset : offset + size].numpy().tobytes() == wanted, (name, op)
         before = memory.buffer.clone()
         memory.buffer.fill_(0x5A)
-        kernel.move(move, False)
+        kernel.copy_blocks(launch, False)
         after = memory.buffer.clone()
         memory.buffer.fill_(0x5A)
         restored = [memory.within(before, gid) for gid in range(len(groups))]
@@ -80,18 +89,18 @@ def check_moves(name: str, memory: KVMemory) -> int:
                     view[block] = physical(old)[block]
         assert torch.equal(after, memory.buffer), f"{name}: other bytes than the blocks changed"
         memory.buffer.copy_(before)
-    assert torch.equal(*stagings), name
-    # What CudaDevice asks of them before it uses them.
-    plain = TorchKernels(tables.word_bytes, groups)
+    assert torch.equal(stagings[0], stagings[1]), name
+    # The trial that CudaDevice makes before it uses the kernels.
+    reference = TorchKernels(tables.word_bytes, groups)
     staging = torch.zeros(max(sizes) + PIECE_BYTES, dtype=torch.uint8)
     before = memory.buffer.clone()
-    assert agree(kernels, plain, tables, table, staging), name
+    assert kernels_agree(kernels, reference, tables, device_rows, staging), name
     assert torch.equal(memory.buffer, before), f"{name}: the trial changed blocks"
     return tables.word_bytes
 
 
 def main() -> None:
-    """The layouts that are named, or all; then pieces of several lengths."""
+    """Check the layouts that are named, or all; then digests of parts of several lengths."""
     names = sys.argv[1:] or list(CACHES)
     words = {name: check_moves(name, CACHES[name].memory()) for name in names}
     assert set(words.values()) >= {1, 8} or sys.argv[1:], words
@@ -102,10 +111,10 @@ def main() -> None:
     entries = torch.zeros(3, ENTRY, dtype=torch.int64)
     for number, pieces in enumerate(counts):
         entries[number, 0], entries[number, 7] = data[number].data_ptr(), pieces
-    out = torch.zeros(3, 3, dtype=torch.int64)
-    kernels.digest(entries.data_ptr(), 3, 3, out.data_ptr())
+    digests = torch.zeros(3, 3, dtype=torch.int64)
+    kernels.digest(entries.data_ptr(), 3, 3, digests.data_ptr())
     for number, pieces in enumerate(counts):
-        found = out[number].numpy().tobytes()
+        found = digests[number].numpy().tobytes()
         part = memoryview(data[number, : pieces * PIECE_BYTES].numpy())
         assert found == piece_digests(part).ljust(24, bytes(1))
     print(f"{len(words)} layouts and the digests of Triton, of torch and of xxhash are equal")

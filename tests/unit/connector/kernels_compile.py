@@ -17,22 +17,26 @@ ADDRESS = "i64"
 
 
 def main() -> None:
-    """Gather and scatter for the widest words and the narrowest, and the digests."""
+    """Compile gather and scatter for the widest words and the narrowest, and the digests."""
     constants = {"ENTRY": ENTRY, "ROW": ROW, "TILE": kernels.TILE_WORDS}
     cases = [
-        (kernels._move, ("entries", "table"), {**constants, "WORD": word, "GATHER": gather})
+        (
+            kernels.copy_blocks_kernel,
+            ("entries", "table"),
+            {**constants, "WORD": word, "GATHER": gather},
+        )
         for word in (tl.int64, tl.int8)
         for gather in (True, False)
     ]
     steps = {"ENTRY": ENTRY, "BLOCKS": PIECE_BYTES // 1024, "STEP": kernels.STEP_BLOCKS}
     for function, addresses, constexprs in [
         *cases,
-        (kernels._digest, ("entries", "keys", "out"), steps),
+        (kernels.digest_kernel, ("entries", "keys", "out"), steps),
     ]:
         signature = dict.fromkeys(addresses, ADDRESS) | dict.fromkeys(constexprs, "constexpr")
         source = ASTSource(fn=function, signature=signature, constexprs=constexprs)
-        made = triton.compile(source, target=TARGET)
-        print(made.metadata.name, len(made.asm["cubin"]), "bytes")
+        compiled = triton.compile(source, target=TARGET)
+        print(compiled.metadata.name, len(compiled.asm["cubin"]), "bytes")
 
 
 if __name__ == "__main__":

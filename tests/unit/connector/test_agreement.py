@@ -6,15 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridkv.connector.copy.cuda_device import agree
+from hybridkv.connector.copy.cuda_device import kernels_agree
 from hybridkv.connector.copy.device import DeviceError, Kernels
-from hybridkv.connector.copy.tables import ENTRY, Move, make_tables
+from hybridkv.connector.copy.tables import ENTRY, KernelLaunch, make_tables
 from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.shm.slots import PIECE_BYTES
 from tests.devicesim.device import AddressKernels
 
 Groups = list[list[torch.Tensor]]
-Fault = Callable[[Kernels, Move, bool, int], None]
+Fault = Callable[[Kernels, KernelLaunch, bool, int], None]
 
 
 def layers(count: int, *shape: int) -> list[torch.Tensor]:
@@ -44,36 +44,36 @@ GROUPS: dict[str, Callable[[], Groups]] = {
 }
 
 
-def moved(kernels: Kernels, move: Move, is_gather: bool, ids: Sequence[int]) -> None:
-    """Move with other block numbers."""
-    numbers = move.descriptors.view(torch.int64).clone()
-    numbers[len(move.ops) * ENTRY :] = torch.tensor(ids)
-    kernels.move(replace(move, descriptors=numbers.view(torch.uint8)), is_gather)
+def moved(kernels: Kernels, launch: KernelLaunch, is_gather: bool, ids: Sequence[int]) -> None:
+    """Launch a copy of other blocks than the launch names."""
+    numbers = launch.descriptors.view(torch.int64).clone()
+    numbers[len(launch.ops) * ENTRY :] = torch.tensor(ids)
+    kernels.copy_blocks(replace(launch, descriptors=numbers.view(torch.uint8)), is_gather)
 
 
-def ids_of(move: Move) -> list[int]:
-    return [block for op in move.ops for block in op.blocks]
+def ids_of(launch: KernelLaunch) -> list[int]:
+    return [block for op in launch.ops for block in op.blocks]
 
 
-def writes_nothing(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
-    """A move that does nothing."""
+def writes_nothing(kernels: Kernels, launch: KernelLaunch, is_gather: bool, blocks: int) -> None:
+    """Copy nothing."""
 
 
-def another_block(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
-    moved(kernels, move, is_gather, [(block + 1) % blocks for block in ids_of(move)])
+def another_block(kernels: Kernels, launch: KernelLaunch, is_gather: bool, blocks: int) -> None:
+    moved(kernels, launch, is_gather, [(block + 1) % blocks for block in ids_of(launch)])
 
 
-def first_block(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
-    moved(kernels, move, is_gather, [0 for _ in ids_of(move)])
+def first_block(kernels: Kernels, launch: KernelLaunch, is_gather: bool, blocks: int) -> None:
+    moved(kernels, launch, is_gather, [0 for _ in ids_of(launch)])
 
 
-def all_other_blocks(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
-    kernels.move(move, is_gather)
-    asked = ids_of(move)
-    for other in set(range(blocks)) - set(asked):
-        moved(kernels, move, is_gather, [other] * len(asked))
+def all_other_blocks(kernels: Kernels, launch: KernelLaunch, is_gather: bool, blocks: int) -> None:
+    kernels.copy_blocks(launch, is_gather)
+    asked = ids_of(launch)
+    for block in set(range(blocks)) - set(asked):
+        moved(kernels, launch, is_gather, [block] * len(asked))
     if not is_gather:
-        kernels.move(move, is_gather)
+        kernels.copy_blocks(launch, is_gather)
 
 
 FAULTS: dict[str, Fault] = {
@@ -85,32 +85,39 @@ FAULTS: dict[str, Fault] = {
 class Faulty:
     """Kernels with a fault in one direction, or in both."""
 
-    digests = True
+    can_digest = True
 
-    def __init__(self, kernels: Kernels, fault: Fault, ways: Sequence[bool], blocks: int) -> None:
-        self._kernels, self._fault, self._ways, self._blocks = kernels, fault, ways, blocks
+    def __init__(
+        self, kernels: Kernels, fault: Fault, directions: Sequence[bool], blocks: int
+    ) -> None:
+        self._kernels, self._fault, self._directions, self._blocks = (
+            kernels,
+            fault,
+            directions,
+            blocks,
+        )
 
-    def move(self, move: Move, is_gather: bool) -> None:
-        """See Kernels."""
-        if is_gather in self._ways:
-            self._fault(self._kernels, move, is_gather, self._blocks)
+    def copy_blocks(self, launch: KernelLaunch, is_gather: bool) -> None:
+        if is_gather in self._directions:
+            self._fault(self._kernels, launch, is_gather, self._blocks)
         else:
-            self._kernels.move(move, is_gather)
+            self._kernels.copy_blocks(launch, is_gather)
 
-    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
-        """See Kernels."""
-        self._kernels.digest(entries, objects, pieces, out)
+    def digest(
+        self, entries_address: int, objects: int, pieces_max: int, digests_address: int
+    ) -> None:
+        self._kernels.digest(entries_address, objects, pieces_max, digests_address)
 
 
 def tried(groups: Groups, wrapped: Callable[[Kernels], Kernels] = lambda kernels: kernels) -> bool:
-    """Whether the kernels are accepted; asserts that the engine's memory is as before."""
+    """Return True if the kernels are accepted. Asserts that the engine's memory is as before."""
     tables = make_tables(groups)
     largest = max(group.block_bytes for group in tables.groups)
     staging = torch.full((max(2 * largest, PIECE_BYTES + 100),), 0xC3, dtype=torch.uint8)
     before = [view.clone() for views in groups for view in views]
-    plain = TorchKernels(tables.word_bytes, groups)
+    reference = TorchKernels(tables.word_bytes, groups)
     kernels = wrapped(AddressKernels(tables.word_bytes, True))
-    accepted = agree(kernels, plain, tables, torch.tensor(tables.rows), staging)
+    accepted = kernels_agree(kernels, reference, tables, torch.tensor(tables.rows), staging)
     after = [view for views in groups for view in views]
     assert not accepted or all(map(torch.equal, after, before))
     return accepted
@@ -129,26 +136,29 @@ def test_right_kernels_are_accepted_and_leave_the_blocks_as_they_were(
     assert tried(groups)
 
 
-@pytest.mark.parametrize("ways", [(True,), (False,), (True, False)], ids=str)
+@pytest.mark.parametrize("directions", [(True,), (False,), (True, False)], ids=str)
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("make", GROUPS.values(), ids=GROUPS)
 def test_a_fault_is_found_on_memory_of_zeros(
-    make: Callable[[], Groups], fault: Fault, ways: tuple[bool, ...]
+    make: Callable[[], Groups], fault: Fault, directions: tuple[bool, ...]
 ) -> None:
     groups = make()
     blocks = min(len(view) for views in groups for view in views)
     if blocks == 1 and fault is not writes_nothing:
         pytest.skip("there is no other block")
-    if fault is all_other_blocks and ways == (True,):
+    if fault is all_other_blocks and directions == (True,):
         pytest.skip("a gather overwrites no block")
-    assert not tried(groups, lambda kernels: Faulty(kernels, fault, ways, blocks))
+    assert not tried(groups, lambda kernels: Faulty(kernels, fault, directions, blocks))
 
 
 def test_wrong_digests_are_found() -> None:
     class Wrong(AddressKernels):
-        def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
+        def digest(
+            self, entries_address: int, objects: int, pieces_max: int, digests_address: int
+        ) -> None:
             for index in range(objects):
-                super().digest(entries, 1, pieces, out + 8 * index * pieces)
+                own_address = digests_address + 8 * index * pieces_max
+                super().digest(entries_address, 1, pieces_max, own_address)
 
     # The second part has a piece less than the first one.
     assert not tried(GROUPS["blocks"](), lambda _: Wrong(8, True))
@@ -170,6 +180,14 @@ def test_a_grid_that_cuda_has_not_is_refused_in_a_sentence() -> None:
     from hybridkv.connector.copy.triton_kernels import TritonKernels
 
     tables = make_tables([[torch.zeros(2, 8, dtype=torch.uint8)]])
-    move = Move([], [], torch.empty(0), 0, torch.empty(0), rows=65_536, run_words=1)
+    launch = KernelLaunch(
+        ops=[],
+        part_offsets=[],
+        staging=torch.empty(0),
+        rows_address=0,
+        descriptors=torch.empty(0),
+        rows_max=65_536,
+        run_words_max=1,
+    )
     with pytest.raises(DeviceError, match="a block has 65536 pieces in memory"):
-        TritonKernels(tables.word_bytes, torch.device("cpu")).move(move, is_gather=True)
+        TritonKernels(tables.word_bytes, torch.device("cpu")).copy_blocks(launch, is_gather=True)

@@ -31,8 +31,8 @@ UNMADE = AuditVerdict(AuditOutcome.UNMADE)
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with unnamed_arena(1 << 20) as made:
-        yield made
+    with unnamed_arena(1 << 20) as own_arena:
+        yield own_arena
 
 
 class Rig:
@@ -44,25 +44,26 @@ class Rig:
         self.slot_parts = 1 if shared else ranks
         self.parts = [PartLayout(rank, ranks, checksum, replicated) for rank in range(ranks)]
         self.auditors = [Auditor([LAYERS], part) for part in self.parts]
-        self.next = 0
+        self.next_offset = 0
 
     def slot(self, *seeds: int) -> SlotRef:
-        """A signed slot with random numbers of these seeds, one for each part."""
-        ref = SlotRef(self.next, 1000 + self.next)
+        """Return a signed slot with random numbers of these seeds, one for each part."""
+        ref = SlotRef(self.next_offset, 1000 + self.next_offset)
         header = SlotHeader(SlotState.WRITING, ref.generation, self.slot_parts, PART_BYTES)
         self.arena.memory[ref.offset : ref.offset + HEADER_BYTES] = header.pack()
-        self.next += slot_bytes(PART_BYTES, self.slot_parts)
-        op = CopyOp(ref, 0, 0, COUNT, 0, ())
+        self.next_offset += slot_bytes(PART_BYTES, self.slot_parts)
+        op = CopyOp(ref, group_index=0, chunk=0, count=COUNT, first=0, blocks=())
         for seed, part in zip(seeds, self.parts, strict=False):
             generator = torch.Generator().manual_seed(seed)
             numbers = torch.randn(PART_BYTES // 2, generator=generator).bfloat16()
-            at = part.payload(op, PART_BYTES)
-            self.arena.memory[at : at + PART_BYTES] = numbers.view(torch.uint8).numpy().tobytes()
+            start = part.part_offset(op, PART_BYTES)
+            content = numbers.view(torch.uint8).numpy().tobytes()
+            self.arena.memory[start : start + PART_BYTES] = content
             part.sign(self.arena, op, PART_BYTES)
         return ref
 
-    def compared(self, stored: SlotRef, computed: SlotRef, chunk: int = 0) -> list[AuditVerdict]:
-        """Each rank's verdict."""
+    def compare(self, stored: SlotRef, computed: SlotRef, chunk: int = 0) -> list[AuditVerdict]:
+        """Let each rank compare the slots. Returns their verdicts."""
         verdicts = []
         for auditor in self.auditors:
             auditor.begin(self.arena, {7: ObjectPair(0, chunk, COUNT, stored, computed)})
@@ -79,15 +80,15 @@ def outcomes(verdicts: list[AuditVerdict]) -> list[AuditOutcome]:
 def test_equal_numbers_pass_and_others_differ(arena: Arena) -> None:
     rig = Rig(arena)
     stored = rig.slot(1)
-    assert outcomes(rig.compared(stored, rig.slot(1))) == [AuditOutcome.PASSED]
-    (verdict,) = rig.compared(stored, rig.slot(2))
+    assert outcomes(rig.compare(stored, rig.slot(1))) == [AuditOutcome.PASSED]
+    (verdict,) = rig.compare(stored, rig.slot(2))
     assert verdict.outcome is AuditOutcome.DIFFERED
     assert verdict.layer in ("first", "second")
 
 
 def test_each_rank_compares_its_own_part(arena: Arena) -> None:
     rig = Rig(arena, ranks=2)
-    verdicts = rig.compared(rig.slot(1, 2), rig.slot(1, 3))
+    verdicts = rig.compare(rig.slot(1, 2), rig.slot(1, 3))
     assert outcomes(verdicts) == [AuditOutcome.PASSED, AuditOutcome.DIFFERED]
 
 
@@ -96,7 +97,7 @@ def test_a_part_that_ranks_share_is_compared_by_the_rank_that_wrote_it(
     arena: Arena, chunk: int
 ) -> None:
     rig = Rig(arena, ranks=2, shared=True)
-    verdicts = outcomes(rig.compared(rig.slot(1), rig.slot(2), chunk))
+    verdicts = outcomes(rig.compare(rig.slot(1), rig.slot(2), chunk))
     assert verdicts.index(AuditOutcome.DIFFERED) == chunk % 2
     assert verdicts.count(AuditOutcome.PASSED) == 1
 
@@ -106,7 +107,7 @@ def test_a_slot_that_lost_its_bytes_is_no_difference(arena: Arena) -> None:
     rig = Rig(arena)
     stored, computed = rig.slot(1), rig.slot(1)
     arena.memory[stored.offset + payload_offset(1) + 5] ^= 0x40
-    assert rig.compared(stored, computed) == [UNMADE]
+    assert rig.compare(stored, computed) == [UNMADE]
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -114,7 +115,7 @@ def test_a_slot_of_another_object_by_now_is_no_difference(arena: Arena, which: i
     rig = Rig(arena)
     slots = [rig.slot(1), rig.slot(2)]
     slots[which] = SlotRef(slots[which].offset, slots[which].generation + 1)
-    assert rig.compared(slots[0], slots[1]) == [UNMADE]
+    assert rig.compare(slots[0], slots[1]) == [UNMADE]
 
 
 def test_an_arena_that_is_not_mapped_is_no_difference(arena: Arena) -> None:
@@ -140,9 +141,10 @@ def test_verdicts_of_all_ranks_come_together() -> None:
     assert together.audits == {3: {0: passed, 1: passed}, 4: {0: UNMADE}, 5: {1: UNMADE}}
 
 
-def attention(**more: Any) -> FullAttentionSpec:
-    given = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16, **more}
-    return FullAttentionSpec(**given)
+def attention(**fields: Any) -> FullAttentionSpec:
+    """Return a spec with these fields, and small values for the fields that are not given."""
+    small = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    return FullAttentionSpec(**small | fields)
 
 
 def test_all_of_an_attention_block_is_numbers() -> None:
@@ -174,7 +176,7 @@ def states(*dtypes: torch.dtype) -> MambaSpec:
 
 
 def test_each_state_of_a_recurrent_layer_has_numbers_of_its_type() -> None:
-    """They stand one behind the other in bytes, and what is behind them is padding."""
+    """They stand one after another in bytes, and what follows them is padding."""
     view = torch.zeros(3, 1, 1, 512, dtype=torch.int8)
     numbers = layer_numbers(states(torch.bfloat16, torch.float32), "m", view)
     assert numbers.block_bytes == 512

@@ -31,7 +31,7 @@ from hybridkv.shm.slots import (
     slot_bytes,
 )
 from hybridkv.vllm.blocks import block_bytes, block_runs, physical
-from tests.arenas import unnamed_arena
+from tests.arenas import unnamed_arena, whole_object
 from tests.kv_memory import BLOCKS, CACHES, Cache, KVMemory, full, layers
 
 ARENA = 8 << 20
@@ -42,18 +42,18 @@ gpu = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def blocks_of(cache: str, device: str = "cpu") -> list[torch.Tensor]:
-    """The layers of the first group of such a cache."""
+    """Return the layers of the first group of such a cache."""
     return CACHES[cache].memory(device).groups[0]
 
 
 def spaced(device: str, count: int, content: int, stride: int) -> list[torch.Tensor]:
-    """Layers of blocks of any number of bytes, with padding behind each block."""
+    """Return layers of blocks of `content` bytes, which are `stride` bytes apart."""
     raw = torch.randint(-128, 127, (count, BLOCKS * stride), dtype=torch.int8, device=device)
     return [layer.as_strided((BLOCKS, content), (stride, 1)) for layer in raw]
 
 
 def in_memory(memory: KVMemory, gid: int, block: int) -> bytes:
-    """A block's bytes layer by layer, in the order of their addresses."""
+    """Return a block's bytes layer by layer, in the order of their addresses."""
     found = b""
     for layer in range(len(memory.groups[gid])):
         marked = torch.ones_like(memory.buffer)
@@ -64,8 +64,8 @@ def in_memory(memory: KVMemory, gid: int, block: int) -> bytes:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with unnamed_arena(ARENA) as made:
-        yield made
+    with unnamed_arena(ARENA) as own_arena:
+        yield own_arena
         # Those of a test that has failed: pinned memory must not be unmapped.
         for rig in list(Rig.opened):
             rig.close()
@@ -85,8 +85,8 @@ class Rig:
     ) -> None:
         self.arena = arena
         # As in an engine: CUDA does not register one address twice in a process.
-        others = [attach_arena(arena.path, ARENA, pid=os.getpid()) for _ in ranks[1:]]
-        self.arenas = [arena, *others]
+        mapped_again = [attach_arena(arena.path, ARENA, pid=os.getpid()) for _ in ranks[1:]]
+        self.arenas = [arena, *mapped_again]
         self.pipelines: list[CopyPipeline] = []
         self.copiers: list[Copier] = []
         self.opened.append(self)
@@ -97,10 +97,10 @@ class Rig:
             for rank in range(len(ranks))
         ]
         self.slot_parts = 1 if shared else len(ranks)
-        self.copiers += (self.copier(rank, views) for rank, views in enumerate(ranks))
-        self.next = 0
+        self.copiers += (self.make_copier(rank, views) for rank, views in enumerate(ranks))
+        self.next_offset = 0
 
-    def copier(self, rank: int, views: Sequence[torch.Tensor]) -> Copier:
+    def make_copier(self, rank: int, views: Sequence[torch.Tensor]) -> Copier:
         part, blocks = self.parts[rank], [[*map(physical, views)]]
         if views[0].is_cuda:
             largest = Demand(4 * self.part_bytes, 4, 16 * self.part_bytes)
@@ -112,26 +112,28 @@ class Rig:
         return HostCopier(self.arenas[rank], blocks, part)
 
     def slot(self, count: int) -> SlotRef:
-        ref = SlotRef(self.next, 1000 + self.next)
+        """Return a new slot of `count` stored blocks, which is being written."""
+        ref = SlotRef(self.next_offset, 1000 + self.next_offset)
         header = SlotHeader(
             SlotState.WRITING, ref.generation, self.slot_parts, count * self.part_bytes
         )
         self.arena.memory[ref.offset : ref.offset + HEADER_BYTES] = header.pack()
-        self.next += slot_bytes(count * self.part_bytes, self.slot_parts)
+        self.next_offset += slot_bytes(count * self.part_bytes, self.slot_parts)
         return ref
 
     def store(self, ops: Sequence[CopyOp]) -> list[bool]:
+        """Let every rank store its parts. Returns the outcomes in any order."""
         outcomes: list[bool] = []
         for copier, part in zip(self.copiers, self.parts, strict=True):
-            mine = [op for op in ops if part.writes(op)]
-            left = threading.Semaphore(0)
+            own_ops = [op for op in ops if part.writes(op)]
+            finished = threading.Semaphore(0)
 
-            def done(op: CopyOp, stored: bool, left: threading.Semaphore = left) -> None:
+            def done(op: CopyOp, stored: bool, finished: threading.Semaphore = finished) -> None:
                 outcomes.append(stored)
-                left.release()
+                finished.release()
 
-            copier.store(mine, done)
-            assert all(left.acquire(timeout=DONE_SECONDS) for _ in mine)
+            copier.store(own_ops, done)
+            assert all(finished.acquire(timeout=DONE_SECONDS) for _ in own_ops)
         return outcomes
 
     def load(self, rank: int, ops: Sequence[CopyOp]) -> HybridKVError | None:
@@ -160,11 +162,11 @@ class Rig:
 def test_ranks_take_turns_with_what_they_share(arena: Arena, device: str) -> None:
     """Each object has one part, which one rank writes and every rank loads."""
     views = [blocks_of("LBHNC", device) for _ in range(2)]
-    for mine, others in zip(*views, strict=True):
-        others.copy_(mine)
+    for first_view, second_view in zip(views[0], views[1], strict=True):
+        second_view.copy_(first_view)
     rig = Rig(arena, views, "on", shared=True)
     before = [view.clone() for view in views[0]]
-    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
+    ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
     assert [[part.writes(op) for op in ops] for part in rig.parts] == [
         [True, False] * 2,
         [False, True] * 2,
@@ -190,15 +192,9 @@ def test_bytes_come_back_into_other_blocks(
     sources, targets = ((1, 2, 3), (8, 4, 6), (5,)), ((6, 5, 4), (1, 2, 3), (8,))
     for gid in range(len(ranks[0].groups)):
         rig = Rig(arena, [rank.groups[gid] for rank in ranks], checksum)
-        ops = [
-            CopyOp(rig.slot(len(ids)), 0, chunk, len(ids), 0, ids)
-            for chunk, ids in enumerate(sources)
-        ]
+        ops = [whole_object(rig.slot(len(ids)), chunk, ids) for chunk, ids in enumerate(sources)]
         assert rig.store(ops) == [True] * 6
-        moved = [
-            CopyOp(op.slot, 0, op.chunk, op.count, 0, ids)
-            for op, ids in zip(ops, targets, strict=True)
-        ]
+        moved = [whole_object(op.slot, op.chunk, ids) for op, ids in zip(ops, targets, strict=True)]
         for number, rank in enumerate(ranks):
             before = rank.buffer.clone()
             expected = rank.buffer.fill_(POISON).clone()
@@ -217,7 +213,7 @@ def test_a_block_stands_in_an_object_as_in_memory(arena: Arena, cache: str, devi
     memory = CACHES[cache].memory(device)
     for gid, views in enumerate(memory.groups):
         rig = Rig(arena, [views], "on")
-        op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
+        op = whole_object(rig.slot(1), 0, (3,))
         assert rig.store([op]) == [True]
         start = op.slot.offset + payload_offset(1)
         stored = bytes(arena.memory[start : start + rig.part_bytes])
@@ -232,7 +228,7 @@ def test_tensors_made_in_inference_mode(arena: Arena, device: str) -> None:
         cache = Cache("LBHNC", layers("full", full(2, 128, 64), 8))
         views = cache.memory(device).groups[0]
         rig = Rig(arena, [views], "paranoid")
-    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
+    ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
     assert rig.store(ops) == [True] * 4
     assert rig.load(0, ops) is None
     rig.close()
@@ -245,11 +241,11 @@ def test_a_part_of_an_object_can_be_loaded(arena: Arena, cache: str, device: str
     views = blocks_of(cache, device)
     rig = Rig(arena, [views], "on")
     before = [view.clone() for view in views]
-    op = CopyOp(rig.slot(4), 0, 0, 4, 0, (1, 2, 3, 4))
+    op = whole_object(rig.slot(4), 0, (1, 2, 3, 4))
     assert rig.store([op]) == [True]
     for view in views:
         view.zero_()
-    assert rig.load(0, [CopyOp(op.slot, 0, 0, 4, 2, (7, 8))]) is None
+    assert rig.load(0, [replace(op, first=2, blocks=(7, 8))]) is None
     for view, old in zip(views, before, strict=True):
         assert torch.equal(view[7], old[3])
         assert torch.equal(view[8], old[4])
@@ -261,11 +257,11 @@ def test_a_part_of_an_object_can_be_loaded(arena: Arena, cache: str, device: str
 def test_every_bad_slot_of_a_load_is_told(arena: Arena, device: str) -> None:
     """A region is damaged, or a slot is another object's by now: one load finds all of it."""
     rig = Rig(arena, [blocks_of("LBHNC", device)], "on")
-    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(4)]
+    ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
     rig.store(ops)
     for op in ops[1:3]:
         arena.memory[op.slot.offset + payload_offset(1) + 5] ^= 0x10
-    reused = CopyOp(replace(ops[3].slot, generation=1), 0, 3, 1, 0, (4,))
+    reused = whole_object(replace(ops[3].slot, generation=1), 3, (4,))
     error = rig.load(0, [*ops[:3], reused])
     assert isinstance(error, BadSlotError)
     assert sorted(error.slots, key=lambda slot: slot.offset) == [
@@ -276,9 +272,7 @@ def test_every_bad_slot_of_a_load_is_told(arena: Arena, device: str) -> None:
 
 
 def test_bad_slots_are_told_whatever_else_went_wrong() -> None:
-    bad = [
-        BadSlotError(CopyOp(SlotRef(4096 * at, 1), 0, at, 1, 0, (1,)), "torn") for at in range(2)
-    ]
+    bad = [BadSlotError(whole_object(SlotRef(4096 * at, 1), at, (1,)), "torn") for at in range(2)]
     error = load_error([HybridKVError("a block is outside"), *bad])
     assert isinstance(error, BadSlotError)
     assert [slot.offset for slot in error.slots] == [0, 4096]
@@ -289,15 +283,15 @@ def test_bad_slots_are_told_whatever_else_went_wrong() -> None:
 def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
     views = blocks_of("LBHNC", device)
     rig = Rig(arena, [views], "on")
-    op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
+    op = whole_object(rig.slot(1), 0, (3,))
     rig.store([op])
     for at in range(0, rig.part_bytes, 37):
-        place = op.slot.offset + payload_offset(1) + at
-        arena.memory[place] ^= 0x10
+        offset = op.slot.offset + payload_offset(1) + at
+        arena.memory[offset] ^= 0x10
         error = rig.load(0, [op])
         assert isinstance(error, BadSlotError)
         assert error.slots == [op.slot]
-        arena.memory[place] ^= 0x10
+        arena.memory[offset] ^= 0x10
     assert rig.load(0, [op]) is None
     rig.close()
 
@@ -308,7 +302,7 @@ def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
 )
 def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
     """A byte at either end of a piece is wrong, or two pieces have changed places."""
-    many = {
+    make_views = {
         "many layers": lambda: (
             Cache("LBHNC", layers("full", full(2, 16, 64), 30)).memory(device).groups[0]
         ),
@@ -317,10 +311,10 @@ def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
         "large blocks": lambda: blocks_of("large blocks", device),
         "huge blocks": lambda: spaced(device, 2, 700_001, 700_100),
     }
-    views = many[layout]()
+    views = make_views[layout]()
     before = [view.clone() for view in views]
     rig = Rig(arena, [views], "on")
-    op = CopyOp(rig.slot(2), 0, 0, 2, 0, (3, 5))
+    op = whole_object(rig.slot(2), 0, (3, 5))
     assert rig.store([op]) == [True]
     start = op.slot.offset + payload_offset(1)
     end = start + 2 * rig.part_bytes
@@ -329,17 +323,17 @@ def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
     assert len(pieces) > 3
     digests = b"".join(xxhash.xxh3_64_digest(piece)[::-1] for piece in pieces)
     signed = xxhash.xxh3_64_intdigest(digests, seed=op.slot.generation) | 1
-    place = op.slot.offset + checksum_offset(0)
-    assert arena.memory[place : place + 8] == signed.to_bytes(8, "little")
+    offset = op.slot.offset + checksum_offset(0)
+    assert arena.memory[offset : offset + 8] == signed.to_bytes(8, "little")
     for piece in pieces:
         for at in (0, -1):
             piece[at] ^= 0x10
             assert isinstance(rig.load(0, [op]), BadSlotError)
             piece[at] ^= 0x10
-    for one, other in pairwise(pieces[:-1]):
-        one[:], other[:] = bytes(other), bytes(one)
+    for piece, next_piece in pairwise(pieces[:-1]):
+        piece[:], next_piece[:] = bytes(next_piece), bytes(piece)
         assert isinstance(rig.load(0, [op]), BadSlotError)
-        one[:], other[:] = bytes(other), bytes(one)
+        piece[:], next_piece[:] = bytes(next_piece), bytes(piece)
     for layer in views:
         layer.zero_()
     assert rig.load(0, [op]) is None
@@ -355,7 +349,7 @@ def test_every_piece_is_proven(arena: Arena, layout: str, device: str) -> None:
 def test_a_slot_that_changed_hands_is_refused(arena: Arena, device: str) -> None:
     views = blocks_of("LBHNC", device)
     rig = Rig(arena, [views], "off")
-    op = CopyOp(rig.slot(1), 0, 0, 1, 0, (3,))
+    op = whole_object(rig.slot(1), 0, (3,))
     rig.store([op])
     header = SlotHeader(SlotState.COMMITTED, op.slot.generation + 1, 1, rig.part_bytes)
     arena.memory[op.slot.offset : op.slot.offset + HEADER_BYTES] = header.pack()
@@ -371,7 +365,7 @@ def test_a_block_id_outside_the_engines_memory_is_refused(
     arena: Arena, device: str, block: int
 ) -> None:
     rig = Rig(arena, [blocks_of("LBHNC", device)], "on")
-    op = CopyOp(rig.slot(1), 0, 0, 1, 0, (block,))
+    op = whole_object(rig.slot(1), 0, (block,))
     assert rig.store([op]) == [False]
     error = rig.load(0, [op])
     assert isinstance(error, HybridKVError)
@@ -383,7 +377,7 @@ def test_each_object_has_its_own_error(arena: Arena) -> None:
     """Two threads store more than PARALLEL_BYTES_MIN; some objects name no block of the engine."""
     rig = Rig(arena, [blocks_of("large blocks")], "on")
     ids = [1, BLOCKS, 2, 3, -1, 4, 5, 6, BLOCKS + 7, 7, 8]
-    ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (block,)) for chunk, block in enumerate(ids)]
+    ops = [whole_object(rig.slot(1), chunk, (block,)) for chunk, block in enumerate(ids)]
     outcomes: dict[int, bool] = {}
     rig.copiers[0].store(ops, lambda op, stored: outcomes.update({op.chunk: stored}))
     assert list(outcomes.values()) == [0 <= block < BLOCKS for block in ids]
@@ -413,9 +407,9 @@ def test_a_block_may_be_overwritten_as_soon_as_store_returns(arena: Arena) -> No
     views = blocks_of("large blocks", "cuda")
     rig = Rig(arena, [views], "on")
     for _ in range(50):
-        rig.next = 0
+        rig.next_offset = 0
         expected = [view[1:7].clone() for view in views]
-        ops = [CopyOp(rig.slot(1), 0, chunk, 1, 0, (chunk + 1,)) for chunk in range(6)]
+        ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(6)]
         finished = threading.Semaphore(0)
         rig.copiers[0].store(
             ops,
@@ -432,9 +426,9 @@ def test_a_block_may_be_overwritten_as_soon_as_store_returns(arena: Arena) -> No
 
 
 def test_arena_file_is_private() -> None:
-    made = create_arena(SHM_DIR / f"hybridkv-test-{threading.get_native_id()}-private", 4096)
+    arena = create_arena(SHM_DIR / f"hybridkv-test-{threading.get_native_id()}-private", 4096)
     try:
-        assert Path(made.path).stat().st_mode & 0o077 == 0
+        assert Path(arena.path).stat().st_mode & 0o077 == 0
     finally:
-        made.unlink()
-        made.close()
+        arena.unlink()
+        arena.close()

@@ -48,7 +48,13 @@ ARENA = 2 << 20
 LAYERS, BLOCKS, BLOCK = 3, 12, 49_152
 PART = LAYERS * BLOCK
 PIN = 1 << 19
-SIZES = CopySizes(piece=4096, pin=PIN, bounce=8192, descriptors=1 << 16, load_ring=4 * PART)
+SIZES = CopySizes(
+    copy_bytes=4096,
+    pin_bytes=PIN,
+    bounce_bytes=8192,
+    descriptor_bytes=1 << 16,
+    load_ring_bytes=4 * PART,
+)
 VERSIONS = [12060, 12090, 13000]
 """Without copies in one call, and with both forms of it."""
 
@@ -78,16 +84,17 @@ class Rig:
         self._draw = torch.Generator().manual_seed(1)
         self.fill()
         self.device = CudaDevice(torch.device(device))
-        others = set(threading.enumerate())
+        threads_before = set(threading.enumerate())
         self.pipeline = CopyPipeline(
             self.device, [list(self.memory)], Demand(PART, 1, 8 * PART), SIZES
         )
-        self.copier = CudaCopier(self.pipeline, arena, PartLayout(0, 1, checksum))
+        self.part = PartLayout(0, 1, checksum)
+        self.copier = CudaCopier(self.pipeline, arena, self.part)
         self.ended: Queue[bool | HybridKVError | None] = Queue()
-        self.lanes = set(threading.enumerate()) - others
+        self.lanes = set(threading.enumerate()) - threads_before
 
     def fill(self) -> torch.Tensor:
-        """The engine's blocks, which have other bytes from here on."""
+        """Give the engine's blocks other bytes. Returns their memory."""
         return self.memory.random_(0, 256, generator=self._draw)
 
     def ops(self, count: int, first: int = 1) -> list[CopyOp]:
@@ -95,31 +102,31 @@ class Rig:
         return ops_of_new_slots(self.arena, PART, count, first)
 
     def store(self, ops: Sequence[CopyOp]) -> list[bool | HybridKVError | None]:
-        """The outcomes of all ops."""
+        """Store all ops to their end. Returns their outcomes."""
         self.copier.store(ops, lambda op, stored: self.ended.put(stored))
         return self.take(len(ops))
 
     def load(self, ops: Sequence[CopyOp]) -> bool | HybridKVError | None:
-        """The outcome of the load."""
+        """Load all ops to their end. Returns the error, or None."""
         self.copier.load(ops, self.ended.put)
         return self.take(1)[0]
 
     def take(self, count: int) -> list[bool | HybridKVError | None]:
-        """The outcomes of so many copies."""
+        """Return the outcomes of the next `count` copies."""
         return [self.ended.get(timeout=DEADLINE_SECONDS) for _ in range(count)]
 
     def slot(self, op: CopyOp) -> bytes:
-        """The part that a slot holds."""
-        start = self.copier._slots.part.payload(op, PART)
+        """Return the bytes of the part that the op's slot holds."""
+        start = self.part.part_offset(op, PART)
         return bytes(self.arena.memory[start : start + PART])
 
     def pin(self) -> None:
-        """All of the arena."""
+        """Pin all of the arena, and wait for it."""
         self.copier.pin(ARENA)
         until(lambda: len(self.cuda.runtime.registered) == ARENA // PIN, "the registrations")
 
     def close(self) -> None:
-        """Nothing is pinned any more, and no thread is left that uses what the test has."""
+        """Unpin everything, and wait for all threads that use the test's memory."""
         self.copier.close()
         self.pipeline.close()
         for thread in self.lanes:
@@ -154,7 +161,7 @@ def test_bytes_come_back(arena: Arena, version: int, has_triton: bool, checksum:
     """Before anything is pinned and after; every other byte stays as it is."""
     with fake_cuda(version, has_triton=has_triton) as cuda:
         rig = Rig(cuda, arena, checksum)
-        assert isinstance(rig.pipeline._shared.kernels, TritonKernels) == has_triton
+        assert isinstance(rig.pipeline.context.kernels, TritonKernels) == has_triton
         for is_pinned in (False, True):
             if is_pinned:
                 rig.pin()
@@ -237,7 +244,7 @@ def test_a_slot_that_was_damaged_is_found(cuda: FakeCuda, arena: Arena) -> None:
     rig = Rig(cuda, arena)
     ops = rig.ops(2)
     assert rig.store(ops) == [True] * 2
-    arena.memory[rig.copier._slots.part.payload(ops[1], PART) + PIECE_BYTES // 2] ^= 1
+    arena.memory[rig.part.part_offset(ops[1], PART) + PIECE_BYTES // 2] ^= 1
     error = rig.load(ops)
     assert isinstance(error, BadSlotError)
     assert error.slots == [ops[1].slot]
@@ -322,20 +329,20 @@ def test_memory_is_pinned_once_in_a_process(cuda: FakeCuda, arena: Arena) -> Non
     """The second copier of the same memory is refused (712): it copies through its buffer."""
     rig = Rig(cuda, arena)
     rig.pin()
-    other = CudaCopier(rig.pipeline, arena, PartLayout(0, 1, "on"))
-    other.pin(ARENA)
+    second = CudaCopier(rig.pipeline, arena, PartLayout(0, 1, "on"))
+    second.pin(ARENA)
     before = rig.memory.cpu()
     ops = rig.ops(4)
     rig.pipeline.take_counters()
-    other.store(ops, lambda op, stored: rig.ended.put(stored))
+    second.store(ops, lambda op, stored: rig.ended.put(stored))
     assert rig.take(4) == [True] * 4
     assert rig.pipeline.take_counters()["copies_unpinned"]
     rig.memory.zero_()
-    other.load(ops, rig.ended.put)
+    second.load(ops, rig.ended.put)
     assert rig.take(1) == [None]
     assert torch.equal(rig.memory.cpu()[:, 1:5], before[:, 1:5])
-    other.close()
-    assert len(cuda.runtime.registered) == ARENA // PIN, "the other one's pins"
+    second.close()
+    assert len(cuda.runtime.registered) == ARENA // PIN, "the first one's pins"
     assert rig.load(ops) is None
     rig.close()
 
@@ -386,9 +393,9 @@ def test_a_device_without_an_index_is_that_of_the_engines_thread(cuda: FakeCuda)
         chosen.append(torch.cuda.current_device())
         yield from ()
 
-    others = set(threading.enumerate())
-    device.start("hybridkv-store", lane())
-    for thread in set(threading.enumerate()) - others:
+    threads_before = set(threading.enumerate())
+    device.start_lane("hybridkv-store", lane())
+    for thread in set(threading.enumerate()) - threads_before:
         thread.join(DEADLINE_SECONDS)
     assert chosen == [WORKER]
     assert device.allocate(8).device == torch.device("cuda", WORKER)
@@ -398,17 +405,17 @@ def test_kernels_of_triton_that_copy_other_bytes_are_not_used(
     cuda: FakeCuda, arena: Arena, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wrong:
-        digests = True
+        can_digest = True
 
-        def __init__(self, *arguments: Any) -> None:
-            self._kernels = triton(*arguments)
+        def __init__(self, word_bytes: int, device: torch.device) -> None:
+            self._kernels = triton(word_bytes, device)
 
-        def move(self, move: Any, is_gather: bool) -> None:
-            self._kernels.move(move, is_gather)
-            cuda.queue(lambda: spoil(move.staging))
+        def copy_blocks(self, launch: Any, is_gather: bool) -> None:
+            self._kernels.copy_blocks(launch, is_gather)
+            cuda.queue(lambda: spoil(launch.staging))
 
-        def digest(self, *arguments: int) -> None:
-            self._kernels.digest(*arguments)
+        def digest(self, *addresses_and_counts: int) -> None:
+            self._kernels.digest(*addresses_and_counts)
 
     def spoil(staging: torch.Tensor) -> None:
         torch.empty(0, dtype=torch.uint8).set_(staging.untyped_storage())[0] ^= 1
@@ -428,10 +435,10 @@ def test_a_block_in_more_pieces_than_a_grid_has_is_copied_by_torch(
     rig = Rig(cuda, arena)
     views = [list(rig.memory)]
     tables = make_tables(views)
-    table = torch.tensor(tables.rows, dtype=torch.int64).to(rig.memory.device)
+    device_rows = torch.tensor(tables.rows, dtype=torch.int64).to(rig.memory.device)
     staging = rig.device.allocate(2 * PART)
     long = replace(tables, groups=(replace(tables.groups[0], rows=GRID_MAX[1] + 1),))
-    kernels = rig.device.kernels(long, table, views, staging)
+    kernels = rig.device.make_kernels(long, device_rows, views, staging)
     assert isinstance(kernels, TorchKernels)
     assert f"more than {GRID_MAX[1]}" in caplog.text
     rig.close()
@@ -446,11 +453,11 @@ def test_the_runtime_is_the_one_that_torch_has_loaded(monkeypatch: pytest.Monkey
     loaded: list[str] = []
     monkeypatch.setattr(Path, "read_text", lambda path: "\n".join(maps))
     monkeypatch.setattr(ctypes, "CDLL", loaded.append)
-    cuda_device._runtime()
+    cuda_device.load_runtime()
     assert loaded == ["/site packages/nvidia/cu13/lib/libcudart.so.13"]
     del maps[1:]
     with pytest.raises(DeviceError):
-        cuda_device._runtime()
+        cuda_device.load_runtime()
 
 
 def test_memory_below_what_torch_gives_is_half_as_large(arena: Arena) -> None:

@@ -34,7 +34,7 @@ def random_numbers(seed: int) -> torch.Tensor:
 
 
 def bytes_of(numbers: torch.Tensor, dtype: str) -> Bytes:
-    """The numbers of some blocks as an object has them."""
+    """Return the bytes of numbers of this type, as an object has them."""
     raw = numbers.to(getattr(torch, dtype)).contiguous().view(torch.uint8)
     copied: Bytes = raw.numpy().reshape(-1).copy()
     return copied
@@ -133,16 +133,17 @@ def test_the_layer_that_is_farthest_off_is_named() -> None:
     layers = [layer("float32", name) for name in "abc"]
     numbers = [random_numbers(seed) for seed in range(3)]
     computed = [numbers[0], numbers[1] * 1.5, numbers[2] * 1.01]
-    parts = [
-        np.concatenate([bytes_of(each, "float32") for each in side]) for side in (numbers, computed)
-    ]
-    verdict = compare(layers, FLOAT32, BLOCKS, *parts)
+    stored_part, computed_part = (
+        np.concatenate([bytes_of(layer_numbers, "float32") for layer_numbers in part])
+        for part in (numbers, computed)
+    )
+    verdict = compare(layers, FLOAT32, BLOCKS, stored_part, computed_part)
     assert (verdict.outcome, verdict.layer) == (AuditOutcome.DIFFERED, "b")
     assert verdict.error == pytest.approx(0.5, rel=1e-3)
 
 
 def test_numbers_of_two_types_in_one_block_are_each_read_as_their_own() -> None:
-    """A recurrent layer's states: one behind the other, and padding behind both."""
+    """A recurrent layer's states: one after the other, and padding after both."""
     first, second = random_numbers(1), random_numbers(2)
     sizes = 2 * NUMBERS, 4 * NUMBERS
     ranges = (NumberRange(0, sizes[0], "bfloat16"), NumberRange(sizes[0], sum(sizes), "float32"))
@@ -196,8 +197,8 @@ def test_what_is_no_number_is_far_off_where_the_other_is_one(value: float) -> No
     stored: Any = np.ones((1, 2 * PIECE), np.float32)
     computed = stored.copy()
     computed[0, ::2] = value
-    for pair in ((stored, computed), (computed, stored)):
-        assert errors_of(*pair).typical == np.inf
+    assert errors_of(stored, computed).typical == np.inf
+    assert errors_of(computed, stored).typical == np.inf
     assert errors_of(computed, computed.copy()).high == 0
 
 

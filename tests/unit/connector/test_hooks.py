@@ -121,9 +121,9 @@ def request(name: str, tokens: int = 600) -> Any:
 def test_a_worker_that_was_shut_down_keeps_none_of_the_engines_memory(roles: Roles) -> None:
     """An engine's process may go on and make another engine."""
     role = roles.worker._worker
-    views = [weakref.ref(view) for views in role._making.groups for view in views]
+    views = [weakref.ref(view) for views in role.factory.groups for view in views]
     assert views
-    assert role._copiers
+    assert role.mapped
     roles.worker.shutdown()
     gc.collect()
     assert not [view for view in views if view() is not None]
@@ -132,7 +132,7 @@ def test_a_worker_that_was_shut_down_keeps_none_of_the_engines_memory(roles: Rol
 def test_a_worker_locks_the_arena_while_it_maps_it(roles: Roles) -> None:
     """A daemon of another pid namespace knows from it that the worker may copy."""
     role = roles.worker._worker
-    (inode,) = [arena.inode[1] for arena, _ in role._copiers.values()]
+    (inode,) = [arena.inode[1] for arena, _ in role.mapped.values()]
     # The kernel's list: kind, mode, access, process, device:inode, first byte, last byte.
     lock = ["OFDLCK", "ADVISORY", "READ"]
     place = [str(role._link.lock)] * 2
@@ -326,11 +326,11 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     from hybridkv.connector.messages import LoadPlan, StepPlan
 
     broken: Any = SimpleNamespace(span=None)
+    worker = roles.worker._worker
     unknown = StepPlan(
-        loads={
-            "a": LoadPlan("another life", ()),
-            "b": LoadPlan(roles.worker._worker._boot, (broken,)),
-        }
+        loads={"a": LoadPlan("another life", ()), "b": LoadPlan(worker.boot, (broken,))},
+        question=worker._weights.question,
+        eras=(worker._weights.era,),
     )
     roles.worker.bind_connector_metadata(unknown)
     roles.worker.start_load_kv(None)
@@ -339,6 +339,8 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     assert roles.worker.get_transfer_results(set()).finished_recving == set(), (
         "each is told once (C10)"
     )
+    counters = worker.report().counters
+    assert counters["rank_loads_failed"] == 2, "neither was refused before it began"
 
 
 @pytest.mark.parametrize("method", ["_session.send", "_take"])
@@ -570,7 +572,7 @@ def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) 
     from tests.unit.vllm.small_adapters import Worker, adapter
 
     engine = Worker()
-    roles.worker._worker._adapters = LoadedAdapters(engine.runner)
+    roles.worker._worker.adapters = LoadedAdapters(engine.runner)
     engine.add(adapter(1))
 
     def arrive(name: str) -> Any:
@@ -608,7 +610,7 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
     paused = Paused(roles)
     paused.attached()
     worker = roles.worker._worker
-    arena, _ = worker._copiers[worker._boot]
+    arena, _ = worker.mapped[worker.boot]
     roles.worker._guard.switch_off("the test says so")
     roles.scheduler._guard.switch_off("the test says so, too")
     assert roles.step(IDLE).kv_connector_worker_meta.boots == {}
@@ -618,7 +620,7 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
     assert roles.step(IDLE).kv_connector_worker_meta.boots == {}, "it maps nothing yet"
     worker._attach = attach
     paused.attached()
-    assert worker._copiers[worker._boot][0] is not arena
+    assert worker.mapped[worker.boot][0] is not arena
     gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
     assert gauges["quarantined"] == 0
 
@@ -665,7 +667,7 @@ def test_a_worker_that_has_no_room_to_copy_says_so(
 def test_a_worker_whose_device_fails_says_so_to_every_daemon(roles: Roles) -> None:
     """Also to one that it is connected to later."""
     worker, path = roles.worker._worker, roles.scheduler._socket_path
-    worker._making.pipeline = SimpleNamespace(
+    worker.factory.pipeline = SimpleNamespace(
         is_alive=False, take_counters=dict, drain=lambda: None, close=lambda: None
     )
 
@@ -700,11 +702,11 @@ def test_no_hit_waits_for_a_worker_that_pauses(roles: Roles) -> None:
 def test_after_a_sleep_the_arena_is_mapped_anew(roles: Roles) -> None:
     """The hooks of vLLM 0.33: copies have ended before memory goes, and go on afterwards."""
     worker, session = roles.worker._worker, roles.scheduler._scheduler._session
-    assert worker._copiers
+    assert worker.mapped
     roles.worker.unregister_kv_caches()
-    assert not worker._copiers
+    assert not worker.mapped
     assert not roles.worker.build_connector_worker_meta().boots, "nothing may be offered"
     roles.worker.restore_kv_caches()
     until(lambda: roles.step(IDLE) is not None and session.workers_attached(), "attached")
-    assert worker._copiers
+    assert worker.mapped
     assert not roles.faults()

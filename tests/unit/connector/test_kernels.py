@@ -9,16 +9,16 @@ pytestmark = pytest.mark.engine
 
 
 def run(module: str, *arguments: str) -> str:
-    """What a program says that must not fail; it needs Triton."""
+    """Run a program that must not fail, and that needs Triton. Returns what it prints."""
     pytest.importorskip("triton")
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", f"tests.unit.connector.{module}", *arguments],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.returncode == 0, said.stderr[-3000:]
-    return said.stdout
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
 
 
 @pytest.mark.soak

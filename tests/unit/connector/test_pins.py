@@ -17,7 +17,7 @@ def test_no_piece_is_in_two_registrations_that_come_meanwhile() -> None:
         lane = pins.pin(SimulatedDevice(random.Random(1)), ARENA)
 
         class Starts(list[int]):
-            """The pinning thread has the interpreter after the last time that `cut` reads it."""
+            """Lets the pinning thread go on after the last time that `cut` reads the length."""
 
             reads = 0
 
@@ -29,6 +29,6 @@ def test_no_piece_is_in_two_registrations_that_come_meanwhile() -> None:
                 return length
 
         next(lane)
-        pins._starts = Starts(pins._starts)
+        pins.starts = Starts(pins.starts)
         for start, size, is_pinned in pins.cut(0, ARENA, ARENA):
             assert not is_pinned or start // PIN == (start + size - 1) // PIN

@@ -16,7 +16,7 @@ from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.connector.copy.ring import Ring
 from hybridkv.connector.copy.staging import CopySizes
-from hybridkv.connector.copy.tables import Move
+from hybridkv.connector.copy.tables import KernelLaunch
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
@@ -31,12 +31,13 @@ BLOCKS = 33
 BLOCK = 8192
 LAYERS = 3
 PART = BLOCK * LAYERS
+SIZES = CopySizes(copy_bytes=4096, pin_bytes=ARENA, bounce_bytes=8192)
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    with unnamed_arena(ARENA) as made:
-        yield made
+    with unnamed_arena(ARENA) as own_arena:
+        yield own_arena
 
 
 class Rig:
@@ -57,36 +58,37 @@ class Rig:
         ]
         for view in self.views:
             self.device.adopt(view)
-        sizes = sizes or CopySizes(piece=4096, pin=1 << 19, bounce=8192, load_ring=8 * PART)
+        sizes = sizes or replace(SIZES, pin_bytes=1 << 19, load_ring_bytes=8 * PART)
         self.pipeline = CopyPipeline(self.device, [self.views], Demand(PART, 1, step * PART), sizes)
         self.arena = arena
-        self.copier = CudaCopier(self.pipeline, arena, PartLayout(0, 1, checksum))
-        self.stored: list[bool] = []
-        self.loaded: list[HybridKVError | None] = []
+        self.part = PartLayout(0, 1, checksum)
+        self.copier = CudaCopier(self.pipeline, arena, self.part)
+        self.stored: list[bool] = []  # The outcome of each op.
+        self.loaded: list[HybridKVError | None] = []  # The outcome of each load.
 
     def ops(self, count: int, first: int = 1) -> list[CopyOp]:
         """One object for each of so many blocks, in slots of its own."""
         return ops_of_new_slots(self.arena, PART, count, first)
 
     def store(self, ops: Sequence[CopyOp]) -> None:
-        """In a hook."""
+        """Begin a store, in a hook."""
         with self.device.hook():
             self.copier.store(ops, lambda op, stored: self.stored.append(stored))
 
     def load(self, ops: Sequence[CopyOp]) -> None:
-        """In a hook."""
+        """Begin a load, in a hook."""
         with self.device.hook():
             self.copier.load(ops, self.loaded.append)
 
-    def stores(self, ops: Sequence[CopyOp]) -> list[bool]:
-        """Until all are told."""
+    def store_all(self, ops: Sequence[CopyOp]) -> list[bool]:
+        """Store all ops to their end. Returns their outcomes."""
         self.stored.clear()
         self.store(ops)
         self.device.settle()
         return self.stored
 
-    def loads(self, ops: Sequence[CopyOp]) -> HybridKVError | None:
-        """Until it is told."""
+    def load_all(self, ops: Sequence[CopyOp]) -> HybridKVError | None:
+        """Load all ops to their end. Returns the error, or None."""
         self.loaded.clear()
         self.load(ops)
         self.device.settle()
@@ -100,60 +102,61 @@ def test_a_ring_has_room_for_what_its_credits_allow() -> None:
     for _ in range(200):
         largest = rng.randrange(1, 50)
         ring = Ring(largest + rng.randrange(200), largest)
-        out: list[tuple[int, int]] = []
+        pieces: list[range] = []
         for _ in range(200):
             size = rng.randrange(1, largest + 1)
-            if sum(end - start for start, end in out) + size <= ring.size:
-                start = ring.take(size)
+            if sum(map(len, pieces)) + size <= ring.size:
+                start = ring.reserve(size)
                 assert start is not None
                 assert start + size <= ring.size + largest
-                assert all(start + size <= one or other <= start for one, other in out)
-                out.append((start, start + size))
+                assert all(start + size <= piece.start or piece.stop <= start for piece in pieces)
+                pieces.append(range(start, start + size))
             else:
-                assert ring.take(size) is None
-                one, other = out.pop(0)
-                ring.give_back(other - one)
+                assert ring.reserve(size) is None
+                ring.release(len(pieces.pop(0)))
 
 
 def test_a_ring_gives_nothing_away_that_is_cancelled() -> None:
     ring = Ring(100, 60)
-    assert ring.take(60) == 0
-    assert ring.take(40) == 60
+    assert ring.reserve(60) == 0
+    assert ring.reserve(40) == 60
     ring.cancel(60, 40)
-    assert ring.out == 60
-    assert ring.take(30) == 60
+    assert ring.reserved_bytes == 60
+    assert ring.reserve(30) == 60
 
 
 def test_memory_is_used_once_the_engines_work_with_it_is_over(arena: Arena) -> None:
     """PyTorch gives away memory that queued kernels still write."""
-    assert not any(Rig(arena).device._streams)
+    assert not any(Rig(arena).device.streams)
 
 
 def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(arena: Arena) -> None:
     """128k tokens in steps of 8k: 16 steps, each of as many bytes as the staging has (F2)."""
-    rig = Rig(arena, sizes=CopySizes(piece=4096, pin=ARENA, bounce=8192), step=8)
+    rig = Rig(arena, sizes=SIZES, step=8)
     rig.copier.pin(ARENA)
     for step in range(16):
         ops = rig.ops(8, 1 + 8 * (step % 4))
-        assert rig.stores(ops) == [True] * 8
+        assert rig.store_all(ops) == [True] * 8
     assert "stores_staging_full" not in rig.pipeline.take_counters()
 
 
 def test_what_does_not_fit_the_staging_is_told_and_counted(arena: Arena) -> None:
     rig = Rig(arena, step=2)
-    assert sorted(rig.stores(rig.ops(5))) == [False] * 3 + [True] * 2
+    assert sorted(rig.store_all(rig.ops(5))) == [False] * 3 + [True] * 2
     assert rig.pipeline.take_counters()["stores_staging_full"] == 3
-    assert rig.stores(rig.ops(2)) == [True] * 2
+    assert rig.store_all(rig.ops(2)) == [True] * 2
 
 
 def test_a_device_with_little_memory_gets_a_smaller_ring(
     arena: Arena, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sizes = CopySizes(piece=4096, bounce=8192, descriptors=1 << 16, load_ring=2 * PART)
+    sizes = CopySizes(
+        copy_bytes=4096, bounce_bytes=8192, descriptor_bytes=1 << 16, load_ring_bytes=2 * PART
+    )
     rig = Rig(arena, Habits(free_bytes=40 * PART), sizes=sizes, step=100)
     assert PART <= rig.pipeline.staging_bytes <= 10 * PART
     assert "long prompts are stored later" in caplog.text
-    assert all(rig.stores(rig.ops(1)))
+    assert all(rig.store_all(rig.ops(1)))
 
 
 @pytest.mark.parametrize("checksum", ["on", "off"])
@@ -162,7 +165,7 @@ def test_objects_of_a_load_are_on_their_way_together(arena: Arena, checksum: str
     rig = Rig(arena, checksum=checksum)
     rig.copier.pin(ARENA)
     ops = rig.ops(4)
-    assert rig.stores(ops) == [True] * 4
+    assert rig.store_all(ops) == [True] * 4
     rig.device.frozen = set(range(1, 9))
     before = rig.device.counts["hybridkv-load", "copy"]
     rig.load(ops)
@@ -183,11 +186,11 @@ def test_kernels_do_not_wait_for_the_engines_and_copies_have_no_priority(arena: 
 def test_stores_and_loads_do_not_wait_for_each_other(arena: Arena) -> None:
     rig = Rig(arena)
     ops = rig.ops(4)
-    assert rig.stores(ops) == [True] * 4
+    assert rig.store_all(ops) == [True] * 4
     # Streams are made in this order: the stores', the loads'.
     rig.device.frozen = {3, 4}
     rig.load(ops)
-    assert rig.stores(rig.ops(4, 9)) == [True] * 4
+    assert rig.store_all(rig.ops(4, 9)) == [True] * 4
     rig.device.frozen = {1, 2}
     rig.store(rig.ops(4, 17))
     rig.device.settle()
@@ -204,8 +207,8 @@ def test_an_arena_that_is_attached_again_delays_no_load(arena: Arena) -> None:
     rig.copier.pin(ARENA)
     # The first piece may be pinned before.
     ops = rig.ops(4, (1 << 19) // PART + 1)
-    assert rig.stores(ops) == [True] * 4
-    assert rig.loads(ops) is None
+    assert rig.store_all(ops) == [True] * 4
+    assert rig.load_all(ops) is None
     assert rig.pipeline.take_counters()["copies_unpinned"] > 0
     assert rig.device.counts["hybridkv-pin", "register"] == 1, "the first one is not over yet"
 
@@ -222,7 +225,7 @@ def test_a_registration_is_followed_by_a_pause_as_long(
     monkeypatch.setattr(pins, "time", time)
     lane = pins.Pins(arena, ARENA // 2).pin(SimulatedDevice(random.Random(1)), ARENA)
     for pause in lane:
-        assert pause.ready()
+        assert pause.is_over()
         pause.wait()
     assert slept == [0.25, 0.5]
 
@@ -237,8 +240,8 @@ def test_a_refused_registration_is_said_once_and_tried_again_after_a_minute(
     for reserved in range(1 << 19, ARENA + 1, 1 << 19):
         rig.copier.pin(reserved)
     ops = rig.ops(20)
-    assert rig.stores(ops[:8]) == rig.stores(ops[8:16]) == [True] * 8
-    assert rig.loads(ops[:16]) is None
+    assert rig.store_all(ops[:8]) == rig.store_all(ops[8:16]) == [True] * 8
+    assert rig.load_all(ops[:16]) is None
     now[0] += pins.RETRY_SECONDS - 1
     rig.copier.pin(ARENA)
     rig.device.settle()
@@ -256,7 +259,7 @@ def test_a_refused_registration_is_said_once_and_tried_again_after_a_minute(
         rig.device.settle()
     assert rig.device.counts["hybridkv-pin", "register"] == ARENA // (1 << 19) + 2
     rig.pipeline.take_counters()
-    assert rig.loads(ops[:8]) is None
+    assert rig.load_all(ops[:8]) is None
     assert "copies_unpinned" not in rig.pipeline.take_counters()
 
 
@@ -265,13 +268,12 @@ class Skipping:
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
-        self.digests = kernels.digests
+        self.can_digest = kernels.can_digest
         self.digest: Callable[..., None] = kernels.digest
 
-    def move(self, move: Move, is_gather: bool) -> None:
-        """See Kernels."""
+    def copy_blocks(self, launch: KernelLaunch, is_gather: bool) -> None:
         if is_gather:
-            self._kernels.move(move, True)
+            self._kernels.copy_blocks(launch, True)
 
 
 @pytest.mark.parametrize("checksum", ["on", "paranoid"])
@@ -279,28 +281,28 @@ def test_paranoid_compares_the_engines_blocks(arena: Arena, checksum: str) -> No
     """The checksum is that of the staging; only "paranoid" reads the blocks again (F12)."""
 
     class Device(SimulatedDevice):
-        def kernels(self, *arguments: Any) -> Any:
-            return Skipping(super().kernels(*arguments))
+        def make_kernels(self, *arguments: Any) -> Any:
+            return Skipping(super().make_kernels(*arguments))
 
     rig = Rig(arena, checksum=checksum, device=Device(random.Random(1)))
     ops = rig.ops(2)
-    assert rig.stores(ops) == [True] * 2
+    assert rig.store_all(ops) == [True] * 2
     for view in rig.views:
         view.zero_()
-    error = rig.loads(ops)
+    error = rig.load_all(ops)
     assert isinstance(error, BadSlotError) == (checksum == "paranoid")
 
 
-@pytest.mark.parametrize("digests", [True, False])
-def test_what_is_proven_is_what_was_copied(arena: Arena, digests: bool) -> None:
+@pytest.mark.parametrize("can_digest", [True, False])
+def test_what_is_proven_is_what_was_copied(arena: Arena, can_digest: bool) -> None:
     """A slot that is damaged while its copy waits is found, whoever hashes."""
-    rig = Rig(arena, Habits(digests=digests))
+    rig = Rig(arena, Habits(can_digest=can_digest))
     ops = rig.ops(1)
-    assert rig.stores(ops) == [True]
-    rig.device.frozen |= set(range(1, len(rig.device._streams)))
+    assert rig.store_all(ops) == [True]
+    rig.device.frozen |= set(range(1, len(rig.device.streams)))
     rig.load(ops)
     rig.device.settle()
-    arena.memory[rig.copier._slots.part.payload(ops[0], PART) + 100] ^= 1
+    arena.memory[rig.part.part_offset(ops[0], PART) + 100] ^= 1
     rig.device.frozen.clear()
     rig.device.settle()
     (error,) = rig.loaded
@@ -311,8 +313,8 @@ def test_a_slot_that_changes_hands_while_it_is_copied_is_refused(arena: Arena) -
     """Also without checksums."""
     rig = Rig(arena, checksum="off")
     ops = rig.ops(1)
-    assert rig.stores(ops) == [True]
-    rig.device.frozen |= set(range(1, len(rig.device._streams)))
+    assert rig.store_all(ops) == [True]
+    rig.device.frozen |= set(range(1, len(rig.device.streams)))
     rig.load(ops)
     rig.device.settle()
     start = ops[0].slot.offset
@@ -327,7 +329,7 @@ def test_a_slot_that_changes_hands_while_it_is_copied_is_refused(arena: Arena) -
 def test_a_device_that_fails_ends_the_copier_and_hangs_nobody(arena: Arena) -> None:
     rig = Rig(arena)
     ops = rig.ops(4)
-    assert rig.stores(ops) == [True] * 4
+    assert rig.store_all(ops) == [True] * 4
     rig.device.habits.breaks_at = rig.device.ran + 5
     rig.load(ops)
     rig.store(rig.ops(4, 9))
@@ -346,7 +348,7 @@ def test_a_device_that_fails_ends_the_copier_and_hangs_nobody(arena: Arena) -> N
 def test_an_error_that_no_device_should_raise_hangs_nobody(arena: Arena) -> None:
     rig = Rig(arena)
     ops = rig.ops(4)
-    assert rig.stores(ops) == [True] * 4
+    assert rig.store_all(ops) == [True] * 4
     rig.load(ops)
 
     def record(stream: Any) -> Any:
@@ -377,8 +379,8 @@ def test_a_thread_that_cannot_choose_the_device_hangs_nobody(arena: Arena, broke
     assert len(rig.stored) == 4
     (error,) = rig.loaded
     assert isinstance(error, HybridKVError)
-    assert rig.stores(ops) == [False] * 4
-    assert isinstance(rig.loads(ops), HybridKVError)
+    assert rig.store_all(ops) == [False] * 4
+    assert isinstance(rig.load_all(ops), HybridKVError)
     rig.copier.close()
     rig.pipeline.close()
     rig.device.settle()
@@ -390,13 +392,13 @@ def test_an_error_of_an_object_that_cannot_begin_hangs_nobody(arena: Arena) -> N
     """It would be met again in each turn of the lane."""
     rig = Rig(arena)
     ops = rig.ops(4)
-    assert rig.stores(ops) == [True] * 4
+    assert rig.store_all(ops) == [True] * 4
 
-    def holds(op: CopyOp) -> bool:
+    def has_blocks(op: CopyOp) -> bool:
         raise ZeroDivisionError
 
-    tables: Any = SimpleNamespace(part_bytes=lambda op: PART, holds=holds)
-    rig.pipeline._shared.tables = tables
+    tables: Any = SimpleNamespace(part_bytes=lambda op: PART, has_blocks=has_blocks)
+    rig.pipeline.context.tables = tables
     rig.load(ops)
     rig.load(ops[:1])
     rig.device.settle()
@@ -406,21 +408,21 @@ def test_an_error_of_an_object_that_cannot_begin_hangs_nobody(arena: Arena) -> N
 
 def test_a_batch_is_queued_by_a_few_calls(arena: Arena) -> None:
     """However many objects it has: a thread may wait for the interpreter after each call."""
-    rig = Rig(arena, sizes=CopySizes(piece=4096, pin=ARENA, bounce=8192, load_ring=256 * PART))
+    rig = Rig(arena, sizes=replace(SIZES, load_ring_bytes=256 * PART))
     rig.copier.pin(ARENA)
     rig.device.settle()
     ops = rig.ops(24)
     for number in range(3):
-        assert rig.stores(ops[8 * number : 8 * number + 8]) == [True] * 8
+        assert rig.store_all(ops[8 * number : 8 * number + 8]) == [True] * 8
     rig.device.counts.clear()
-    assert rig.loads(ops) is None
+    assert rig.load_all(ops) is None
     calls = rig.device.counts
     assert calls["hybridkv-load", "copy_all"] == 1
     assert calls["hybridkv-load", "launch"] == 1, "the parts are smaller than a digest's piece"
     assert calls["hybridkv-load", "record"] == 2
     assert calls["hybridkv-load", "wait_event"] == 2
     rig.device.counts.clear()
-    assert rig.stores(ops[:8]) == [True] * 8
+    assert rig.store_all(ops[:8]) == [True] * 8
     assert calls["hybridkv-store", "copy_all"] == 1
     assert calls["hybridkv-store", "record"] == 2
     assert calls["hybridkv-store", "wait_event"] == 2
@@ -428,24 +430,26 @@ def test_a_batch_is_queued_by_a_few_calls(arena: Arena) -> None:
 
 @pytest.mark.parametrize("limit", ["bytes", "objects"])
 def test_a_batch_has_a_limit(arena: Arena, limit: str) -> None:
-    sizes = {"bytes": CopySizes(batch=3 * PART), "objects": CopySizes(batch_objects=3)}[limit]
-    sizes = replace(sizes, piece=4096, pin=ARENA, bounce=8192, load_ring=256 * PART)
+    sizes = {"bytes": CopySizes(batch_bytes=3 * PART), "objects": CopySizes(batch_objects=3)}[limit]
+    sizes = replace(
+        sizes, copy_bytes=4096, pin_bytes=ARENA, bounce_bytes=8192, load_ring_bytes=256 * PART
+    )
     rig = Rig(arena, sizes=sizes)
     rig.copier.pin(ARENA)
     rig.device.settle()
     ops = rig.ops(8)
-    assert rig.stores(ops) == [True] * 8
+    assert rig.store_all(ops) == [True] * 8
     assert rig.device.counts["hybridkv-store", "copy_all"] == 3
-    assert rig.loads(ops) is None
+    assert rig.load_all(ops) is None
     assert rig.device.counts["hybridkv-load", "copy_all"] == 3
 
 
 def test_an_error_of_whoever_is_told_hangs_nobody_else(arena: Arena) -> None:
-    sizes = CopySizes(piece=4096, pin=1 << 19, bounce=8192, load_ring=8 * PART, depth=2)
+    sizes = replace(SIZES, pin_bytes=1 << 19, load_ring_bytes=8 * PART, depth=2)
     rig = Rig(arena, sizes=sizes)
     rig.copier.pin(ARENA)
     ops = rig.ops(4)
-    assert rig.stores(ops) == [True] * 4
+    assert rig.store_all(ops) == [True] * 4
     rig.device.frozen = {1, 3}
 
     def fails(*_: Any) -> None:
@@ -454,9 +458,9 @@ def test_an_error_of_whoever_is_told_hangs_nobody_else(arena: Arena) -> None:
     rig.copier.load(ops[:1], fails)
     rig.load(ops[1:2])
     rig.load(ops[2:])
-    more = rig.ops(4, 9)
-    rig.copier.store(more[:1], fails)
-    rig.store(more[1:])
+    store_ops = rig.ops(4, 9)
+    rig.copier.store(store_ops[:1], fails)
+    rig.store(store_ops[1:])
     rig.device.settle()
     rig.device.fail("an illegal address was used")
     rig.device.settle()
@@ -473,7 +477,7 @@ def test_a_drain_waits_for_copiers_that_were_retired(arena: Arena) -> None:
     """Both lanes are idle when the engine's memory goes away."""
     rig = Rig(arena)
     ops = rig.ops(8)
-    assert rig.stores(ops[:4]) == [True] * 4
+    assert rig.store_all(ops[:4]) == [True] * 4
     rig.stored.clear()
     rig.load(ops[:4])
     rig.store(ops[4:])
@@ -502,10 +506,10 @@ def test_nothing_is_told_failed_while_the_device_still_copies(arena: Arena) -> N
     assert rig.stored == [False] * 4
 
 
-@pytest.mark.parametrize("digests", [True, False])
-def test_the_lanes_run_in_threads(arena: Arena, digests: bool) -> None:
+@pytest.mark.parametrize("can_digest", [True, False])
+def test_the_lanes_run_in_threads(arena: Arena, can_digest: bool) -> None:
     device = ThreadedDevice()
-    device.habits.digests = digests
+    device.habits.can_digest = can_digest
     rig = Rig(arena, device=device)
     rig.copier.pin(ARENA)
     before = [view.clone() for view in rig.views]

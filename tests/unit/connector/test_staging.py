@@ -3,6 +3,7 @@
 import random
 from collections import Counter, deque
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -21,8 +22,15 @@ CHUNKED = ["qwen3", "gemma3", "llama4", "qwen3next", "deepseekv4", "two_ranks", 
 """Layouts whose chunks divide a step."""
 
 
+class StoredObject(NamedTuple):
+    """An object by its group and chunk."""
+
+    group_index: int
+    chunk: int
+
+
 class Prefill:
-    """One request, computed step by step, and workers whose reports come some steps late."""
+    """One request, computed step by step, and workers whose reports come `late` steps late."""
 
     def __init__(self, geometry: Geometry, staging_bytes: int, late: int, generated: int) -> None:
         self.geometry = geometry
@@ -39,13 +47,12 @@ class Prefill:
             ],
         )
         self.tracked = TrackedRequest(self.request, next_chunk=[0] * len(geometry.groups))
-        self.stored: set[tuple[int, int]] = set()
-        """(group index, chunk) of what is planned."""
+        self.stored: set[StoredObject] = set()  # Those that are planned.
         self.reports = deque([StepReport()] * late)
         self.inflight: list[CopyRun] = []
 
     def step(self, tokens: int) -> int:
-        """The objects of one step; then the oldest report."""
+        """Run one step, and then take the oldest report. Returns how many objects it stores."""
         geometry, request = self.geometry, self.request
         first = request.num_computed_tokens
         end = first + tokens
@@ -74,15 +81,20 @@ class Prefill:
         self.check()
         for run in runs.values():
             chunks = range(run.span.first_chunk, run.span.first_chunk + run.objects)
-            self.stored |= {(run.span.group_index, chunk) for chunk in chunks}
+            self.stored |= {StoredObject(run.span.group_index, chunk) for chunk in chunks}
         report = self.reports.popleft()
         ended = [self.planner._storing[number].run for number in report.done]
-        self.inflight = [run for run in self.inflight if not any(run is one for one in ended)]
+        ended_ids = {id(run) for run in ended}
+        self.inflight = [run for run in self.inflight if id(run) not in ended_ids]
         self.planner.reported(report, lambda step: True)
         return sum(run.objects for run in runs.values())
 
+    def stored_of(self, group_index: int) -> int:
+        """Return how many objects of a group are planned."""
+        return sum(stored.group_index == group_index for stored in self.stored)
+
     def check(self) -> None:
-        """No rank's copies need more than its staging; counted here object by object."""
+        """Assert, object by object, that no rank's copies need more than its staging."""
         geometry = self.geometry
         for rank in range(geometry.ranks):
             held = 0
@@ -93,12 +105,12 @@ class Prefill:
                         held += run.span.count * group.block_bytes
             assert held <= self.staging_bytes, f"rank {rank}"
 
-    def missing(self) -> set[tuple[int, int]]:
-        """Objects of attention groups that a whole store has and this one has not."""
+    def missing(self) -> set[StoredObject]:
+        """Return objects of attention groups that are not stored, though the prompt has them."""
         geometry = self.geometry
         chunks = PROMPT_TOKENS // geometry.chunk_tokens
         wanted = {
-            (index, chunk)
+            StoredObject(index, chunk)
             for index, group in enumerate(geometry.groups)
             if group.kind is not GroupKind.RECURRENT
             for chunk in range(chunks)
@@ -108,7 +120,7 @@ class Prefill:
 
 
 def step_bytes(geometry: Geometry) -> int:
-    """What one step of STEP_TOKENS tokens needs in one rank, its states too."""
+    """Return the bytes that one step of STEP_TOKENS tokens needs in one rank, with its states."""
     total = 0
     for group in geometry.groups:
         counts = stored_counts(geometry, group)
@@ -130,9 +142,9 @@ def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(name: str) 
     for _ in range(PROMPT_TOKENS // STEP_TOKENS):
         prefill.step(STEP_TOKENS)
     assert prefill.missing() == set()
-    recurrent = [at for at, one in enumerate(geometry.groups) if one.kind is GroupKind.RECURRENT]
-    for index in recurrent:
-        assert sum(1 for at, _ in prefill.stored if at == index) == PROMPT_TOKENS // STEP_TOKENS
+    for index, group in enumerate(geometry.groups):
+        if group.kind is GroupKind.RECURRENT:
+            assert prefill.stored_of(index) == PROMPT_TOKENS // STEP_TOKENS
     assert not [name for name in prefill.counters if name.startswith("stores_")]
     assert not prefill.planner.is_awaited
 
@@ -149,8 +161,9 @@ def test_what_has_no_room_waits_until_reports_come(name: str, late: int) -> None
     assert prefill.counters["stores_no_staging"]
     for _ in range((late + 1) * steps * 2):
         prefill.step(1)
-    full = {at for at, group in enumerate(geometry.groups) if group.kind is GroupKind.FULL}
-    assert not {one for one in prefill.missing() if one[0] in full}
+    groups = geometry.groups
+    missing = {groups[stored.group_index].kind for stored in prefill.missing()}
+    assert GroupKind.FULL not in missing
     assert not prefill.planner.is_awaited
 
 
@@ -166,9 +179,9 @@ def test_what_the_engine_lets_go_of_comes_first() -> None:
             boundary = (number + 1) * chunks
             for index, group in enumerate(geometry.groups):
                 if group.kind is not GroupKind.FULL:
-                    assert (index, boundary - 1) in prefill.stored
+                    assert StoredObject(index, boundary - 1) in prefill.stored
                 else:
-                    assert sum(1 for at, _ in prefill.stored if at == index) == boundary // 2
+                    assert prefill.stored_of(index) == boundary // 2
 
 
 def test_an_object_that_no_staging_holds_is_declined() -> None:
@@ -182,9 +195,9 @@ def test_an_object_that_no_staging_holds_is_declined() -> None:
     }
     prefill = Prefill(geometry, max(sizes) - 1, 0, 0)
     prefill.step(STEP_TOKENS)
-    full = next(at for at, one in enumerate(geometry.groups) if one.kind is GroupKind.FULL)
-    assert not {chunk for index, chunk in prefill.stored if index == full}
-    assert prefill.stored
+    stored = {geometry.groups[stored.group_index].kind for stored in prefill.stored}
+    assert stored
+    assert GroupKind.FULL not in stored
     declined = STEP_TOKENS // geometry.chunk_tokens
     assert prefill.counters["stores_too_large"] == declined
     prefill.step(1)

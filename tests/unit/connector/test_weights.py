@@ -13,7 +13,9 @@ import torch
 
 from hybridkv.connector.messages import LoadPlan, StepPlan
 from hybridkv.connector.scheduler.weights import STEPS_MAX, WeightsWatch
+from hybridkv.connector.worker.copiers import MappedArena
 from hybridkv.connector.worker.role import WorkerRole
+from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.copies import CopyRun, ObjectSpan
 from hybridkv.vllm.weights import EngineWeights, StepLook, WeightsAnswer
 from hybridkv.vllm.weights_digest import digest_weights
@@ -415,8 +417,10 @@ class Copier:
 def worker_role() -> Any:
     """A worker that has mapped the arena of the daemon's life "b"."""
     config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
-    role: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
-    role._copiers["b"], role._boot = (None, Copier()), "b"
+    settings = WorkerSettings("/nowhere/daemon.sock", "e", rank=0, ranks=1, checksum="on")
+    role: Any = WorkerRole(config, settings)
+    arena: Any = None
+    role.mapped["b"], role.boot = MappedArena(arena, Copier()), "b"
     return role
 
 

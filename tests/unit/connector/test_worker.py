@@ -12,29 +12,43 @@ class Broken:
     """A copier whose stores raise; its loads are good."""
 
     def store(self, ops: Any, done: Any) -> None:
-        """Never."""
         raise RuntimeError("a device's error")
 
     def load(self, ops: Any, done: Any) -> None:
-        """At once."""
         done(None)
 
     def close(self) -> None:
-        """Nothing to free."""
+        pass
+
+
+def worker_role(rank: int = 0, ranks: int = 1) -> Any:
+    """Return the role of a worker that no daemon answers, before its tensors are registered."""
+    from hybridkv.connector.worker.role import WorkerRole
+    from hybridkv.connector.worker.worker_settings import WorkerSettings
+
+    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    settings = WorkerSettings("/nowhere/daemon.sock", "e", rank, ranks, checksum="on")
+    return WorkerRole(config, settings)
+
+
+def map_arena(role: Any, copier: Any) -> None:
+    """Let the worker have the arena of the daemon's life "b", with this copier."""
+    from hybridkv.connector.worker.copiers import MappedArena
+
+    arena: Any = None
+    role.mapped["b"], role.boot = MappedArena(arena, copier), "b"
 
 
 def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> None:
     """The same request may have been loaded in the step that switched the role off."""
     from hybridkv.connector.connector import HybridKVConnector
     from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
-    from hybridkv.connector.worker.role import WorkerRole
     from hybridkv.core.copies import CopyRun, ObjectSpan
     from hybridkv.vllm.hook_guard import FAULTS_MAX, HookGuard
     from hybridkv.vllm.metrics import Deltas
 
-    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
-    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
-    worker._copiers["b"], worker._boot = (None, Broken()), "b"
+    worker = worker_role()
+    map_arena(worker, Broken())
     connector: Any = HybridKVConnector.__new__(HybridKVConnector)
     connector._guard = HookGuard("worker")
     connector._uncounted = Deltas(connector._guard.counters)
@@ -69,7 +83,6 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
 def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> None:
     """The scheduler looked at the ends of the run alone."""
     from hybridkv.connector.messages import StepPlan
-    from hybridkv.connector.worker.role import WorkerRole
     from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan
     from hybridkv.core.packed import pack_u64
 
@@ -77,14 +90,12 @@ def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> 
 
     class Storing(Broken):
         def store(self, ops: Any, done: Any) -> None:
-            """At once."""
             for op in ops:
                 copied.append(op)
                 done(op, True)
 
-    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
-    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
-    worker._copiers["b"], worker._boot = (None, Storing()), "b"
+    worker = worker_role()
+    map_arena(worker, Storing())
     slots = pack_u64([10, 20, 30])
     run = CopyRun(ObjectSpan(0, 4, 2, [5, 6, 7, NULL_BLOCK, 8, 9]), slots, slots)
     worker.start_stores(StepPlan(boot="b", session=1, stores={1: run}))
@@ -98,7 +109,6 @@ def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> 
 def test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done_with_it() -> None:
     """Its slot would be given to another object, into which the copier would write."""
     from hybridkv.connector.messages import StepPlan
-    from hybridkv.connector.worker.role import WorkerRole
     from hybridkv.core.copies import CopyRun, ObjectSpan
     from hybridkv.core.packed import pack_u64
 
@@ -106,12 +116,10 @@ def test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done_with_it
 
     class Later(Broken):
         def store(self, ops: Any, done: Any) -> None:
-            """Only begins."""
             begun.extend((op, done) for op in ops)
 
-    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
-    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
-    worker._copiers["b"], worker._boot = (None, Later()), "b"
+    worker = worker_role()
+    map_arena(worker, Later())
     run = CopyRun(ObjectSpan(0, 4, 1, [5]), pack_u64([10]), pack_u64([10]))
     plan = StepPlan(boot="b", session=1, stores={1: run})
     worker.start_stores(plan)
@@ -125,32 +133,28 @@ def test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done_with_it
 
 def test_a_worker_whose_device_failed_offers_nothing() -> None:
     """What it copied before is counted, and the scheduler plans nothing for it any more."""
-    from hybridkv.connector.worker.role import WorkerRole
 
-    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
-    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
+    worker = worker_role()
     pipeline = SimpleNamespace(take_counters=lambda: {"copies_unpinned": 3.0})
-    worker._making = SimpleNamespace(pipeline=pipeline, is_alive=True)
-    worker._boot = "b"
+    worker.factory = SimpleNamespace(pipeline=pipeline, is_alive=True)
+    worker.boot = "b"
     report = worker.report()
     assert report.boots == {"b": 1}
     assert report.counters["copies_unpinned"] == 3
-    worker._making.is_alive = False
+    worker.factory.is_alive = False
     report = worker.report()
     assert report.boots == {}
     assert report.is_disabled
 
 
 def test_before_the_engine_sleeps_no_copy_runs_of_copiers_that_were_retired_either() -> None:
-    from hybridkv.connector.worker.role import WorkerRole
 
-    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
-    worker: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 0, 1, "on")
+    worker = worker_role()
     events: list[str] = []
-    worker._making = SimpleNamespace(
+    worker.factory = SimpleNamespace(
         retire=lambda copier: events.append("retired"), drain=lambda: events.append("drained")
     )
-    worker._copiers["b"], worker._boot = (None, Broken()), "b"
+    map_arena(worker, Broken())
     worker.begin_anew()
     worker.detach()
     assert events == ["retired", "drained"]
@@ -159,21 +163,19 @@ def test_before_the_engine_sleeps_no_copy_runs_of_copiers_that_were_retired_eith
 def test_a_load_of_an_adapter_begins_only_while_the_engine_has_it() -> None:
     """Its request would go on with other weights; plans are made from the report before."""
     from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
-    from hybridkv.connector.worker.role import WorkerRole
     from hybridkv.vllm.adapters import AdapterWeights
     from hybridkv.vllm.loaded_adapters import LoadedAdapters, digest_adapter
     from tests.unit.vllm.small_adapters import Worker, adapter
 
-    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
-    role: Any = WorkerRole(config, "/nowhere/daemon.sock", "e", 1, 2, "on")
-    role._copiers["b"], role._boot = (None, Broken()), "b"
+    role = worker_role(rank=1, ranks=2)
+    map_arena(role, Broken())
     engine = Worker()
-    role._adapters = LoadedAdapters(engine.runner)
+    role.adapters = LoadedAdapters(engine.runner)
     engine.add(adapter(1))
     digest = digest_adapter(adapter(1))
 
     def failed(number: int) -> set[str]:
-        """The loads of a step that fail: one of no adapter, and two of the ranks' adapters."""
+        """Return the failed loads of a step: one of no adapter, and two of the ranks' adapters."""
         ours, others = AdapterWeights(1, (b"", digest)), AdapterWeights(1, (digest, b""))
         loads = {
             "none": LoadPlan("b", ()),
@@ -189,8 +191,8 @@ def test_a_load_of_an_adapter_begins_only_while_the_engine_has_it() -> None:
     report = role.report()
     assert report.adapters == {1: {1: digest}}
     assert report.counters["loads_other_adapter"] == 1
-    other = StepReport(adapters={0: {1: b"", 2: b""}})
-    assert report.aggregate(other).adapters == {0: {1: b"", 2: b""}, 1: {1: digest}}
+    other_rank = StepReport(adapters={0: {1: b"", 2: b""}})
+    assert report.aggregate(other_rank).adapters == {0: {1: b"", 2: b""}, 1: {1: digest}}
     engine.manager.remove_adapter(1)
     assert failed(2) == {"others", "ours"}
     assert role.report().adapters == {}

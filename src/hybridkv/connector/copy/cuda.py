@@ -10,28 +10,28 @@ from hybridkv.shm.arena import Arena
 
 
 class CudaCopier:
-    """See Copier. All of a rank's copiers share its pipeline, which outlives them."""
+    """The Copier of one arena on a device. All of a rank's copiers share its pipeline."""
 
     def __init__(self, pipeline: CopyPipeline, arena: Arena, part: PartLayout) -> None:
-        self._pipeline = pipeline
-        self._slots = pipeline.attach(arena, part)
+        self._pipeline = pipeline  # It outlives its copiers.
+        self.attached = pipeline.attach(arena, part)
 
     def pin(self, reserved_bytes: int) -> None:
-        """Pin the arena's memory below `reserved_bytes` by and by; see CopyPipeline.pin."""
-        self._pipeline.pin(self._slots, reserved_bytes)
+        """Pin the arena's memory below `reserved_bytes` by and by, as CopyPipeline.pin does."""
+        self._pipeline.pin(self.attached, reserved_bytes)
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        """Gather on the engine's stream; `done` is called in the store lane."""
-        self._pipeline.store(self._slots, ops, done)
+        """Gather on the engine's stream. `done` is called in the store lane."""
+        self._pipeline.store(self.attached, ops, done)
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        """Copy behind the engine's present work; `done` is called in the load lane."""
-        self._pipeline.load(self._slots, ops, done)
+        """Copy after the engine's present work. `done` is called in the load lane."""
+        self._pipeline.load(self.attached, ops, done)
 
     def retire(self) -> None:
         """Finish this arena's copies by and by, then unpin it."""
-        self._pipeline.detach(self._slots)
+        self._pipeline.detach(self.attached)
 
     def close(self) -> None:
         """As `retire`, and wait for it. Any thread may call it."""
-        self._pipeline.wait(self._pipeline.detach(self._slots))
+        self._pipeline.wait(self._pipeline.detach(self.attached))

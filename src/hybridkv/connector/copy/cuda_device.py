@@ -10,22 +10,22 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hybridkv.connector.copy.device import (
+    CopyList,
     DeviceError,
     DeviceMemoryError,
     Kernels,
     Lane,
-    Pieces,
     Stream,
     Waitable,
 )
-from hybridkv.connector.copy.tables import ENTRY, BlockTables, Move, encode
+from hybridkv.connector.copy.tables import ENTRY, BlockTables, KernelLaunch, encode
 from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
@@ -50,48 +50,43 @@ _DEFAULT_KIND = 4  # cudaMemcpyDefault: the direction follows from the addresses
 
 
 class CudaEvent:
-    """See Waitable."""
+    """An event of torch, as a Waitable. The thread that waits for it sleeps."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(blocking=True)
 
-    def ready(self) -> bool:
-        """See Waitable."""
+    def is_over(self) -> bool:
         with translated():
             return bool(self.event.query())
 
     def wait(self) -> None:
-        """See Waitable."""
         with contextlib.suppress(RuntimeError):
             self.event.synchronize()
 
 
 class HashResult:
-    """See Result."""
+    """The Result of work in a thread for hashing."""
 
     def __init__(self, future: "Future[bytes]") -> None:
         self._future = future
 
-    def ready(self) -> bool:
-        """See Waitable."""
+    def is_over(self) -> bool:
         return self._future.done()
 
     def wait(self) -> None:
-        """See Waitable."""
         wait([self._future])
 
     def result(self) -> bytes:
-        """See Result."""
         return self._future.result()
 
 
 class CudaDevice:
-    """See Device. It is made on the engine's thread, whose device is the worker's."""
+    """The Device of a worker. It is made on the engine's thread, whose device is the worker's."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
-        self._runtime = _runtime()
+        self._runtime = load_runtime()
         self._streams: dict[int, Any] = {}
         self._hashing = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hybridkv-hash")
         highest = ctypes.c_int()
@@ -103,25 +98,22 @@ class CudaDevice:
         self._copies_batches = hasattr(self._runtime, "cudaMemcpyBatchAsync")
 
     def free_bytes(self) -> int:
-        """See Device."""
         with translated():
             return int(torch.cuda.mem_get_info(self._device)[0])
 
     def allocate(self, size: int, pinned: bool = False) -> torch.Tensor:
-        """See Device."""
         with translated():
             if pinned:
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def current_stream(self) -> Stream:
-        """See Device."""
         stream = torch.cuda.current_stream(self._device)
         self._streams[stream.cuda_stream] = stream
         return Stream(stream.cuda_stream)
 
     def new_stream(self, *, is_urgent: bool = False) -> Stream:
-        """See Device. It is not one of torch's streams, which others use as well."""
+        """Create a stream that is not one of torch's, which others use as well."""
         handle = ctypes.c_void_p()
         priority = self._highest_priority if is_urgent else _DEFAULT_PRIORITY
         self._run("cudaStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
@@ -130,100 +122,100 @@ class CudaDevice:
         return Stream(handle.value)
 
     def record(self, stream: Stream) -> CudaEvent:
-        """See Device."""
         event = CudaEvent()
         with translated():
             event.event.record(self._streams[stream])
         return event
 
     def wait_event(self, stream: Stream, event: Waitable) -> None:
-        """See Device."""
         assert isinstance(event, CudaEvent)
         with translated():
             self._streams[stream].wait_event(event.event)
 
     def copy(self, to: int, source: int, size: int, stream: Stream) -> None:
-        """See Device."""
-        addresses = ctypes.c_void_p(to), ctypes.c_void_p(source)
-        on = ctypes.c_void_p(stream)
-        self._run("cudaMemcpyAsync", *addresses, ctypes.c_size_t(size), _DEFAULT_KIND, on)
+        self._run(
+            "cudaMemcpyAsync",
+            ctypes.c_void_p(to),
+            ctypes.c_void_p(source),
+            ctypes.c_size_t(size),
+            _DEFAULT_KIND,
+            ctypes.c_void_p(stream),
+        )
 
-    def copy_all(self, pieces: Pieces, stream: Stream) -> None:
-        """See Device. In one call where CUDA has it, which is since 12.8."""
-        is_batch = self._copies_batches and len(pieces.sizes) > 1
-        if not is_batch or not self._copy_batch(pieces, stream):
-            for target, source, size in pieces:
+    def copy_all(self, copies: CopyList, stream: Stream) -> None:
+        """Queue all in one call where CUDA has it, which is since 12.8, and else one by one."""
+        is_batch = self._copies_batches and len(copies.sizes) > 1
+        if not is_batch or not self._copy_batch(copies, stream):
+            for target, source, size in copies:
                 self.copy(target, source, size, stream)
 
-    def _copy_batch(self, pieces: Pieces, stream: Stream) -> bool:
-        """Queue all in one call. False where that is refused, which is not tried again."""
-        arrays = pieces.targets, pieces.sources, pieces.sizes
-        arguments: list[Any] = [ctypes.c_void_p(numbers.buffer_info()[0]) for numbers in arrays]
-        arguments.append(ctypes.c_size_t(len(pieces.sizes)))
-        # All copies have the attributes that begin with the first one.
-        arguments += ctypes.byref(_IN_ORDER), ctypes.byref(ctypes.c_size_t(0)), ctypes.c_size_t(1)
+    def _copy_batch(self, copies: CopyList, stream: Stream) -> bool:
+        """Queue all in one call. Returns False where CUDA refuses, after which no call is tried."""
+        arguments: list[Any] = [
+            ctypes.c_void_p(copies.targets.buffer_info()[0]),
+            ctypes.c_void_p(copies.sources.buffer_info()[0]),
+            ctypes.c_void_p(copies.sizes.buffer_info()[0]),
+            ctypes.c_size_t(len(copies.sizes)),
+            # One set of attributes, which copies have from the first one on.
+            ctypes.byref(_IN_ORDER),
+            ctypes.byref(ctypes.c_size_t(0)),
+            ctypes.c_size_t(1),
+        ]
         if self._runtime_version < _CUDA_13:
-            arguments.append(ctypes.byref(ctypes.c_size_t()))  # Which copy was refused.
-        status = self._runtime.cudaMemcpyBatchAsync(*arguments, ctypes.c_void_p(stream))
+            arguments.append(ctypes.byref(ctypes.c_size_t()))  # The index of a refused copy.
+        arguments.append(ctypes.c_void_p(stream))
+        status = self._runtime.cudaMemcpyBatchAsync(*arguments)
         if status:
             self.clear_error()
             self._copies_batches = False
             logger.warning("hybridkv: CUDA refused copies in one call (error %s)", status)
         return bool(status == 0)
 
-    def kernels(
+    def make_kernels(
         self,
         tables: BlockTables,
-        table: torch.Tensor,
+        device_rows: torch.Tensor,
         groups: Sequence[Sequence[torch.Tensor]],
         staging: torch.Tensor,
     ) -> Kernels:
-        """See Device. Kernels of Triton that do not do what torch's do are not used."""
-        plain = TorchKernels(tables.word_bytes, groups)
+        """Return kernels of Triton, or those of torch where Triton's fail or copy other bytes."""
+        reference = TorchKernels(tables.word_bytes, groups)
         try:
             kernels = TritonKernels(tables.word_bytes, self._device)
-            if agree(kernels, plain, tables, table, staging):
+            if kernels_agree(kernels, reference, tables, device_rows, staging):
                 return kernels
             logger.warning("hybridkv: Triton copies other bytes than torch, which is used instead")
         except Exception as error:  # noqa: BLE001  # the message has it
             text = "hybridkv: Triton does not run here; torch copies instead, and slower: %s"
             logger.warning(text, error)
-        return plain
+        return reference
 
     def launch(self, work: Callable[[], None], stream: Stream) -> None:
-        """See Device."""
         with translated(), torch.cuda.stream(self._streams[stream]):
             work()
 
     def register(self, address: int, size: int) -> bool:
-        """See Device."""
         call = self._runtime.cudaHostRegister
         return bool(call(ctypes.c_void_p(address), ctypes.c_size_t(size), 0) == 0)
 
     def unregister(self, address: int) -> None:
-        """See Device."""
         self._run("cudaHostUnregister", ctypes.c_void_p(address))
 
     def clear_error(self) -> None:
-        """See Device."""
         self._runtime.cudaGetLastError()
 
-    def call(self, work: Callable[[], bytes]) -> HashResult:
-        """See Device."""
+    def submit(self, work: Callable[[], bytes]) -> HashResult:
         return HashResult(self._hashing.submit(work))
 
-    def start(self, name: str, lane: Lane) -> None:
-        """See Device."""
+    def start_lane(self, name: str, lane: Lane) -> None:
         threading.Thread(target=drive, args=(lane,), name=name, daemon=True).start()
 
     def enter_thread(self) -> None:
-        """See Device."""
         with translated():
             torch.cuda.set_device(self._device)
 
     def wait(self, waitable: Waitable) -> None:
-        """See Device."""
-        while not waitable.ready():
+        while not waitable.is_over():
             waitable.wait()
 
     def _run(self, name: str, *arguments: Any) -> None:
@@ -243,7 +235,7 @@ def drive(lane: Lane) -> None:
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """What torch and Triton raise, as a DeviceError."""
+    """Raise what torch and Triton raise as a DeviceError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -252,8 +244,8 @@ def translated() -> Iterator[None]:
         raise DeviceError(str(error)) from error
 
 
-def _runtime() -> Any:
-    """The CUDA runtime that torch has loaded; another copy would have errors of its own."""
+def load_runtime() -> Any:
+    """Return the CUDA runtime that torch has loaded. Another copy would have errors of its own."""
     path = runtime_path(Path("/proc/self/maps").read_text())
     if path is None:
         raise DeviceError("torch has loaded no CUDA runtime")
@@ -261,9 +253,10 @@ def _runtime() -> Any:
 
 
 def runtime_path(maps: str) -> str | None:
-    """The library of `/proc/self/maps` that is torch's CUDA runtime; None if there is none.
+    """Return the library of `/proc/self/maps` that is torch's CUDA runtime, or None.
 
-    torchvision brings a copy of its own, whose name has a hash: `libcudart.faf08d9a.so.13`.
+    Torch's is `libcudart.so.13`. torchvision brings a copy of its own, whose name has a hash:
+    `libcudart.faf08d9a.so.13`.
     """
     paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines()}
     found = sorted(path for path in paths if Path(path).name.startswith("libcudart"))
@@ -271,44 +264,114 @@ def runtime_path(maps: str) -> str | None:
     return next(plain, found[0] if found else None)
 
 
-def agree(
+def kernels_agree(
     kernels: Kernels,
-    plain: Kernels,
+    reference: Kernels,
     tables: BlockTables,
-    table: torch.Tensor,
+    device_rows: torch.Tensor,
     staging: torch.Tensor,
 ) -> bool:
-    """Compile the kernels and try them; whether they do what torch's do, and hash as xxhash.
+    """Compile the kernels and try them. Returns True if they copy and hash the right bytes.
 
-    Nothing is cached yet. The first blocks of each group and the last ones get random bytes, and
-    then what they had. `staging` is the store ring, which holds the largest object and is not in
-    use yet.
+    Copies are compared with those of `reference`, and digests with xxhash. Nothing is cached yet.
+    The first blocks of each group and the last ones get random bytes, and then what they had.
+    `staging` is the store ring, which holds the largest object and is not in use yet.
     """
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for index, group in enumerate(tables.groups):
         room = min(len(staging), TRIED_BYTES_MAX) // group.block_bytes
         count = max(1, min(TRIED_BLOCKS, group.blocks, room))
-        part = staging[: count * group.block_bytes]
-        move = partial(_move_blocks, tables, table, index, part)
-        last = range(group.blocks - count // 2, group.blocks)
-        blocks = [*range(count - count // 2), *last]
-        shuffled = blocks[1::2] + blocks[::2]
-        earlier = move(plain, blocks)
-        content, other = torch.randint(256, (2, len(part)), dtype=torch.uint8, generator=draw)
-        outcomes: list[torch.Tensor] = []
-        try:
-            for tried in (plain, kernels):
-                move(plain, blocks, content)
-                outcomes.append(move(tried, shuffled[:-1] or shuffled))
-                move(tried, shuffled[::2], other)
-                outcomes.append(move(plain, blocks))
-        finally:
-            move(plain, blocks, earlier)
-        if not all(map(torch.equal, outcomes[:2], outcomes[2:])):
+        trial = _GroupTrial(tables, device_rows, index, staging[: count * group.block_bytes])
+        if not _copies_agree(kernels, reference, trial, generator):
             return False
-    # Of the same part twice, the second time without its last piece, into the host's memory.
+    return _digests_agree(kernels, staging, generator)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupTrial:
+    """Copies of blocks of one group, from and to a part in the staging."""
+
+    tables: BlockTables
+    device_rows: torch.Tensor
+    group_index: int
+    part: torch.Tensor
+
+    def gather(self, kernels: Kernels, blocks: Sequence[int]) -> torch.Tensor:
+        """Gather the blocks into the part. Returns its bytes."""
+        return self._copy(kernels, blocks, None)
+
+    def scatter(self, kernels: Kernels, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """Scatter `content`, which the part gets before, into the blocks."""
+        self._copy(kernels, blocks, content)
+
+    def _copy(
+        self, kernels: Kernels, blocks: Sequence[int], content: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Scatter the content, or gather where there is none. The blocks are those of two ops."""
+        part, group = self.part, self.tables.groups[self.group_index]
+        ops = [
+            CopyOp(
+                slot=SlotRef(0, 0),
+                group_index=self.group_index,
+                chunk=0,
+                count=len(own),
+                first=0,
+                blocks=tuple(own),
+            )
+            for own in (blocks[:1], blocks[1:])
+            if own
+        ]
+        part_offsets = [0, group.block_bytes][: len(ops)]
+        words = encode(self.tables, ops, part_offsets, part.data_ptr())
+        descriptors = torch.tensor(words, dtype=torch.int64).to(part.device).view(torch.uint8)
+        if content is None:
+            part.zero_()
+        else:
+            part.copy_(content)
+        launch = KernelLaunch(
+            ops=ops,
+            part_offsets=part_offsets,
+            staging=part,
+            rows_address=self.device_rows.data_ptr(),
+            descriptors=descriptors,
+            rows_max=group.rows,
+            run_words_max=group.run_words,
+        )
+        kernels.copy_blocks(launch, is_gather=content is None)
+        return part.to("cpu", copy=True)
+
+
+def _copies_agree(
+    kernels: Kernels, reference: Kernels, trial: _GroupTrial, generator: torch.Generator
+) -> bool:
+    """Return True if gathers and scatters of the kernels do what those of `reference` do."""
+    group = trial.tables.groups[trial.group_index]
+    count = len(trial.part) // group.block_bytes
+    last = range(group.blocks - count // 2, group.blocks)
+    blocks = [*range(count - count // 2), *last]
+    shuffled = blocks[1::2] + blocks[::2]
+    earlier = trial.gather(reference, blocks)
+    size = 2, len(trial.part)
+    content, new_content = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+    outcomes: list[torch.Tensor] = []
+    try:
+        for tried in (reference, kernels):
+            trial.scatter(reference, blocks, content)
+            outcomes.append(trial.gather(tried, shuffled[:-1] or shuffled))
+            trial.scatter(tried, shuffled[::2], new_content)
+            outcomes.append(trial.gather(reference, blocks))
+    finally:
+        trial.scatter(reference, blocks, earlier)
+    return all(map(torch.equal, outcomes[:2], outcomes[2:]))
+
+
+def _digests_agree(kernels: Kernels, staging: torch.Tensor, generator: torch.Generator) -> bool:
+    """Return True if the kernels hash pieces as xxhash does, into the host's memory.
+
+    They hash the same part twice, the second time without its last piece.
+    """
     pieces = min(TRIED_PIECES, len(staging) // PIECE_BYTES)
-    data = torch.randint(256, (pieces, PIECE_BYTES), dtype=torch.uint8, generator=draw)
+    data = torch.randint(256, (pieces, PIECE_BYTES), dtype=torch.uint8, generator=generator)
     staging[: pieces * PIECE_BYTES].copy_(data.flatten())
     entries = torch.zeros(2, ENTRY, dtype=torch.int64)
     entries[:, 0], entries[:, -1] = staging.data_ptr(), torch.tensor([pieces, pieces - 1])
@@ -320,33 +383,3 @@ def agree(
         staging[:1].cpu()  # It waits for the device.
         expected += [*expected[:-1], bytes(8)]
     return bool(digests.numpy().tobytes() == b"".join(expected))
-
-
-def _move_blocks(
-    tables: BlockTables,
-    table: torch.Tensor,
-    index: int,
-    part: torch.Tensor,
-    kernels: Kernels,
-    blocks: Sequence[int],
-    content: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Scatter `content` out of `part`, or gather into it; what it has then. The ops are two."""
-    group = tables.groups[index]
-    ops = [
-        CopyOp(SlotRef(0, 0), index, 0, len(some), 0, tuple(some))
-        for some in (blocks[:1], blocks[1:])
-        if some
-    ]
-    places = [0, group.block_bytes][: len(ops)]
-    words = encode(tables, ops, places, part.data_ptr())
-    descriptors = torch.tensor(words, dtype=torch.int64).to(part.device).view(torch.uint8)
-    if content is None:
-        part.zero_()
-    else:
-        part.copy_(content)
-    kernels.move(
-        Move(ops, places, part, table.data_ptr(), descriptors, group.rows, group.run_words),
-        is_gather=content is None,
-    )
-    return part.to("cpu", copy=True)

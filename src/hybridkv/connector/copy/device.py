@@ -15,7 +15,7 @@ from typing import Generic, NewType, Protocol, TypeVar
 
 import torch
 
-from hybridkv.connector.copy.tables import BlockTables, Move
+from hybridkv.connector.copy.tables import BlockTables, KernelLaunch
 from hybridkv.core.errors import HybridKVError
 
 Stream = NewType("Stream", int)
@@ -27,52 +27,55 @@ class DeviceError(HybridKVError):
 
 
 class DeviceMemoryError(DeviceError):
-    """There is no such amount of memory."""
+    """The device has less free memory than an allocation asks for."""
 
 
 class Waitable(Protocol):
     """Something that a lane waits for."""
 
-    def ready(self) -> bool:
-        """Whether the wait is over; raises DeviceError where it ended in an error."""
+    def is_over(self) -> bool:
+        """Return True once the wait is over. Raises DeviceError where it ended in an error."""
 
     def wait(self) -> None:
-        """Block until `ready` says True or raises. It raises nothing itself."""
+        """Block until `is_over` returns True or raises. This method itself raises nothing."""
 
 
 Lane = Generator[Waitable, None, None]
 
 
-class Pieces:
-    """Copies that one call queues, in any order: addresses and bytes."""
+class CopyList:
+    """Memory copies that one call queues, in any order: addresses and bytes."""
 
     def __init__(self) -> None:
         self.targets, self.sources, self.sizes = array("Q"), array("Q"), array("Q")
 
     def add(self, target: int, source: int, size: int) -> None:
-        """One more."""
+        """Add a copy of `size` bytes from the address `source` to the address `target`."""
         self.targets.append(target)
         self.sources.append(source)
         self.sizes.append(size)
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """Iterate over (target, source, size)."""
         return zip(self.targets, self.sources, self.sizes, strict=True)
 
 
 class Kernels(Protocol):
-    """The work that is done on the device by programs instead of by copies."""
+    """The programs that run on the device, where plain copies would not do."""
 
-    digests: bool
-    """Whether `digest` can be called."""
+    can_digest: bool
+    """True if `digest` can be called."""
 
-    def move(self, move: Move, is_gather: bool) -> None:
-        """Copy blocks into the staging, or from there into the blocks."""
+    def copy_blocks(self, launch: KernelLaunch, is_gather: bool) -> None:
+        """Copy blocks into the staging (a gather), or from there into the blocks (a scatter)."""
 
-    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
-        """Write the digests (shm.slots) of all whole pieces of some parts to the address `out`.
+    def digest(
+        self, entries_address: int, objects: int, pieces_max: int, digests_address: int
+    ) -> None:
+        """Write the digests (shm.slots) of all whole pieces of some parts to `digests_address`.
 
-        `entries` is the address of the parts' entries (tables). Each part has room for the
-        digests of `pieces`, which no part has more of.
+        The parts' entries (tables) are at `entries_address`. No part has more than `pieces_max`
+        whole pieces, and each has room for as many digests.
         """
 
 
@@ -84,43 +87,43 @@ class Device(Protocol):
     """
 
     def free_bytes(self) -> int:
-        """Device memory that nobody has allocated."""
+        """Return the bytes of device memory that nobody has allocated."""
 
     def allocate(self, size: int, pinned: bool = False) -> torch.Tensor:
-        """Bytes on the device, or pinned bytes on the host. Raises DeviceMemoryError."""
+        """Allocate bytes on the device, or pinned bytes on the host. Raises DeviceMemoryError."""
 
     def current_stream(self) -> Stream:
-        """The stream of the engine's thread."""
+        """Return the stream of the engine's thread."""
 
     def new_stream(self, *, is_urgent: bool = False) -> Stream:
-        """A stream of the engine's priority, or of the highest one.
+        """Create a stream of the engine's priority, or of the highest one.
 
-        Kernels that wait for nothing else do not wait for the engine's either where they are
-        urgent. Copies need no such thing, because they run beside kernels.
+        The kernels of an urgent stream do not wait for kernels that the engine has queued. Copies
+        need no such priority, because they run beside kernels.
         """
 
     def record(self, stream: Stream) -> Waitable:
-        """An event that is over when the work is done which the stream has by now."""
+        """Return an event that is over when all work is done that the stream has by now."""
 
     def wait_event(self, stream: Stream, event: Waitable) -> None:
-        """Work that the stream gets from now on waits for the event; nothing waits on the host."""
+        """Let work that the stream gets from now on wait for the event. The host does not wait."""
 
     def copy(self, to: int, source: int, size: int, stream: Stream) -> None:
         """Queue a copy. The caller waits for it where the memory of the host is not pinned."""
 
-    def copy_all(self, pieces: Pieces, stream: Stream) -> None:
+    def copy_all(self, copies: CopyList, stream: Stream) -> None:
         """Queue copies of which none depends on another. `stream` is one of `new_stream`."""
 
-    def kernels(
+    def make_kernels(
         self,
         tables: BlockTables,
-        table: torch.Tensor,
+        device_rows: torch.Tensor,
         groups: Sequence[Sequence[torch.Tensor]],
         staging: torch.Tensor,
     ) -> Kernels:
-        """Kernels for these physical views, compiled and tried with `staging`, which is not in use.
+        """Compile kernels for these physical views and try them with `staging`, not yet in use.
 
-        `table` has the rows of `tables` on the device.
+        `device_rows` has the rows of `tables` on the device.
         """
 
     def launch(self, work: Callable[[], None], stream: Stream) -> None:
@@ -133,12 +136,12 @@ class Device(Protocol):
         """Unpin what was registered at this address."""
 
     def clear_error(self) -> None:
-        """Forget the error of a call that was refused; the thread's next launch would raise it."""
+        """Forget the error of a refused call. The thread's next launch would raise it."""
 
-    def call(self, work: Callable[[], bytes]) -> "Result":
+    def submit(self, work: Callable[[], bytes]) -> "Result":
         """Run `work` on a thread for hashing."""
 
-    def start(self, name: str, lane: Lane) -> None:
+    def start_lane(self, name: str, lane: Lane) -> None:
         """Run a lane in a thread of its own."""
 
     def enter_thread(self) -> None:
@@ -149,40 +152,38 @@ class Device(Protocol):
 
 
 class Result(Waitable, Protocol):
-    """What `Device.call` will have computed."""
+    """The bytes that the work of `Device.submit` returns, once that is over."""
 
     def result(self) -> bytes:
-        """The value, once it is ready; raises what the work raised."""
+        """Return the bytes, or raise what the work raised. Called once the wait is over."""
 
 
-class Jobs(Generic[Item]):
-    """A queue from the engine's thread to a lane."""
+class JobQueue(Generic[Item]):
+    """A queue from the engine's thread to a lane, which waits for it as for any Waitable."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
         self._filled = Condition()
 
     def put(self, *items: Item) -> None:
-        """Add to the end."""
+        """Add the items to the end, and wake the lane."""
         with self._filled:
             self._items.extend(items)
             self._filled.notify()
 
     def take(self) -> Item | None:
-        """The first one; None if there is none."""
+        """Remove the first item and return it. Returns None if the queue is empty."""
         return self._items.popleft() if self._items else None
 
-    def ready(self) -> bool:
-        """See Waitable."""
+    def is_over(self) -> bool:
         return bool(self._items)
 
     def wait(self) -> None:
-        """See Waitable."""
         with self._filled:
-            self._filled.wait_for(self.ready)
+            self._filled.wait_for(self.is_over)
 
 
-def over(waitable: Waitable) -> Lane:
-    """Wait in a lane; raises DeviceError where the wait ends in an error."""
-    while not waitable.ready():
+def wait_in_lane(waitable: Waitable) -> Lane:
+    """Wait in a lane: `yield from wait_in_lane(event)`. Raises DeviceError as `is_over` does."""
+    while not waitable.is_over():
         yield waitable

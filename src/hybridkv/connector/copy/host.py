@@ -32,17 +32,24 @@ class _HostLayer(NamedTuple):
     storage: int  # The address of the allocation.
     stride_bytes: int
     block_bytes: int
-    runs: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[int, int], ...]  # Byte offset and bytes of each (vllm.blocks.block_runs).
 
 
-class _Move(NamedTuple):
-    """One piece of a stored block, of at most BATCH_BYTES."""
+class _PieceMove(NamedTuple):
+    """The memmove of one piece of a stored block, of at most BATCH_BYTES."""
 
     offset: int  # In the band's bytes of the slot.
     number: int  # Of the stored block.
     address: int  # Of the piece in the engine's block 0.
     stride_bytes: int
     size_bytes: int
+
+
+class _MoveBatch(NamedTuple):
+    """Moves of about BATCH_BYTES, in the slot's order."""
+
+    moves: list[_PieceMove]
+    end: int  # Where they end in the band's bytes of the slot.
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +64,33 @@ class _Band:
     layers: list[_HostLayer]
     layer_bytes: int  # Bytes of one block in all layers.
     words: Words | None  # The blocks: [layer, block, word].
-    _batches: dict[int, list[tuple[list[_Move], int]]] = field(default_factory=dict)
+    _batches: dict[int, list[_MoveBatch]] = field(default_factory=dict)  # By `count`.
 
     def rows(self, count: int) -> int:
-        """How many layers of `count` stored blocks are a batch."""
+        """Return how many layers of `count` stored blocks make a batch."""
         return BATCH_BYTES * len(self.layers) // (count * self.layer_bytes)
 
-    def batches(self, count: int) -> list[tuple[list[_Move], int]]:
-        """The moves of `count` stored blocks in the slot's order, about BATCH_BYTES at a time.
-
-        With each batch stands where it ends in the band's bytes of the slot.
-        """
+    def batches(self, count: int) -> list[_MoveBatch]:
+        """Return the moves of `count` stored blocks in the slot's order."""
         if count not in self._batches:
-            made: list[tuple[list[_Move], int]] = []
-            batch: list[_Move] = []
+            batches: list[_MoveBatch] = []
+            moves: list[_PieceMove] = []
             start = 0
             for move in _moves(self.layers, count):
-                batch.append(move)
+                moves.append(move)
                 end = move.offset + move.size_bytes
                 if end - start >= BATCH_BYTES or end == count * self.layer_bytes:
-                    made.append((batch, end))
-                    batch, start = [], end
-            self._batches[count] = made
+                    batches.append(_MoveBatch(moves, end))
+                    moves, start = [], end
+            self._batches[count] = batches
         return self._batches[count]
 
 
 class HostCopier:
-    """See Copier. Copies happen in the step; two threads copy, because memmove and torch release
-    the GIL."""
+    """The Copier of engines on a processor. Copies happen in the step.
+
+    Two threads copy, because memmove and torch release the GIL.
+    """
 
     def __init__(
         self, arena: Arena, groups: Sequence[Sequence[torch.Tensor]], part: PartLayout
@@ -117,15 +123,17 @@ class HostCopier:
     def _each(
         self, work: Callable[[CopyOp], None], ops: Sequence[CopyOp]
     ) -> list[Exception | None]:
-        """Run `work` on every op, on two threads if that is faster; the error of each, or None."""
+        """Run `work` on every op, on two threads if that is faster.
 
+        Returns the error of each op, or None.
+        """
         errors: list[Exception | None] = [None] * len(ops)
-        left = iter(enumerate(ops))  # Both threads take from it: neither waits for a slow one.
+        remaining = iter(enumerate(ops))  # Both threads take from it: neither waits for a slow one.
 
         def run() -> None:
             # The engine's tensors may be of inference mode, which is set thread by thread.
             with torch.inference_mode():
-                for number, op in left:
+                for number, op in remaining:
                     try:
                         work(op)
                     except Exception as error:  # noqa: BLE001  # the caller raises it
@@ -133,10 +141,10 @@ class HostCopier:
 
         total = sum(len(op.blocks) * self._block_bytes[op.group_index] for op in ops)
         is_shared = total >= PARALLEL_BYTES_MIN and len(ops) > 1
-        other = self._pool.submit(run) if is_shared else None
+        second_run = self._pool.submit(run) if is_shared else None
         run()
-        if other is not None and not other.cancel():
-            other.result()
+        if second_run is not None and not second_run.cancel():
+            second_run.result()
         return errors
 
     def _store_one(self, op: CopyOp) -> None:
@@ -148,24 +156,27 @@ class HostCopier:
             self._compare(op, part_bytes)
 
     def _load_one(self, op: CopyOp) -> None:
-        """Copy and prove at once: if the proof fails the load fails, and no block of it is read."""
+        """Copy and prove at once. The engine does not read the blocks of a load that fails."""
         part_bytes = op.count * self._block_bytes[op.group_index]
-        self._part.recheck(self._arena, op)
+        self._part.check_generation(self._arena, op)
         digests = self._copy(op, part_bytes, into_slot=False)
         if len(op.blocks) < op.count:
-            self._part.prove(self._arena, op, part_bytes)
+            self._part.check_part(self._arena, op, part_bytes)
         if digests is not None:
             self._part.check_signature(self._arena, op, digests)
-        self._part.recheck(self._arena, op)
+        self._part.check_generation(self._arena, op)
         if self._part.checksum == "paranoid":
             self._compare(op, part_bytes)
 
     def _copy(self, op: CopyOp, part_bytes: int, into_slot: bool) -> bytes | None:
-        """Copy; the part's digests if the whole part was copied and checksums are on, else None."""
-        most = self._num_blocks[op.group_index]
-        if min(op.blocks) < 0 or max(op.blocks) >= most:
-            raise HybridKVError(f"a block id is outside the engine's {most} blocks")
-        start = self._part.payload(op, part_bytes)
+        """Copy, and return the part's digests.
+
+        They are None where only some blocks of the part are copied, and without checksums.
+        """
+        num_blocks = self._num_blocks[op.group_index]
+        if min(op.blocks) < 0 or max(op.blocks) >= num_blocks:
+            raise HybridKVError(f"a block id is outside the engine's {num_blocks} blocks")
+        start = self._part.part_offset(op, part_bytes)
         steps = self._steps(op, start, into_slot)
         if self._part.checksum == "off" or len(op.blocks) < op.count:
             for _ in steps:
@@ -183,17 +194,17 @@ class HostCopier:
         return pack_u64(digests)
 
     def _steps(self, op: CopyOp, at: int, into_slot: bool) -> Iterator[int]:
-        """Copy the part, which is at this offset of the arena, in batches of about BATCH_BYTES.
+        """Copy the part, which is at the offset `at` of the arena, in batches.
 
-        Yields the offset up to which the part was copied, after each batch.
+        Yields, after each batch of about BATCH_BYTES, the offset in the arena that was reached.
         """
         base, memmove, blocks, first = self._arena.address, ctypes.memmove, op.blocks, op.first
         for band in self._groups[op.group_index]:
             if band.words is not None and at % WORD_BYTES == 0 and band.rows(op.count) > 1:
                 yield from self._band_steps(op, band, band.words, at, into_slot)
             else:
-                for batch, end in band.batches(op.count):
-                    for offset, number, address, stride_bytes, size in batch:
+                for moves, end in band.batches(op.count):
+                    for offset, number, address, stride_bytes, size in moves:
                         if number >= first:
                             slot = base + at + offset
                             block = address + blocks[number - first] * stride_bytes
@@ -207,7 +218,7 @@ class HostCopier:
     def _band_steps(
         self, op: CopyOp, band: _Band, words: Words, at: int, into_slot: bool
     ) -> Iterator[int]:
-        """As `_steps`, some layers at a time."""
+        """Do as `_steps` for one band with `words`, several layers at a time."""
         layers, _, width = words.shape
         row_words, rows = op.count * width, band.rows(op.count)
         for row in range(0, layers, rows):
@@ -222,37 +233,39 @@ class HostCopier:
             yield end * WORD_BYTES
 
     def _compare(self, op: CopyOp, part_bytes: int) -> None:
-        at = self._arena.address + self._part.payload(op, part_bytes)
+        """Raise BadSlotError where the slot and the blocks have not the same bytes."""
+        at = self._arena.address + self._part.part_offset(op, part_bytes)
         for band in self._groups[op.group_index]:
-            for move in chain.from_iterable(batch for batch, _ in band.batches(op.count)):
+            for move in chain.from_iterable(batch.moves for batch in band.batches(op.count)):
                 if move.number >= op.first:
                     block = op.blocks[move.number - op.first]
-                    there = move.address + block * move.stride_bytes
-                    ours = ctypes.string_at(at + move.offset, move.size_bytes)
-                    if ours != ctypes.string_at(there, move.size_bytes):
+                    block_address = move.address + block * move.stride_bytes
+                    in_slot = ctypes.string_at(at + move.offset, move.size_bytes)
+                    if in_slot != ctypes.string_at(block_address, move.size_bytes):
                         raise BadSlotError(op, "the engine's blocks are not what was copied")
             at += op.count * band.layer_bytes
 
 
 def _bands(views: Sequence[torch.Tensor]) -> list[_Band]:
-    """The layers of a group, joined where their blocks are equally spaced."""
+    """Return the layers of a group, joined where their blocks are equally spaced."""
     joined: list[list[_HostLayer]] = []
     for view in views:
         layer = _HostLayer(
-            view.data_ptr(),
-            view.untyped_storage().data_ptr(),
-            view.stride(0) * view.element_size(),
-            block_bytes(view),
-            tuple(block_runs(view)),
+            address=view.data_ptr(),
+            storage=view.untyped_storage().data_ptr(),
+            stride_bytes=view.stride(0) * view.element_size(),
+            block_bytes=block_bytes(view),
+            runs=tuple(block_runs(view)),
         )
         if joined and _continues(joined[-1], layer):
             joined[-1].append(layer)
         else:
             joined.append([layer])
     bands: list[_Band] = []
-    at, blocks = 0, min(map(len, views))
-    for is_alone, some in groupby(joined, lambda layers: len(layers) == 1):
-        for layers in [list(chain.from_iterable(some))] if is_alone else some:
+    next_layer, blocks = 0, min(map(len, views))
+    for is_alone, neighbours in groupby(joined, lambda layers: len(layers) == 1):
+        # Layers that are joined with no other make one band, which is copied run by run.
+        for layers in [list(chain.from_iterable(neighbours))] if is_alone else neighbours:
             words: Words | None = None
             if not is_alone:
                 first = layers[0]
@@ -260,20 +273,22 @@ def _bands(views: Sequence[torch.Tensor]) -> list[_Band]:
                 step, start = layers[1].address - first.address, first.address - first.storage
                 strides = step // WORD_BYTES, first.stride_bytes // WORD_BYTES, 1
                 memory = torch.empty(0, dtype=torch.int64)
-                memory.set_(views[at].untyped_storage(), start // WORD_BYTES, shape, strides)
+                memory.set_(
+                    views[next_layer].untyped_storage(), start // WORD_BYTES, shape, strides
+                )
                 words = memory.numpy()
             bands.append(_Band(layers, sum(layer.block_bytes for layer in layers), words))
-            at += len(layers)
+            next_layer += len(layers)
     return bands
 
 
 def _continues(layers: Sequence[_HostLayer], layer: _HostLayer) -> bool:
-    """Whether a band of these layers can go on with `layer`."""
+    """Return True if `layer` is spaced as these layers are, so that it can be in their band."""
     first = layers[0]
     step = layer.address - layers[-1].address
     numbers = first.address - first.storage, step, first.stride_bytes, first.block_bytes
     return (
-        layer[1:] == first[1:]
+        layer._replace(address=first.address) == first
         and len(first.runs) == 1
         and step > 0
         and step * (len(layers) - 1) == layers[-1].address - first.address
@@ -281,13 +296,14 @@ def _continues(layers: Sequence[_HostLayer], layer: _HostLayer) -> bool:
     )
 
 
-def _moves(layers: Sequence[_HostLayer], count: int) -> Iterator[_Move]:
-    """All moves of `count` stored blocks in the slot's order."""
-    at = 0
+def _moves(layers: Sequence[_HostLayer], count: int) -> Iterator[_PieceMove]:
+    """Yield all moves of `count` stored blocks in the slot's order."""
+    offset = 0
     for layer in layers:
         for number in range(count):
             for start, size in layer.runs:
                 for cut in range(0, size, BATCH_BYTES):
-                    piece = min(size - cut, BATCH_BYTES)
-                    yield _Move(at, number, layer.address + start + cut, layer.stride_bytes, piece)
-                    at += piece
+                    size_bytes = min(size - cut, BATCH_BYTES)
+                    address = layer.address + start + cut
+                    yield _PieceMove(offset, number, address, layer.stride_bytes, size_bytes)
+                    offset += size_bytes

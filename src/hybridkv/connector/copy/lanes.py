@@ -1,6 +1,6 @@
 """The threads that store and load, as lanes (device). Neither waits for the other.
 
-Both keep some batches of objects on their way and end them in order. A batch is queued by a few
+Both keep some batches of objects in flight and finish them in order. A batch is queued by a few
 calls, however many objects it has, because a thread may wait for the interpreter after each call.
 An error that is not one object's ends the copier: what is queued fails, once the device does no
 work of it any more.
@@ -13,12 +13,27 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
-from hybridkv.connector.copy.device import DeviceError, Jobs, Lane, Pieces, Waitable, over
+from hybridkv.connector.copy.device import (
+    CopyList,
+    DeviceError,
+    JobQueue,
+    Lane,
+    Waitable,
+    wait_in_lane,
+)
 from hybridkv.connector.copy.part import BadSlotError, load_error
 from hybridkv.connector.copy.ring import Ring
-from hybridkv.connector.copy.staging import Batch, Descriptors, Flight, Shared, Slots, Staging
+from hybridkv.connector.copy.staging import (
+    AttachedArena,
+    Batch,
+    Descriptors,
+    DeviceContext,
+    ObjectTransfer,
+    Staging,
+    Transfer,
+)
 from hybridkv.connector.copy.tables import encoded_bytes
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
@@ -29,245 +44,265 @@ logger = logging.getLogger("vllm.hybridkv")
 HASH_BYTES_MIN = 1 << 20  # The least that a hashing thread is given.
 HASH_SHARES = 4  # Threads that hash one part, where the device does not.
 Job = TypeVar("Job")
-F = TypeVar("F", bound=Flight)
 Turn = Generator[Waitable, None, bool]
+"""One turn of a lane. It returns True where the lane ends with it."""
 Fault = HybridKVError | None
-"""What is wrong with an object."""
+"""The error of one object or of one load. None where it went well."""
 
 
-@dataclass(slots=True)
-class StoreFlight(Flight):
-    """An object whose gather is queued, or was not (`ready` is None)."""
+@dataclass(slots=True, kw_only=True)
+class StoreTransfer(ObjectTransfer):
+    """An object that is being stored."""
 
-    done: Callable[[CopyOp, bool], None] = lambda op, stored: None
-    descriptors: int = 0  # Bytes that are given back with this object.
+    done: Callable[[CopyOp, bool], None]
+    gathered: Waitable | None = None
+    """Over when the ring has the part. None where the gather could not be queued."""
+    descriptor_bytes: int = 0  # Bytes of the descriptors' ring that are released with this object.
 
 
 @dataclass(slots=True)
 class LoadJob:
-    """A request's load."""
+    """The load of one request."""
 
-    slots: Slots
-    ops: deque[CopyOp]  # Those that are not on their way.
-    ready: Waitable  # From then on the blocks may be written.
+    attached: AttachedArena
+    ops: deque[CopyOp]  # Objects that are not in a batch yet.
+    engine_event: Waitable  # When it is over, the blocks may be written.
     done: Callable[[Fault], None]
     errors: list[HybridKVError] = field(default_factory=list)
-    flying: int = 0
+    in_flight: int = 0  # Objects that are in a batch.
 
 
-@dataclass(slots=True)
-class LoadFlight(Flight):
+@dataclass(slots=True, kw_only=True)
+class LoadTransfer(ObjectTransfer):
     """An object that is being loaded."""
 
-    load: LoadJob | None = None
+    load: LoadJob
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Calls `reached` when everything that was queued before it is over; ends the lane if None."""
+    """A job that waits until every job before it is over.
 
-    reached: Callable[[], None] | None
+    The lane calls `on_reached` then, or ends where that is None.
+    """
+
+    on_reached: Callable[[], None] | None
 
 
-class CopyLane(ABC, Generic[Job, F]):
-    """What both lanes have in common."""
+class CopyLane(ABC, Generic[Job, Transfer]):
+    """The part that both lanes share: jobs, batches in flight, and how they end."""
 
-    def __init__(self, shared: Shared, staging: Staging, way: str) -> None:
-        self.jobs: Jobs[Job | Barrier] = Jobs()
+    seconds_counter: ClassVar[str]  # Counts the time in which batches were in flight.
+    bytes_counter: ClassVar[str]  # Counts the bytes of objects that are over.
+
+    def __init__(self, context: DeviceContext, staging: Staging) -> None:
+        self.jobs: JobQueue[Job | Barrier] = JobQueue()
         self.staging = staging
-        self._shared = shared
-        self._way = way  # "store" or "load", in the counters' names.
-        self._job: Job | None = None  # It is not on its way, or not all of it.
-        self._barrier: Barrier | None = None  # It waits for what is flying.
-        self._flying: deque[Batch[F]] = deque()
+        self._context = context
+        self._job: Job | None = None  # The next job, of which some objects are in no batch yet.
+        self._barrier: Barrier | None = None  # The next barrier; batches in flight come before it.
+        self._batches: deque[Batch[Transfer]] = deque()  # Those in flight, the oldest first.
         self._busy_since = 0.0
         self._is_entered = False  # Whether the lane's thread may call the device.
 
     def run(self) -> Lane:
-        """The lane. After any error it goes on, and fails whatever is queued."""
-        self._is_entered = self._shared.enter_thread()
+        """Return the lane. After any error it goes on, and fails whatever is queued."""
+        self._is_entered = self._context.enter_thread()
         turn = self._turn()
         while True:
             try:
                 if (yield from turn):
                     return
                 turn = self._turn()
-            except Exception as error:  # noqa: BLE001  # `_fail` logs it, once
-                turn = self._fail(error)
+            except Exception as error:  # noqa: BLE001  # `_fail_all` logs it, once
+                turn = self._fail_all(error)
 
     def _turn(self) -> Turn:
-        """Begin what can begin, then end one batch, a barrier, or a wait; True ends the lane."""
-        yield from self._begin()
-        if self._flying:
-            yield from self._end_oldest()
-            if not self._flying:
+        """Send the batches that have room, then finish one batch, a barrier, or a wait."""
+        yield from self._send_batches()
+        if self._batches:
+            yield from self._finish_oldest()
+            if not self._batches:
                 seconds = time.perf_counter() - self._busy_since
-                self._shared.count(f"device_{self._way}_seconds", seconds)
+                self._context.count(self.seconds_counter, seconds)
         elif self._barrier is not None:
             barrier, self._barrier = self._barrier, None
-            if barrier.reached is None:
+            if barrier.on_reached is None:
                 return True
-            barrier.reached()
+            barrier.on_reached()
         else:
             assert self._job is None, "an object has no room, and nothing is on its way"
-            yield from over(self.jobs)
+            yield from wait_in_lane(self.jobs)
         return False
 
-    def _begin(self) -> Lane:
-        while len(self._flying) < self._shared.sizes.depth:
-            batch: Batch[F] = Batch()
-            if not self._flying:
+    def _send_batches(self) -> Lane:
+        while len(self._batches) < self._context.sizes.depth:
+            batch: Batch[Transfer] = Batch()
+            if not self._batches:
                 self._busy_since = time.perf_counter()
-            self._flying.append(batch)
+            self._batches.append(batch)
             self._fill(batch)
-            if not batch.flights:
-                self._flying.pop()
+            if not batch.transfers:
+                self._batches.pop()
                 return
-            if self._shared.dead:
-                raise DeviceError(self._shared.dead)
-            self.staging.enter(batch)
+            if self._context.fatal_error:
+                raise DeviceError(self._context.fatal_error)
+            self.staging.assign_indices(batch)
             yield from self._send(batch)
 
-    def _has_job(self) -> bool:
-        """Whether there is a job before the next barrier."""
+    def _current_job(self) -> Job | None:
+        """Return the job that is not wholly in batches, or the next one. None before a barrier."""
         if self._job is None and self._barrier is None:
             job = self.jobs.take()
             if isinstance(job, Barrier):
                 self._barrier = job
             else:
                 self._job = job
-        return self._job is not None
+        return self._job
 
-    def _end_oldest(self) -> Lane:
-        batch = self._flying[0]
-        yield from self.staging.settle(batch)
-        while batch.flights:
-            flight = batch.flights[0]
+    def _finish_oldest(self) -> Lane:
+        batch = self._batches[0]
+        yield from self.staging.complete(batch)
+        while batch.transfers:
+            transfer = batch.transfers[0]
             is_equal, digests = True, None
             if batch.checksum == "paranoid":
-                is_equal = yield from self.staging.matches(flight)
+                is_equal = yield from self.staging.is_in_slot(transfer)
             if batch.checksum != "off":
                 # After the copy: a slot that is damaged before its bytes are read stays damaged.
-                digests = yield from self._digests(batch, flight)
-            error = self._prove(flight, digests, is_equal)
-            self._end(batch.flights.popleft(), error)
-        self._flying.popleft()
+                digests = yield from self._digests(batch, transfer)
+            error = self._prove(transfer, digests, is_equal)
+            self._finish_object(batch.transfers.popleft(), error)
+        self._batches.popleft()
 
-    def _digests(self, batch: Batch[F], flight: F) -> Generator[Waitable, None, bytes]:
-        """Return the digests of a part: the device's, or those that threads make."""
-        if self._shared.digests_on_device:
-            return self.staging.digests(batch, flight)
-        size = max(HASH_BYTES_MIN, flight.size // HASH_SHARES) // PIECE_BYTES * PIECE_BYTES
-        memory = flight.memory
-        shares = [memory[at : at + size] for at in range(0, flight.size, size)]
-        call = self._shared.device.call
-        results = [call(partial(piece_digests, share)) for share in shares]
+    def _digests(
+        self, batch: Batch[Transfer], transfer: Transfer
+    ) -> Generator[Waitable, None, bytes]:
+        """Return the digests of a part: the device's, or those that threads compute."""
+        if self._context.digests_on_device:
+            return self.staging.read_digests(batch, transfer)
+        part_bytes = transfer.part_bytes
+        size = max(HASH_BYTES_MIN, part_bytes // HASH_SHARES) // PIECE_BYTES * PIECE_BYTES
+        memory = transfer.memory
+        shares = [memory[start : start + size] for start in range(0, part_bytes, size)]
+        submit = self._context.device.submit
+        results = [submit(partial(piece_digests, share)) for share in shares]
         for result in results:
-            yield from over(result)
+            yield from wait_in_lane(result)
         return b"".join(result.result() for result in results)
 
-    def _fail(self, error: Exception) -> Turn:
-        """End the copier, wait until the device does no work of ours, then fail what is flying."""
-        self._shared.die(error)
+    def _fail_all(self, error: Exception) -> Turn:
+        """End the copier, wait until the device does no work of ours, then fail all batches."""
+        self._context.end(error)
         try:
             if self._is_entered:
                 yield from self.staging.drain()
-        except Exception:  # `die` logged what came first
+        except Exception:  # `end` logged what came first
             # A device that has failed for good runs nothing any more.
             logger.debug("hybridkv: the device does not answer", exc_info=True)
-        self._give_up()
-        while self._flying:
-            flights = self._flying[0].flights
-            while flights:
-                self._end(flights.popleft(), DeviceError(self._shared.dead))
-            self._flying.popleft()
+        self._fail_job()
+        while self._batches:
+            transfers = self._batches[0].transfers
+            while transfers:
+                self._finish_object(transfers.popleft(), DeviceError(self._context.fatal_error))
+            self._batches.popleft()
         return False
 
-    def _end(self, flight: F, error: Fault) -> None:
-        """An object is over; an error of whoever is told ends the copier."""
-        self.staging.ring.give_back(flight.size)
-        self._shared.count(f"device_{self._way}_bytes", flight.size)
-        self._tell(flight, error)
+    def _finish_object(self, transfer: Transfer, error: Fault) -> None:
+        """Release an object's staging and report its end. What that raises ends the copier."""
+        self.staging.ring.release(transfer.part_bytes)
+        self._context.count(self.bytes_counter, transfer.part_bytes)
+        self._report(transfer, error)
 
     @abstractmethod
-    def _fill(self, batch: Batch[F]) -> None:
-        """Take objects into the batch as far as there are any, and room."""
+    def _fill(self, batch: Batch[Transfer]) -> None:
+        """Take objects into the batch, as long as there are any and they have room."""
 
     @abstractmethod
-    def _send(self, batch: Batch[F]) -> Lane:
-        """Queue all work of a batch."""
+    def _send(self, batch: Batch[Transfer]) -> Lane:
+        """Queue all work of a batch on the device."""
 
     @abstractmethod
-    def _prove(self, flight: F, digests: bytes | None, is_equal: bool) -> Fault:
-        """Sign what was stored, or prove what was loaded."""
+    def _prove(self, transfer: Transfer, digests: bytes | None, is_equal: bool) -> Fault:
+        """Sign what was stored, or prove what was loaded. Returns what is wrong with it.
+
+        `digests` is None without checksums. `is_equal` is False where a comparison found the slot
+        or the blocks to have other bytes.
+        """
 
     @abstractmethod
-    def _tell(self, flight: F, error: Fault) -> None: ...
+    def _report(self, transfer: Transfer, error: Fault) -> None:
+        """Tell whoever asked for the object that it is over."""
 
-    def _give_up(self) -> None:
-        """End the job of which something is not on its way, where that may fail again."""
+    def _fail_job(self) -> None:
+        """Fail the job of which objects are in no batch yet, where it would only fail again."""
 
 
-class StoreLane(CopyLane[StoreFlight, StoreFlight]):
+class StoreLane(CopyLane[StoreTransfer, StoreTransfer]):
     """Copies parts from the ring to their slots and signs them."""
 
-    def __init__(self, shared: Shared, staging: Staging, descriptors: Ring) -> None:
-        super().__init__(shared, staging, "store")
-        self._descriptors = descriptors
+    seconds_counter = "device_store_seconds"
+    bytes_counter = "device_store_bytes"
 
-    def _fill(self, batch: Batch[StoreFlight]) -> None:
-        """All of a batch is of one gather, whose entries are one after another."""
-        while self._has_job():
-            flight = self._job
-            assert flight is not None
-            is_other = batch.flights and flight.ready is not batch.flights[0].ready
-            if is_other or not self.staging.takes(batch, flight.size):
+    def __init__(self, context: DeviceContext, staging: Staging, descriptor_ring: Ring) -> None:
+        super().__init__(context, staging)
+        self._descriptor_ring = descriptor_ring
+
+    def _fill(self, batch: Batch[StoreTransfer]) -> None:
+        """Take objects of one gather alone, because the entries of a batch follow each other."""
+        while (transfer := self._current_job()) is not None:
+            first = batch.transfers[0] if batch.transfers else transfer
+            is_of_next_gather = transfer.gathered is not first.gathered
+            if is_of_next_gather or not self.staging.fits(batch, transfer.part_bytes):
                 return
-            batch.flights.append(flight)
+            batch.transfers.append(transfer)
             self._job = None
 
-    def _send(self, batch: Batch[StoreFlight]) -> Lane:
-        device, staging, first = self._shared.device, self.staging, batch.flights[0]
-        if first.ready is None:
+    def _send(self, batch: Batch[StoreTransfer]) -> Lane:
+        device, staging = self._context.device, self.staging
+        gathered = batch.transfers[0].gathered
+        if gathered is None:
             raise DeviceError("a gather was not launched")
-        device.wait_event(staging.copies, first.ready)
-        yield from staging.copy(batch, Pieces(), into_slot=True)
-        if self._shared.digests_on_device and batch.checksum != "off":
-            device.wait_event(staging.programs, first.ready)
-            staging.digest(batch)
-            batch.events.append(device.record(staging.programs))
+        device.wait_event(staging.copy_stream, gathered)
+        yield from staging.copy_parts(batch, CopyList(), into_slot=True)
+        if self._context.digests_on_device and batch.checksum != "off":
+            device.wait_event(staging.kernel_stream, gathered)
+            staging.queue_digests(batch)
+            batch.events.append(device.record(staging.kernel_stream))
 
-    def _prove(self, flight: StoreFlight, digests: bytes | None, is_equal: bool) -> Fault:
+    def _prove(self, transfer: StoreTransfer, digests: bytes | None, is_equal: bool) -> Fault:
         if digests is not None:
-            flight.slots.part.write_signature(flight.slots.arena, flight.op, digests)
+            attached = transfer.attached
+            attached.part.write_signature(attached.arena, transfer.op, digests)
         if is_equal:
             return None
-        self._shared.count("stores_not_equal")
+        self._context.count("stores_not_equal")
         return HybridKVError("the slot's bytes are not those of the blocks")
 
-    def _tell(self, flight: StoreFlight, error: Fault) -> None:
-        if flight.descriptors:
-            self._descriptors.give_back(flight.descriptors)
-        self._shared.count("stores_device_failed", isinstance(error, DeviceError))
-        flight.done(flight.op, error is None)
+    def _report(self, transfer: StoreTransfer, error: Fault) -> None:
+        if transfer.descriptor_bytes:
+            self._descriptor_ring.release(transfer.descriptor_bytes)
+        self._context.count("stores_device_failed", isinstance(error, DeviceError))
+        transfer.done(transfer.op, error is None)
 
 
-class LoadLane(CopyLane[LoadJob, LoadFlight]):
+class LoadLane(CopyLane[LoadJob, LoadTransfer]):
     """Copies slots into the ring, scatters them into the engine's blocks, and proves them."""
 
-    def __init__(
-        self, shared: Shared, staging: Staging, descriptors: Descriptors, entry_bytes: int
-    ) -> None:
-        super().__init__(shared, staging, "load")
-        self._descriptors = descriptors
-        self._entry_bytes = entry_bytes  # Of one object.
+    seconds_counter = "device_load_seconds"
+    bytes_counter = "device_load_bytes"
 
-    def _fill(self, batch: Batch[LoadFlight]) -> None:
-        while self._has_job():
-            load = self._job
-            assert load is not None
+    def __init__(
+        self, context: DeviceContext, staging: Staging, descriptors: Descriptors, entry_bytes: int
+    ) -> None:
+        super().__init__(context, staging)
+        self._descriptors = descriptors
+        self._entry_bytes = entry_bytes  # The most of one object: its entry and block numbers.
+
+    def _fill(self, batch: Batch[LoadTransfer]) -> None:
+        while (load := self._current_job()) is not None:
             try:
-                if not self._place(batch, load, load.ops[0]):
+                if not self._take_object(batch, load, load.ops[0]):
                     return
                 load.ops.popleft()
             except BadSlotError as error:
@@ -279,67 +314,72 @@ class LoadLane(CopyLane[LoadJob, LoadFlight]):
                 load.ops.clear()
             if not load.ops:
                 self._job = None
-                self._report(load)
+                self._report_load(load)
 
-    def _place(self, batch: Batch[LoadFlight], load: LoadJob, op: CopyOp) -> bool:
-        """Take an object into the batch; False where it has to wait for others to end."""
-        size = self._shared.tables.part_bytes(op)
-        if not self._shared.tables.holds(op):
+    def _take_object(self, batch: Batch[LoadTransfer], load: LoadJob, op: CopyOp) -> bool:
+        """Take an object into the batch. Returns False where it has to wait for others to end."""
+        part_bytes = self._context.tables.part_bytes(op)
+        if not self._context.tables.has_blocks(op):
             raise HybridKVError("a block id is outside the engine's blocks")
-        if size > self.staging.ring.largest or encoded_bytes([op]) > self._entry_bytes:
-            raise HybridKVError(f"an object of {size} bytes does not fit the device staging")
-        load.slots.part.recheck(load.slots.arena, op)
-        place = self.staging.ring.take(size) if self.staging.takes(batch, size) else None
-        if place is None:
+        if part_bytes > self.staging.ring.largest or encoded_bytes([op]) > self._entry_bytes:
+            raise HybridKVError(f"an object of {part_bytes} bytes does not fit the device staging")
+        load.attached.part.check_generation(load.attached.arena, op)
+        ring_offset = None
+        if self.staging.fits(batch, part_bytes):
+            ring_offset = self.staging.ring.reserve(part_bytes)
+        if ring_offset is None:
             return False
-        batch.flights.append(LoadFlight(load.slots, op, size, place, load.ready, load=load))
-        load.flying += 1
+        transfer = LoadTransfer(load.attached, op, part_bytes, ring_offset, load=load)
+        batch.transfers.append(transfer)
+        load.in_flight += 1
         return True
 
-    def _send(self, batch: Batch[LoadFlight]) -> Lane:
-        device, staging, pieces = self._shared.device, self.staging, Pieces()
-        at = batch.number * self._entry_bytes * self._shared.sizes.batch_objects
-        move = self._descriptors.write(at, batch.flights, staging.memory, pieces)
-        yield from staging.copy(batch, pieces, into_slot=False)
-        device.wait_event(staging.programs, batch.events[-1])
-        if self._shared.digests_on_device and batch.checksum != "off":
-            staging.digest(batch)
-        for ready in {id(flight.ready): flight.ready for flight in batch.flights}.values():
-            assert ready is not None
-            device.wait_event(staging.programs, ready)
+    def _send(self, batch: Batch[LoadTransfer]) -> Lane:
+        device, staging, copies = self._context.device, self.staging, CopyList()
+        batch_bytes = self._entry_bytes * self._context.sizes.batch_objects
+        launch = self._descriptors.write(
+            batch.index * batch_bytes, batch.transfers, staging.memory, copies
+        )
+        yield from staging.copy_parts(batch, copies, into_slot=False)
+        device.wait_event(staging.kernel_stream, batch.events[-1])
+        if self._context.digests_on_device and batch.checksum != "off":
+            staging.queue_digests(batch)
+        events = (transfer.load.engine_event for transfer in batch.transfers)
+        for event in {id(event): event for event in events}.values():
+            device.wait_event(staging.kernel_stream, event)
         # "paranoid" gathers the blocks again into the same place, to compare them with the slot.
         for is_gather in (False, True) if batch.checksum == "paranoid" else (False,):
-            device.launch(partial(self._shared.kernels.move, move, is_gather), staging.programs)
-        batch.events.append(device.record(staging.programs))
+            copy_blocks = partial(self._context.kernels.copy_blocks, launch, is_gather)
+            device.launch(copy_blocks, staging.kernel_stream)
+        batch.events.append(device.record(staging.kernel_stream))
 
-    def _prove(self, flight: LoadFlight, digests: bytes | None, is_equal: bool) -> Fault:
-        part, arena = flight.slots.part, flight.slots.arena
+    def _prove(self, transfer: LoadTransfer, digests: bytes | None, is_equal: bool) -> Fault:
+        part, arena = transfer.attached.part, transfer.attached.arena
         try:
             if digests is not None:
-                part.check_signature(arena, flight.op, digests)
+                part.check_signature(arena, transfer.op, digests)
             if not is_equal:
-                raise BadSlotError(flight.op, "the engine's blocks are not what was copied")
-            part.recheck(arena, flight.op)
+                raise BadSlotError(transfer.op, "the engine's blocks are not what was copied")
+            part.check_generation(arena, transfer.op)
         except BadSlotError as error:
             return error
         return None
 
-    def _tell(self, flight: LoadFlight, error: Fault) -> None:
-        load = flight.load
-        assert load is not None
-        load.flying -= 1
+    def _report(self, transfer: LoadTransfer, error: Fault) -> None:
+        load = transfer.load
+        load.in_flight -= 1
         if error is not None:
             load.errors.append(error)
-        self._report(load)
+        self._report_load(load)
 
-    def _give_up(self) -> None:
+    def _fail_job(self) -> None:
         load, self._job = self._job, None
         if load is not None:
             load.ops.clear()
-            load.errors.append(DeviceError(self._shared.dead))
-            self._report(load)
+            load.errors.append(DeviceError(self._context.fatal_error))
+            self._report_load(load)
 
-    def _report(self, load: LoadJob) -> None:
-        """Call `done` if nothing of the load is left."""
-        if not load.ops and not load.flying:
+    def _report_load(self, load: LoadJob) -> None:
+        """Call `done` if no object of the load is left."""
+        if not load.ops and not load.in_flight:
             load.done(load_error(load.errors))

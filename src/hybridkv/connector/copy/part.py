@@ -22,7 +22,7 @@ from hybridkv.shm.slots import (
 
 
 class BadSlotError(HybridKVError):
-    """Slots do not hold the bytes they should; the message names the first of them."""
+    """Slots do not hold the bytes they should. The message names the first of them."""
 
     def __init__(self, op: CopyOp, why: str) -> None:
         super().__init__(f"slot {op.slot.offset} (group {op.group_index}, chunk {op.chunk}): {why}")
@@ -30,10 +30,10 @@ class BadSlotError(HybridKVError):
 
 
 def load_error(errors: Sequence[HybridKVError]) -> HybridKVError | None:
-    """What a load ended with: None where it went well, else the first error with all bad slots.
+    """Return the error of a load whose objects had these errors, or None.
 
-    What damages a slot damages its neighbours too, and each that stays fails another load. So a
-    BadSlotError goes before errors of other kinds, which name no slot.
+    Faults often damage neighbouring slots together, and each that stays fails another load. So the
+    error is a BadSlotError with all bad slots where there is one. Other errors name no slot.
     """
     first = min(errors, key=lambda error: not isinstance(error, BadSlotError), default=None)
     if isinstance(first, BadSlotError):
@@ -43,28 +43,32 @@ def load_error(errors: Sequence[HybridKVError]) -> HybridKVError | None:
 
 
 class Copier(Protocol):
-    """One rank's copies. `done` may be called from another thread."""
+    """The copies of one rank between its blocks and one arena.
+
+    `done` may be called from another thread.
+    """
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
         """Copy blocks out. Once this returns, work that the engine submits may reuse the blocks.
 
-        `done` is called once for each op. Where this raises instead, nothing of it is written any
-        more.
+        `done` is called once for each op, with True if its slot is written. Where this method
+        raises instead, no slot is written any more.
         """
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        """Copy blocks in; `done` is called once, when the blocks have the bytes or never will.
+        """Copy blocks in. `done` is called once, when the blocks have the bytes or never will.
 
-        A BadSlotError has every slot of the load that was found bad, not the first alone.
+        It gets None if they have them. A BadSlotError has every slot of the load that was found
+        bad, not the first alone.
         """
 
     def close(self) -> None:
-        """Finish what is running."""
+        """Finish the copies that run. Nothing is copied any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Which part of a slot is one rank's, where it is, and how its bytes are signed and proven."""
+    """One rank's part of each slot: where it is, and how its bytes are signed and proven."""
 
     rank: int
     ranks: int
@@ -73,11 +77,14 @@ class PartLayout:
     """Indices of the groups whose objects have one part that all ranks share."""
 
     def writes(self, op: CopyOp) -> bool:
-        """Whether this rank stores its part of the object; ranks take turns with shared parts."""
+        """Return True if this rank stores its part of the object.
+
+        Ranks take turns with shared parts: with two ranks, rank 0 stores chunks 0, 2, 4, ...
+        """
         return op.group_index not in self.replicated or op.chunk % self.ranks == self.rank
 
-    def payload(self, op: CopyOp, part_bytes: int) -> int:
-        """The byte offset of this rank's part in the arena."""
+    def part_offset(self, op: CopyOp, part_bytes: int) -> int:
+        """Return the byte offset of this rank's part in the arena."""
         if op.group_index in self.replicated:
             return op.slot.offset + payload_offset(1)
         return op.slot.offset + payload_offset(self.ranks) + self.rank * part_bytes
@@ -87,9 +94,9 @@ class PartLayout:
         if self.checksum != "off":
             self.write_signature(arena, op, self._digests(arena, op, part_bytes))
 
-    def prove(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
+    def check_part(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
         """Raise BadSlotError unless the slot has the op's generation and its part its checksum."""
-        self.recheck(arena, op)
+        self.check_generation(arena, op)
         if self.checksum != "off":
             self.check_signature(arena, op, self._digests(arena, op, part_bytes))
 
@@ -102,8 +109,8 @@ class PartLayout:
         if bytes(self._checksum(arena, op)) != signature(digests, op.slot.generation):
             raise BadSlotError(op, "its bytes are not those that were stored")
 
-    def recheck(self, arena: Arena, op: CopyOp) -> None:
-        """Raise BadSlotError where the slot is another object's; called before and after a copy."""
+    def check_generation(self, arena: Arena, op: CopyOp) -> None:
+        """Raise BadSlotError where the slot is another object's. Called before and after a copy."""
         if read_generation(arena.memory, op.slot.offset) != op.slot.generation:
             raise BadSlotError(op, "it was given to another object")
 
@@ -113,5 +120,5 @@ class PartLayout:
         return arena.memory[at : at + CHECKSUM_BYTES]
 
     def _digests(self, arena: Arena, op: CopyOp, part_bytes: int) -> bytes:
-        start = self.payload(op, part_bytes)
+        start = self.part_offset(op, part_bytes)
         return piece_digests(arena.memory[start : start + part_bytes])

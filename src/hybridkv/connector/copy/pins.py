@@ -9,47 +9,51 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
-from hybridkv.connector.copy.device import Device, DeviceError, Jobs, Lane, over
+from hybridkv.connector.copy.device import Device, DeviceError, JobQueue, Lane, wait_in_lane
 from hybridkv.shm.arena import Arena
 
 logger = logging.getLogger("vllm.hybridkv")
 
-RETRY_SECONDS = 60.0  # After which memory is tried again that was refused.
-
-Piece = tuple[int, int, bool]  # (offset in the arena, bytes, whether they are pinned).
+RETRY_SECONDS = 60.0  # After a refusal, pinning is tried again this much later.
 
 
 class Pins:
-    """The pinned pieces of one arena. The pinning lane alone changes them."""
+    """The registrations that pin an arena's memory. The pinning lane alone changes them."""
 
     def __init__(self, arena: Arena, pin_bytes: int) -> None:
         self._arena = arena
         self._pin_bytes = pin_bytes
-        self._starts: list[int] = []
-        self._end = 0  # All pieces together are [0, _end).
+        self.starts: list[int] = []  # Where each registration begins, in ascending order.
+        self._end = 0  # All registrations together are [0, _end).
         self._wanted = 0  # All below was asked for, by the engine's thread.
         self._retry_at = 0.0  # 0.0 = nothing is refused.
         self._is_refusal_logged = False
-        self.closed = False
+        self.is_closed = False  # Nothing is pinned from now on.
 
-    def cut(self, start: int, size: int, piece_bytes: int) -> Iterator[Piece]:
-        """The range in pieces of at most `piece_bytes`, of which each is in one pinned piece."""
+    def cut(self, start: int, size: int, copy_bytes: int) -> Iterator[tuple[int, int, bool]]:
+        """Cut a range of the arena into pieces of at most `copy_bytes`.
+
+        Yields (offset, bytes, is_pinned) of each. One registration pins all of a piece, or none.
+        """
         stop = start + size
         while start < stop:
             # Read once, and before the starts, to which the pinning lane may add meanwhile.
             pinned_end = self._end
             if start < pinned_end:
-                number = bisect_right(self._starts, start)
-                more = self._starts[number] if number < len(self._starts) else pinned_end
-                end = min(stop, more, start + piece_bytes)
+                number = bisect_right(self.starts, start)
+                next_start = self.starts[number] if number < len(self.starts) else pinned_end
+                end = min(stop, next_start, start + copy_bytes)
                 yield start, end - start, True
             else:
-                end = min(stop, start + piece_bytes)
+                end = min(stop, start + copy_bytes)
                 yield start, end - start, False
             start = end
 
-    def is_due(self, stop: int) -> bool:
-        """Whether to call `pin`: for the first time with `stop`, or again after a refusal."""
+    def request(self, stop: int) -> bool:
+        """Note that all below `stop` is wanted. Returns True if `pin` must be called for it.
+
+        That is so when `stop` is larger than before, and when a refusal is RETRY_SECONDS old.
+        """
         is_retry = 0 < self._retry_at <= time.monotonic()
         if is_retry:
             self._retry_at = 0.0
@@ -59,7 +63,7 @@ class Pins:
 
     def pin(self, device: Device, stop: int) -> Lane:
         """Pin all below `stop`, up to the first refusal."""
-        while self._end < stop and not self._retry_at and not self.closed:
+        while self._end < stop and not self._retry_at and not self.is_closed:
             start, began = self._end, time.perf_counter()
             size = min(self._pin_bytes, stop - start)
             if not device.register(self._arena.address + start, size):
@@ -71,13 +75,16 @@ class Pins:
                         "hybridkv: this machine does not pin the cache's memory; copies are slower"
                     )
                 return
-            self._starts.append(start)
+            self.starts.append(start)
             self._end = start + size
             yield _Pause(time.perf_counter() - began)
 
     def unpin(self, device: Device) -> None:
-        """Unpin everything; nothing is copied any more. What stays pinned is said once."""
-        starts, self._starts, self._end, self.closed = self._starts, [], 0, True
+        """Unpin everything, once nothing is copied any more.
+
+        Raises the first DeviceError after all was tried. What failed stays pinned.
+        """
+        starts, self.starts, self._end, self.is_closed = self.starts, [], 0, True
         errors: list[DeviceError] = []
         for start in starts:
             try:
@@ -97,7 +104,7 @@ class _Pause:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def ready(self) -> bool:
+    def is_over(self) -> bool:
         return True
 
     def wait(self) -> None:
@@ -105,12 +112,12 @@ class _Pause:
 
 
 def pinning_lane(
-    enter_thread: Callable[[], object], jobs: "Jobs[Callable[[], Lane] | None]"
+    enter_thread: Callable[[], object], jobs: "JobQueue[Callable[[], Lane] | None]"
 ) -> Lane:
-    """Pin and unpin what the jobs say, until one is None."""
+    """Run each job, which pins or unpins memory. A job of None ends the lane."""
     enter_thread()
     while True:
-        yield from over(jobs)
+        yield from wait_in_lane(jobs)
         job = jobs.take()
         if job is None:
             return

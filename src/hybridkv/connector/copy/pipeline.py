@@ -20,12 +20,25 @@ from threading import Condition
 
 import torch
 
-from hybridkv.connector.copy.device import Device, DeviceMemoryError, Jobs, Lane, Pieces, over
-from hybridkv.connector.copy.lanes import Barrier, LoadJob, LoadLane, StoreFlight, StoreLane
+from hybridkv.connector.copy.device import (
+    CopyList,
+    Device,
+    DeviceMemoryError,
+    JobQueue,
+    Lane,
+    wait_in_lane,
+)
+from hybridkv.connector.copy.lanes import Barrier, LoadJob, LoadLane, StoreLane, StoreTransfer
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pins import Pins, pinning_lane
 from hybridkv.connector.copy.ring import Ring
-from hybridkv.connector.copy.staging import CopySizes, Descriptors, Shared, Slots, Staging
+from hybridkv.connector.copy.staging import (
+    AttachedArena,
+    CopySizes,
+    Descriptors,
+    DeviceContext,
+    Staging,
+)
 from hybridkv.connector.copy.tables import ENTRY, NUMBER_BYTES, encoded_bytes, make_tables
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
@@ -40,7 +53,7 @@ FREE_SHARE = 4  # Each ring takes a quarter of what is free at most; the engine 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a model asks of the staging, on one rank."""
+    """The staging that a model asks for, on one rank."""
 
     largest_bytes: int  # Of the largest part of an object.
     largest_blocks: int  # The most stored blocks of an object.
@@ -48,34 +61,36 @@ class Demand:
 
 
 class Latch:
-    """A wait that is over after `count` calls of `reach`; the last one calls `then`."""
+    """A wait that is over after `count` calls of `reach`. The last one calls `on_reached`."""
 
-    def __init__(self, count: int, then: Callable[[], None] = lambda: None) -> None:
-        self._left = count
-        self._then = then
+    def __init__(self, count: int, on_reached: Callable[[], None] = lambda: None) -> None:
+        self._remaining = count
+        self._on_reached = on_reached
         self._changed = Condition()
 
     def reach(self) -> None:
-        """One of them."""
+        """Count one call. Any thread may call it."""
         with self._changed:
-            self._left -= 1
+            self._remaining -= 1
             self._changed.notify_all()
-            is_last = not self._left
+            is_last = not self._remaining
         if is_last:
-            self._then()
+            self._on_reached()
 
-    def ready(self) -> bool:
-        """See Waitable."""
-        return self._left <= 0
+    def is_over(self) -> bool:
+        return self._remaining <= 0
 
     def wait(self) -> None:
-        """See Waitable."""
         with self._changed:
-            self._changed.wait_for(self.ready)
+            self._changed.wait_for(self.is_over)
 
 
 class CopyPipeline:
-    """See above. Raises DeviceError where the device has no room for the largest object."""
+    """All copies of one rank: its staging, and the lanes that store, load and pin.
+
+    `groups` has physical views. Raises DeviceError where the device has no room for the largest
+    object.
+    """
 
     def __init__(
         self,
@@ -89,48 +104,53 @@ class CopyPipeline:
         self._device = device
         entry_bytes = NUMBER_BYTES * (ENTRY + demand.largest_blocks)
         room = device.free_bytes() // FREE_SHARE
-        wanted = min(room, max(2 * demand.largest_bytes, sizes.load_ring))
-        load_ring, load_memory = _allocate(device, demand.largest_bytes, wanted)
-        wanted = min(room, STAGING_BYTES_MAX, demand.step_bytes)
-        store_ring, store_memory = _allocate(device, demand.largest_bytes, wanted)
+        load_bytes = min(room, max(2 * demand.largest_bytes, sizes.load_ring_bytes))
+        load_ring, load_memory = _allocate_ring(device, demand.largest_bytes, load_bytes)
+        store_bytes = min(room, STAGING_BYTES_MAX, demand.step_bytes)
+        store_ring, store_memory = _allocate_ring(device, demand.largest_bytes, store_bytes)
         self.staging_bytes = store_ring.size
         """The bytes of stores that may be planned and not reported."""
         if self.staging_bytes < demand.step_bytes:
             text = "hybridkv: %s of staging for stores instead of %s; long prompts are stored later"
             logger.warning(text, format_size(self.staging_bytes), format_size(demand.step_bytes))
-        table = _upload(device, tables.rows)
-        kernels = device.kernels(tables, table, groups, store_memory)
-        self._shared = Shared(device, tables, kernels, table, sizes)
-        self._descriptor_ring = Ring(sizes.descriptors, sizes.descriptors // 2)
-        self._descriptors = Descriptors(self._shared, sizes.descriptors + sizes.descriptors // 2)
-        stores = Staging(self._shared, store_ring, store_memory, sizes.batch)
+        device_rows = _upload(device, tables.rows)
+        kernels = device.make_kernels(tables, device_rows, groups, store_memory)
+        self.context = DeviceContext(device, tables, kernels, device_rows, sizes)
+        descriptor_bytes, largest_step = sizes.descriptor_bytes, sizes.descriptor_bytes // 2
+        self._descriptor_ring = Ring(descriptor_bytes, largest_step)
+        self._store_descriptors = Descriptors(self.context, descriptor_bytes + largest_step)
+        stores = Staging(self.context, store_ring, store_memory, sizes.batch_bytes)
         # The link takes one batch while others are queued.
-        batch_bytes = min(sizes.batch, load_ring.size // sizes.depth)
-        loads = Staging(self._shared, load_ring, load_memory, batch_bytes)
-        self._stores = StoreLane(self._shared, stores, self._descriptor_ring)
-        of_loads = Descriptors(self._shared, entry_bytes * sizes.batch_objects * sizes.depth)
-        self._loads = LoadLane(self._shared, loads, of_loads, entry_bytes)
+        batch_bytes = min(sizes.batch_bytes, load_ring.size // sizes.depth)
+        loads = Staging(self.context, load_ring, load_memory, batch_bytes)
+        self._store_lane = StoreLane(self.context, stores, self._descriptor_ring)
+        load_descriptors = Descriptors(
+            self.context, entry_bytes * sizes.batch_objects * sizes.depth
+        )
+        self._load_lane = LoadLane(self.context, loads, load_descriptors, entry_bytes)
         # Memory may come from the engine, whose queued work still uses it.
         device.wait(device.record(device.current_stream()))
-        self._pinning: Jobs[Callable[[], Lane] | None] = Jobs()
-        device.start("hybridkv-store", self._stores.run())
-        device.start("hybridkv-load", self._loads.run())
-        device.start("hybridkv-pin", pinning_lane(self._shared.enter_thread, self._pinning))
+        self._pinning_jobs: JobQueue[Callable[[], Lane] | None] = JobQueue()
+        device.start_lane("hybridkv-store", self._store_lane.run())
+        device.start_lane("hybridkv-load", self._load_lane.run())
+        device.start_lane(
+            "hybridkv-pin", pinning_lane(self.context.enter_thread, self._pinning_jobs)
+        )
 
     @property
     def is_alive(self) -> bool:
-        """Whether nothing ended the copies."""
-        return not self._shared.dead
+        """True until an error ends all copies of this rank."""
+        return not self.context.fatal_error
 
     def take_counters(self) -> dict[str, float]:
-        """What was counted since the last call."""
-        return self._shared.take_counters()
+        """Return what was counted since the last call."""
+        return self.context.take_counters()
 
-    def attach(self, arena: Arena, part: PartLayout) -> Slots:
-        """An arena to copy from and to."""
-        return Slots(arena, part, Pins(arena, self._shared.sizes.pin))
+    def attach(self, arena: Arena, part: PartLayout) -> AttachedArena:
+        """Return an arena to copy from and to. `detach` ends its use."""
+        return AttachedArena(arena, part, Pins(arena, self.context.sizes.pin_bytes))
 
-    def pin(self, slots: Slots, reserved_bytes: int) -> None:
+    def pin(self, attached: AttachedArena, reserved_bytes: int) -> None:
         """Pin the arena's memory below `reserved_bytes`, in the pinning lane.
 
         The engine's thread calls it in each step, so that refused memory is tried again.
@@ -138,100 +158,106 @@ class CopyPipeline:
 
         def pin() -> Lane:
             if self.is_alive:
-                yield from slots.pins.pin(self._device, reserved_bytes)
+                yield from attached.pins.pin(self._device, reserved_bytes)
 
-        if slots.pins.is_due(reserved_bytes):
-            self._pinning.put(pin)
+        if attached.pins.request(reserved_bytes):
+            self._pinning_jobs.put(pin)
 
     def store(
-        self, slots: Slots, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]
+        self, attached: AttachedArena, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]
     ) -> None:
-        """Launch the gather on the engine's stream; the store lane does the rest."""
-        shared, ring = self._shared, self._stores.staging.ring
-        size = encoded_bytes(ops)
-        at = self._descriptor_ring.take(size)
-        placed: list[StoreFlight] = []
+        """Launch the gather on the engine's stream. The store lane does the rest."""
+        context, ring = self.context, self._store_lane.staging.ring
+        descriptor_bytes = encoded_bytes(ops)
+        descriptor_offset = self._descriptor_ring.reserve(descriptor_bytes)
+        transfers: list[StoreTransfer] = []
         for op in ops:
-            place, part_bytes = None, shared.tables.part_bytes(op)
-            if not shared.dead and shared.tables.holds(op):
-                place = None if at is None else ring.take(part_bytes)
-                shared.count("stores_staging_full", place is None)
-            if place is None:
+            ring_offset, part_bytes = None, context.tables.part_bytes(op)
+            if not context.fatal_error and context.tables.has_blocks(op):
+                ring_offset = None if descriptor_offset is None else ring.reserve(part_bytes)
+                context.count("stores_staging_full", ring_offset is None)
+            if ring_offset is None:
                 done(op, False)
             else:
-                placed.append(StoreFlight(slots, op, part_bytes, place, done=done))
-        if at is None or not placed:
-            if at is not None:
-                self._descriptor_ring.cancel(at, size)
+                transfers.append(StoreTransfer(attached, op, part_bytes, ring_offset, done=done))
+        if descriptor_offset is None or not transfers:
+            if descriptor_offset is not None:
+                self._descriptor_ring.cancel(descriptor_offset, descriptor_bytes)
             return
-        placed[-1].descriptors = size
+        transfers[-1].descriptor_bytes = descriptor_bytes
         try:
-            device, stream, pieces = self._device, self._device.current_stream(), Pieces()
-            move = self._descriptors.write(at, placed, self._stores.staging.memory, pieces)
-            for target, source, piece_bytes in pieces:
-                device.copy(target, source, piece_bytes, stream)
-            device.launch(partial(shared.kernels.move, move, True), stream)
+            device, stream, copies = self._device, self._device.current_stream(), CopyList()
+            launch = self._store_descriptors.write(
+                descriptor_offset, transfers, self._store_lane.staging.memory, copies
+            )
+            for target, source, size in copies:
+                device.copy(target, source, size, stream)
+            device.launch(partial(context.kernels.copy_blocks, launch, True), stream)
             gathered = device.record(stream)
-            for flight in placed:
-                flight.ready = gathered
+            for transfer in transfers:
+                transfer.gathered = gathered
         finally:
-            # Whatever happened, the store lane gives back what was taken, in its order.
-            self._stores.jobs.put(*placed)
+            # Whatever happened, the store lane releases what was reserved, in its order.
+            self._store_lane.jobs.put(*transfers)
 
     def load(
-        self, slots: Slots, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]
+        self,
+        attached: AttachedArena,
+        ops: Sequence[CopyOp],
+        done: Callable[[HybridKVError | None], None],
     ) -> None:
-        """Copy in the load lane, behind the present work of the engine's stream."""
+        """Copy in the load lane, after the present work of the engine's stream."""
         if not ops:
             done(None)
             return
-        ready = self._device.record(self._device.current_stream())
-        self._loads.jobs.put(LoadJob(slots, deque(ops), ready, done))
+        engine_event = self._device.record(self._device.current_stream())
+        self._load_lane.jobs.put(LoadJob(attached, deque(ops), engine_event, done))
 
-    def detach(self, slots: Slots) -> Latch:
-        """Unpin the arena once nothing is copied from or to it, which the latch tells."""
-        slots.pins.closed = True
+    def detach(self, attached: AttachedArena) -> Latch:
+        """Unpin the arena once nothing is copied from or to it. The latch is over then."""
+        attached.pins.is_closed = True
         unpinned = Latch(1)
 
         def unpin() -> Lane:
             try:
-                slots.pins.unpin(self._device)
+                attached.pins.unpin(self._device)
             finally:
                 unpinned.reach()
-            yield from over(unpinned)
+            yield from wait_in_lane(unpinned)
 
-        drained = Latch(2, lambda: self._pinning.put(unpin))
-        self._stores.jobs.put(Barrier(drained.reach))
-        self._loads.jobs.put(Barrier(drained.reach))
+        drained = Latch(2, lambda: self._pinning_jobs.put(unpin))
+        self._store_lane.jobs.put(Barrier(drained.reach))
+        self._load_lane.jobs.put(Barrier(drained.reach))
         return unpinned
 
     def wait(self, latch: Latch) -> None:
-        """Block the caller, which may be any thread, until the latch says so."""
+        """Block the caller, which may be any thread, until the latch is over."""
         self._device.wait(latch)
 
     def drain(self) -> None:
-        """Wait until what is queued is over; then nothing of the device's memory is in use."""
+        """Wait until what is queued is over, so that no copy uses the device's memory."""
         latch = Latch(2)
-        for jobs in (self._stores.jobs, self._loads.jobs):
+        for jobs in (self._store_lane.jobs, self._load_lane.jobs):
             jobs.put(Barrier(latch.reach))
         self._device.wait(latch)
 
     def close(self) -> None:
         """Finish what is queued and end the lanes."""
         self.drain()
-        for jobs in (self._stores.jobs, self._loads.jobs):
+        for jobs in (self._store_lane.jobs, self._load_lane.jobs):
             jobs.put(Barrier(None))
-        self._pinning.put(None)
+        self._pinning_jobs.put(None)
 
     def check(self) -> None:
-        """Assert that nothing is on its way and all staging was given back; for tests."""
-        for ring in (self._stores.staging.ring, self._loads.staging.ring, self._descriptor_ring):
-            assert not ring.out, f"{ring.out} bytes of staging were not given back"
+        """Assert that nothing is in flight and all staging was released. For tests."""
+        rings = (self._store_lane.staging.ring, self._load_lane.staging.ring, self._descriptor_ring)
+        for ring in rings:
+            assert not ring.reserved_bytes, f"{ring.reserved_bytes} bytes were not released"
 
 
-def _allocate(device: Device, largest: int, wanted: int) -> tuple[Ring, torch.Tensor]:
-    """A ring of the wanted size, or of the half, the quarter, ... as the device has room."""
-    size = max(wanted, largest)
+def _allocate_ring(device: Device, largest: int, size: int) -> tuple[Ring, torch.Tensor]:
+    """Return a ring and its memory: `size` bytes, or a half, a quarter, ... as there is room."""
+    size = max(size, largest)
     while True:
         try:
             return Ring(size, largest), device.allocate(size + largest)
@@ -242,13 +268,13 @@ def _allocate(device: Device, largest: int, wanted: int) -> tuple[Ring, torch.Te
 
 
 def _upload(device: Device, rows: "array[int]") -> torch.Tensor:
-    """The rows on the device. Nothing else runs yet, so the caller waits."""
-    start, count = rows.buffer_info()
+    """Return the rows on the device. Nothing else runs yet, so the caller waits."""
+    rows_address, count = rows.buffer_info()
     size = count * NUMBER_BYTES
-    table = device.allocate(size)
+    device_rows = device.allocate(size)
     pinned = device.allocate(size, pinned=True)
-    ctypes.memmove(pinned.data_ptr(), start, size)
+    ctypes.memmove(pinned.data_ptr(), rows_address, size)
     stream = device.current_stream()
-    device.copy(table.data_ptr(), pinned.data_ptr(), size, stream)
+    device.copy(device_rows.data_ptr(), pinned.data_ptr(), size, stream)
     device.wait(device.record(stream))
-    return table
+    return device_rows

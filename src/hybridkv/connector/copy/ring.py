@@ -4,11 +4,11 @@ from threading import Lock
 
 
 class Ring:
-    """Offsets of a buffer of `size + largest` bytes. Pieces are given back in their order.
+    """Offsets of a buffer of `size + largest` bytes. Pieces are released in their order.
 
-    A piece starts below `size`, wherever the one before it ends, and may end behind `size`; the
+    A piece starts below `size`, wherever the one before it ends, and may end after `size`. The
     next one then starts at 0. So a piece of at most `largest` bytes fits whenever at most `size`
-    bytes are out with it, and nothing is lost between pieces::
+    bytes are reserved with it, and nothing is lost between pieces::
 
         0                    size        size + largest
         |C C C C .......|A A A A B B B B B|.......|
@@ -19,33 +19,33 @@ class Ring:
         assert 0 < largest <= size
         self.size = size
         self.largest = largest
-        self._next = 0
-        self._out = 0
+        self._next = 0  # Where the next piece starts, unless that is at `size` or after it.
+        self._reserved_bytes = 0
         self._lock = Lock()
 
     @property
-    def out(self) -> int:
-        """Bytes that are given out."""
-        return self._out
+    def reserved_bytes(self) -> int:
+        """Bytes that are reserved and not released."""
+        return self._reserved_bytes
 
-    def take(self, size: int) -> int | None:
-        """The offset of `size` bytes; None if there is no room now."""
+    def reserve(self, size: int) -> int | None:
+        """Return the offset of `size` bytes that are the caller's. None if there is no room now."""
         with self._lock:
-            if size > self.largest or self._out + size > self.size:
+            if size > self.largest or self._reserved_bytes + size > self.size:
                 return None
             start = 0 if self._next >= self.size else self._next
             self._next = start + size
-            self._out += size
+            self._reserved_bytes += size
             return start
 
-    def give_back(self, size: int) -> None:
-        """The oldest piece, which has `size` bytes, is free again."""
+    def release(self, size: int) -> None:
+        """Free the oldest piece, which has `size` bytes."""
         with self._lock:
-            self._out -= size
-            assert self._out >= 0
+            self._reserved_bytes -= size
+            assert self._reserved_bytes >= 0
 
     def cancel(self, start: int, size: int) -> None:
-        """Undo the last `take`, of which nothing was used."""
+        """Undo the last `reserve`, which returned `start` for `size` bytes that nobody used."""
         with self._lock:
             self._next = start
-            self._out -= size
+            self._reserved_bytes -= size

@@ -17,11 +17,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from hybridkv.connector.copy.device import Device, Kernels, Lane, Pieces, Waitable, over
+from hybridkv.connector.copy.device import CopyList, Device, Kernels, Lane, Waitable, wait_in_lane
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pins import Pins
 from hybridkv.connector.copy.ring import Ring
-from hybridkv.connector.copy.tables import ENTRY, NUMBER_BYTES, BlockTables, Move, encode
+from hybridkv.connector.copy.tables import ENTRY, NUMBER_BYTES, BlockTables, KernelLaunch, encode
 from hybridkv.core.copies import CopyOp
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
@@ -31,68 +31,68 @@ logger = logging.getLogger("vllm.hybridkv")
 
 @dataclass(frozen=True, slots=True)
 class CopySizes:
-    """Bytes of memory and of single copies. Tests make them small."""
+    """The sizes of memory and of single copies. Tests make them small."""
 
-    piece: int = 4 << 20  # The most of one copy: 98 % of the device's rate.
-    batch: int = 128 << 20  # The most of several objects that one call copies.
-    batch_objects: int = 64
-    pin: int = 64 << 20  # The most that is pinned in one call.
-    bounce: int = 32 << 20  # The bounce buffer of one direction.
-    descriptors: int = 4 << 20  # Entries and block numbers of the stores that are on their way.
-    load_ring: int = 512 << 20  # The staging of loads, at least two objects.
-    depth: int = 4  # Batches of one direction that are on their way at once.
+    copy_bytes: int = 4 << 20  # The most of one copy: 98 % of the device's rate.
+    batch_bytes: int = 128 << 20  # The most of several objects that one call copies.
+    batch_objects: int = 64  # The most objects that one call copies.
+    pin_bytes: int = 64 << 20  # The most that is pinned in one call.
+    bounce_bytes: int = 32 << 20  # The bounce buffer of one direction.
+    descriptor_bytes: int = 4 << 20  # Entries and block numbers of the stores in flight.
+    load_ring_bytes: int = 512 << 20  # The staging of loads, at least two objects.
+    depth: int = 4  # Batches of one direction that are in flight at once.
 
 
 @dataclass(slots=True)
-class Shared:
-    """What both directions use."""
+class DeviceContext:
+    """The device of a rank, with all that stores and loads share on it."""
 
     device: Device
     tables: BlockTables
     kernels: Kernels
-    table: torch.Tensor  # The rows of `tables` on the device.
+    device_rows: torch.Tensor  # The rows of `tables` on the device.
     sizes: CopySizes
-    dead: str = ""  # The error that ended the copier; it copies nothing any more.
+    fatal_error: str = ""  # The error that ended the copier; it copies nothing any more.
     _counters: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _lock: Lock = field(default_factory=Lock)
 
-    def count(self, name: str, more: float = 1) -> None:
-        """Add to a counter; any thread may."""
-        if more:
+    def count(self, name: str, amount: float = 1) -> None:
+        """Add to a counter. Any thread may call it."""
+        if amount:
             with self._lock:
-                self._counters[name] += more
+                self._counters[name] += amount
 
     def take_counters(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """Return what was counted since the last call."""
         with self._lock:
-            taken = dict(self._counters)
+            counters = dict(self._counters)
             self._counters.clear()
-        return taken
+        return counters
 
     @property
     def digests_on_device(self) -> bool:
-        """Whether the device hashes: it can, and every part starts on a word of a digest."""
-        return self.kernels.digests and self.tables.word_bytes == NUMBER_BYTES
+        """True if the device hashes: it can, and every part starts on a word of a digest."""
+        return self.kernels.can_digest and self.tables.word_bytes == NUMBER_BYTES
 
     def enter_thread(self) -> bool:
         """Begin a lane's thread. False where it may not call the device, which ends the copier."""
         try:
             self.device.enter_thread()
-        except Exception as error:  # noqa: BLE001  # `die` logs it
-            self.die(error)
+        except Exception as error:  # noqa: BLE001  # `end` logs it
+            self.end(error)
             return False
         return True
 
-    def die(self, error: Exception) -> None:
-        """Note the error that ended the copier."""
-        if not self.dead:
-            self.dead = str(error) or type(error).__name__
+    def end(self, error: Exception) -> None:
+        """Note and log the error that ended the copier. Later errors are those that follow it."""
+        if not self.fatal_error:
+            self.fatal_error = str(error) or type(error).__name__
             logger.error("hybridkv: the device failed; this worker copies nothing: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """The arena of one copier, and how its parts are signed."""
+class AttachedArena:
+    """The arena of one copier, where this rank's parts are in it, and what of it is pinned."""
 
     arena: Arena
     part: PartLayout
@@ -100,208 +100,234 @@ class Slots:
 
 
 @dataclass(slots=True)
-class Flight:
-    """An object on its way."""
+class ObjectTransfer:
+    """This rank's part of one object on its way between the engine's blocks and a slot."""
 
-    slots: Slots
+    attached: AttachedArena
     op: CopyOp
-    size: int  # Bytes of the part.
-    place: int  # In the ring.
-    ready: Waitable | None = None
-    """From then on the ring has the part (a store), or the blocks may be written (a load)."""
-    entry: int = 0  # The address of its entry (tables) on the device.
-    number: int = 0  # In its batch.
+    part_bytes: int
+    ring_offset: int
+    entry_address: int = 0  # Of its entry (tables) on the device; `Descriptors.write` sets it.
+    index: int = 0  # In its batch; `Staging.assign_indices` sets it.
 
     @property
-    def start(self) -> int:
+    def arena_offset(self) -> int:
         """The part's offset in the arena."""
-        return self.slots.part.payload(self.op, self.size)
+        return self.attached.part.part_offset(self.op, self.part_bytes)
 
     @property
     def memory(self) -> memoryview:
         """The part's bytes in the arena."""
-        return self.slots.arena.memory[self.start : self.start + self.size]
+        start = self.arena_offset
+        return self.attached.arena.memory[start : start + self.part_bytes]
 
 
-F = TypeVar("F", bound=Flight)
+Transfer = TypeVar("Transfer", bound=ObjectTransfer)
 
 
 @dataclass(slots=True)
-class Batch(Generic[F]):
+class Batch(Generic[Transfer]):
     """Objects whose work is queued together. Their entries are one after another."""
 
-    flights: deque[F] = field(default_factory=deque)
-    number: int = 0  # Of `CopySizes.depth`.
-    pieces: int = 0  # The most whole pieces (shm.slots) of an object.
+    transfers: deque[Transfer] = field(default_factory=deque)
+    index: int = 0  # Below `CopySizes.depth`; batches in flight have different ones.
+    pieces_max: int = 0  # The most whole pieces (shm.slots) of an object.
     events: list[Waitable] = field(default_factory=list)
-    bounced: list["Bounced"] = field(default_factory=list)
+    bounce_copies: list["BounceCopy"] = field(default_factory=list)  # Those of stores.
 
     @property
     def checksum(self) -> str:
-        """The value of `Settings.checksum`, which is one for all parts of a worker."""
-        return self.flights[0].slots.part.checksum
+        """The value of `Settings.checksum`, which all parts of a worker share."""
+        return self.transfers[0].attached.part.checksum
 
 
 @dataclass(slots=True)
-class Bounced:
+class BounceCopy:
     """One use of a piece of the bounce buffer."""
 
-    event: Waitable
-    to: int  # The address in the arena that waits for the bytes; 0 if the device has them.
-    source: int
+    event: Waitable  # Over when the device has copied from or to the buffer.
+    arena_address: int  # Where the bytes are copied then (a store); 0 = nowhere any more.
+    buffer_address: int
     size: int
 
-    def settle(self) -> Lane:
-        """Wait until the buffer's piece is free again."""
-        yield from over(self.event)
-        if self.to:
-            ctypes.memmove(self.to, self.source, self.size)
-            self.to = 0
+    def complete(self) -> Lane:
+        """Wait until the buffer's piece is free again. A store's bytes are in the slot then."""
+        yield from wait_in_lane(self.event)
+        if self.arena_address:
+            ctypes.memmove(self.arena_address, self.buffer_address, self.size)
+            self.arena_address = 0
 
 
 class Staging:
-    """One direction."""
+    """The ring, bounce buffer and streams of stores, or those of loads."""
 
-    def __init__(self, shared: Shared, ring: Ring, memory: torch.Tensor, batch_bytes: int) -> None:
-        device, sizes = shared.device, shared.sizes
-        self._shared = shared
+    def __init__(
+        self, context: DeviceContext, ring: Ring, memory: torch.Tensor, batch_bytes: int
+    ) -> None:
+        device, sizes = context.device, context.sizes
+        self._context = context
         self.ring = ring
         self.memory = memory
-        self.copies = device.new_stream()
+        self.copy_stream = device.new_stream()
         # These kernels are short, and would wait for all that the engine has queued.
-        self.programs = device.new_stream(is_urgent=True)
-        self._bounce = device.allocate(sizes.bounce, pinned=True)
-        self._bounced: list[Bounced | None] = [None] * (sizes.bounce // sizes.piece)
+        self.kernel_stream = device.new_stream(is_urgent=True)
+        self._bounce = device.allocate(sizes.bounce_bytes, pinned=True)
+        bounce_pieces = sizes.bounce_bytes // sizes.copy_bytes
+        self._bounce_copies: list[BounceCopy | None] = [None] * bounce_pieces
         self._next_bounce = self._next_batch = 0
         self._batch_bytes = batch_bytes
-        self._digests_bytes = (ring.largest // PIECE_BYTES + 1) * sizes.batch_objects * NUMBER_BYTES
+        digests_max = (ring.largest // PIECE_BYTES + 1) * sizes.batch_objects
+        self._digest_bytes = digests_max * NUMBER_BYTES  # Of one batch.
         # Pinned: kernels write into the host's memory.
-        self._digests = device.allocate(self._digests_bytes * sizes.depth, pinned=True)
-        self._scratch: torch.Tensor | None = None
+        self._digests = device.allocate(self._digest_bytes * sizes.depth, pinned=True)
+        self._scratch: torch.Tensor | None = None  # Made when parts are first compared.
 
-    def takes(self, batch: Batch[Any], size: int) -> bool:
-        """Whether one more object of so many bytes may be in the batch."""
-        together = sum(flight.size for flight in batch.flights) + size
-        is_full = len(batch.flights) == self._shared.sizes.batch_objects
-        return not batch.flights or (not is_full and together <= self._batch_bytes)
+    def fits(self, batch: Batch[Any], part_bytes: int) -> bool:
+        """Return True if the batch can have one more object of so many bytes."""
+        together = sum(transfer.part_bytes for transfer in batch.transfers) + part_bytes
+        is_full = len(batch.transfers) == self._context.sizes.batch_objects
+        return not batch.transfers or (not is_full and together <= self._batch_bytes)
 
-    def enter(self, batch: Batch[Any]) -> None:
-        """Give the batch and its flights their numbers."""
-        batch.number = self._next_batch
-        self._next_batch = (self._next_batch + 1) % self._shared.sizes.depth
-        batch.pieces = max(flight.size for flight in batch.flights) // PIECE_BYTES
-        for number, flight in enumerate(batch.flights):
-            flight.number = number
+    def assign_indices(self, batch: Batch[Any]) -> None:
+        """Give the batch and its transfers their indices. The batch is complete."""
+        batch.index = self._next_batch
+        self._next_batch = (self._next_batch + 1) % self._context.sizes.depth
+        largest = max(transfer.part_bytes for transfer in batch.transfers)
+        batch.pieces_max = largest // PIECE_BYTES
+        for index, transfer in enumerate(batch.transfers):
+            transfer.index = index
 
-    def copy(self, batch: Batch[Any], pieces: Pieces, into_slot: bool) -> Lane:
-        """Queue `pieces` and the copies of all parts; the batch has their event at its end."""
-        device = self._shared.device
-        for flight in batch.flights:
-            base, address = flight.start, flight.slots.arena.address
-            staging = self.memory.data_ptr() + flight.place - base
-            cut = flight.slots.pins.cut(base, flight.size, self._shared.sizes.piece)
-            for start, size, is_pinned in cut:
+    def copy_parts(self, batch: Batch[Any], copies: CopyList, into_slot: bool) -> Lane:
+        """Queue `copies` and the copies of all parts. Their event is the batch's last one."""
+        device = self._context.device
+        for transfer in batch.transfers:
+            start, arena_address = transfer.arena_offset, transfer.attached.arena.address
+            staging_address = self.memory.data_ptr() + transfer.ring_offset - start
+            pieces = transfer.attached.pins.cut(
+                start, transfer.part_bytes, self._context.sizes.copy_bytes
+            )
+            for offset, size, is_pinned in pieces:
                 if not is_pinned:
-                    self._shared.count("copies_unpinned")
+                    self._context.count("copies_unpinned")
                     yield from self._copy_unpinned(
-                        batch, address + start, staging + start, size, into_slot
+                        batch, arena_address + offset, staging_address + offset, size, into_slot
                     )
                 elif into_slot:
-                    pieces.add(address + start, staging + start, size)
+                    copies.add(arena_address + offset, staging_address + offset, size)
                 else:
-                    pieces.add(staging + start, address + start, size)
-        device.copy_all(pieces, self.copies)
-        batch.events.append(device.record(self.copies))
+                    copies.add(staging_address + offset, arena_address + offset, size)
+        device.copy_all(copies, self.copy_stream)
+        batch.events.append(device.record(self.copy_stream))
 
-    def digest(self, batch: Batch[Any]) -> None:
-        """Queue the digests of all parts' whole pieces."""
-        if batch.pieces:
-            entries, objects = batch.flights[0].entry, len(batch.flights)
-            out = self._digests.data_ptr() + batch.number * self._digests_bytes
-            work = partial(self._shared.kernels.digest, entries, objects, batch.pieces, out)
-            self._shared.device.launch(work, self.programs)
+    def queue_digests(self, batch: Batch[Any]) -> None:
+        """Queue the kernel that hashes all whole pieces of the batch's parts in the ring."""
+        if batch.pieces_max:
+            work = partial(
+                self._context.kernels.digest,
+                batch.transfers[0].entry_address,
+                len(batch.transfers),
+                batch.pieces_max,
+                self._digests.data_ptr() + batch.index * self._digest_bytes,
+            )
+            self._context.device.launch(work, self.kernel_stream)
 
-    def digests(self, batch: Batch[Any], flight: Flight) -> bytes:
-        """All digests, once the batch's events are over. The last piece may not be whole."""
-        pieces = flight.size // PIECE_BYTES
-        at = batch.number * self._digests_bytes + flight.number * batch.pieces * NUMBER_BYTES
-        whole = ctypes.string_at(self._digests.data_ptr() + at, pieces * NUMBER_BYTES)
-        return whole + piece_digests(flight.memory[pieces * PIECE_BYTES :])
+    def read_digests(self, batch: Batch[Any], transfer: ObjectTransfer) -> bytes:
+        """Return the digests of all pieces of a part, once the batch's events are over.
 
-    def settle(self, batch: Batch[Any]) -> Lane:
-        """Wait until all that was queued for a batch is over."""
+        The host hashes the last piece if it is not a whole one.
+        """
+        pieces = transfer.part_bytes // PIECE_BYTES
+        first = transfer.index * batch.pieces_max
+        offset = batch.index * self._digest_bytes + first * NUMBER_BYTES
+        whole = ctypes.string_at(self._digests.data_ptr() + offset, pieces * NUMBER_BYTES)
+        return whole + piece_digests(transfer.memory[pieces * PIECE_BYTES :])
+
+    def complete(self, batch: Batch[Any]) -> Lane:
+        """Wait until all that was queued for a batch is over, and the slots have its bytes."""
         for event in batch.events:
-            yield from over(event)
-        for bounced in batch.bounced:
-            yield from bounced.settle()
+            yield from wait_in_lane(event)
+        for bounce_copy in batch.bounce_copies:
+            yield from bounce_copy.complete()
 
-    def matches(self, flight: Flight) -> Generator[Waitable, None, bool]:
-        """Copy the part back from the ring; return whether the slot has the same bytes."""
-        device = self._shared.device
+    def is_in_slot(self, transfer: ObjectTransfer) -> Generator[Waitable, None, bool]:
+        """Copy the part back from the ring. Returns True if the slot has the same bytes."""
+        device = self._context.device
         if self._scratch is None:
             self._scratch = device.allocate(self.ring.largest, pinned=True)
-        address = self._scratch.data_ptr()
-        device.copy(address, self.memory.data_ptr() + flight.place, flight.size, self.programs)
-        yield from over(device.record(self.programs))
-        return ctypes.string_at(address, flight.size) == flight.memory
+        scratch_address = self._scratch.data_ptr()
+        ring_address = self.memory.data_ptr() + transfer.ring_offset
+        device.copy(scratch_address, ring_address, transfer.part_bytes, self.kernel_stream)
+        yield from wait_in_lane(device.record(self.kernel_stream))
+        return ctypes.string_at(scratch_address, transfer.part_bytes) == transfer.memory
 
     def drain(self) -> Lane:
         """Wait for everything that is queued, and forget what the bounce buffer has."""
-        for stream in (self.copies, self.programs):
-            yield from over(self._shared.device.record(stream))
-        self._bounced = [None] * len(self._bounced)
+        for stream in (self.copy_stream, self.kernel_stream):
+            yield from wait_in_lane(self._context.device.record(stream))
+        self._bounce_copies = [None] * len(self._bounce_copies)
 
     def _copy_unpinned(
-        self, batch: Batch[Any], at: int, ring: int, size: int, into_slot: bool
+        self, batch: Batch[Any], arena_address: int, ring_address: int, size: int, into_slot: bool
     ) -> Lane:
-        number = self._next_bounce
-        self._next_bounce = (number + 1) % len(self._bounced)
-        earlier = self._bounced[number]
+        """Copy a piece through the bounce buffer, whose earlier use has to be over."""
+        index = self._next_bounce
+        self._next_bounce = (index + 1) % len(self._bounce_copies)
+        earlier = self._bounce_copies[index]
         if earlier is not None:
-            yield from earlier.settle()
-        device, buffer = self._shared.device, number * self._shared.sizes.piece
-        buffer += self._bounce.data_ptr()
+            yield from earlier.complete()
+        device = self._context.device
+        buffer_address = self._bounce.data_ptr() + index * self._context.sizes.copy_bytes
         if into_slot:
-            device.copy(buffer, ring, size, self.copies)
-            bounced = Bounced(device.record(self.copies), at, buffer, size)
-            batch.bounced.append(bounced)
+            device.copy(buffer_address, ring_address, size, self.copy_stream)
+            event = device.record(self.copy_stream)
+            bounce_copy = BounceCopy(event, arena_address, buffer_address, size)
+            batch.bounce_copies.append(bounce_copy)
         else:
-            ctypes.memmove(buffer, at, size)
-            device.copy(ring, buffer, size, self.copies)
-            bounced = Bounced(device.record(self.copies), 0, buffer, size)
-        self._bounced[number] = bounced
+            ctypes.memmove(buffer_address, arena_address, size)
+            device.copy(ring_address, buffer_address, size, self.copy_stream)
+            event = device.record(self.copy_stream)
+            bounce_copy = BounceCopy(event, 0, buffer_address, size)
+        self._bounce_copies[index] = bounce_copy
 
 
 class Descriptors:
     """Entries and block numbers in pinned memory, and their copies on the device."""
 
-    def __init__(self, shared: Shared, size: int) -> None:
-        self._shared = shared
-        self._host = shared.device.allocate(size, pinned=True)
-        self._device = shared.device.allocate(size)
+    def __init__(self, context: DeviceContext, size: int) -> None:
+        self._context = context
+        self._host = context.device.allocate(size, pinned=True)
+        self._device = context.device.allocate(size)
 
     def write(
-        self, at: int, flights: Sequence[Flight], staging: torch.Tensor, pieces: Pieces
-    ) -> Move:
-        """Write the flights' entries `at` bytes from our start; add the copy to the device."""
-        tables = self._shared.tables
-        ops, places = [flight.op for flight in flights], [flight.place for flight in flights]
+        self,
+        offset: int,
+        transfers: Sequence[ObjectTransfer],
+        staging: torch.Tensor,
+        copies: CopyList,
+    ) -> KernelLaunch:
+        """Write the transfers' entries `offset` bytes into this memory.
+
+        Their copy to the device is added to `copies`. The launch that is returned reads them there.
+        """
+        tables = self._context.tables
+        ops = [transfer.op for transfer in transfers]
+        part_offsets = [transfer.ring_offset for transfer in transfers]
         groups = [tables.groups[index] for index in {op.group_index for op in ops}]
-        words = encode(tables, ops, places, staging.data_ptr())
-        start, count = words.buffer_info()
+        words = encode(tables, ops, part_offsets, staging.data_ptr())
+        words_address, count = words.buffer_info()
         size = count * NUMBER_BYTES
-        descriptors = self._device[at : at + size]
-        address = descriptors.data_ptr()
-        for number, flight in enumerate(flights):
-            flight.entry = address + number * ENTRY * NUMBER_BYTES
-        ctypes.memmove(self._host.data_ptr() + at, start, size)
-        pieces.add(address, self._host.data_ptr() + at, size)
-        return Move(
-            ops,
-            places,
-            staging,
-            self._shared.table.data_ptr(),
-            descriptors,
-            rows=max(group.rows for group in groups),
-            run_words=max(group.run_words for group in groups),
+        descriptors = self._device[offset : offset + size]
+        device_address, host_address = descriptors.data_ptr(), self._host.data_ptr() + offset
+        for index, transfer in enumerate(transfers):
+            transfer.entry_address = device_address + index * ENTRY * NUMBER_BYTES
+        ctypes.memmove(host_address, words_address, size)
+        copies.add(device_address, host_address, size)
+        return KernelLaunch(
+            ops=ops,
+            part_offsets=part_offsets,
+            staging=staging,
+            rows_address=self._context.device_rows.data_ptr(),
+            descriptors=descriptors,
+            rows_max=max(group.rows for group in groups),
+            run_words_max=max(group.run_words for group in groups),
         )

@@ -1,7 +1,7 @@
 """Where the engine's blocks are, and which of them a kernel copies, as arrays that it reads.
 
-A group has a row for each run of a block in each layer. A move has an entry for each object, and
-behind the entries the numbers of all blocks. All numbers are 64-bit, and sizes are in words::
+A group has a row for each run of a block in each layer. A launch has an entry for each object, and
+after the entries the numbers of all blocks. All numbers are 64-bit, and sizes are in words::
 
     row    |address of block 0's run|words: block to block|words of the run|words of a block
            |words of the layers before, for one block|words of the runs before|
@@ -27,7 +27,7 @@ NUMBER_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class GroupTable:
-    """The rows of one group."""
+    """The rows of one group, and the size of its blocks."""
 
     first_row: int
     rows: int
@@ -38,47 +38,52 @@ class GroupTable:
 
 @dataclass(frozen=True, slots=True)
 class BlockTables:
-    """The rows of all groups."""
+    """The rows of all groups, one group after another."""
 
     word_bytes: int
     rows: "array[int]"
     groups: tuple[GroupTable, ...]
 
     def part_bytes(self, op: CopyOp) -> int:
-        """Bytes of one rank's part of an object."""
+        """Return the bytes of one rank's part of an object."""
         return op.count * self.groups[op.group_index].block_bytes
 
-    def holds(self, op: CopyOp) -> bool:
-        """Whether the engine has all blocks of the op."""
+    def has_blocks(self, op: CopyOp) -> bool:
+        """Return True if the engine has all blocks of the op."""
         return min(op.blocks) >= 0 and max(op.blocks) < self.groups[op.group_index].blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One launch: blocks of `ops[i]` from or to the part at `places[i]` in the staging."""
+class KernelLaunch:
+    """One launch of a gather or a scatter.
+
+    It copies blocks of `ops[i]` from or to the part that is `part_offsets[i]` bytes into the
+    staging.
+    """
 
     ops: Sequence[CopyOp]
-    places: Sequence[int]
+    part_offsets: Sequence[int]
     staging: torch.Tensor
-    table: int  # The address of the rows.
+    rows_address: int  # Of the tables' rows on the device.
     descriptors: torch.Tensor  # The entries and block numbers.
-    rows: int  # The most of any entry.
-    run_words: int  # The most of any entry.
+    rows_max: int  # The most rows of any entry.
+    run_words_max: int  # The longest run of any entry.
 
 
 def make_tables(groups: Sequence[Sequence[torch.Tensor]]) -> BlockTables:
-    """The tables of the physical views of each group's layers."""
+    """Return the tables of the physical views of each group's layers."""
     runs: list[list[list[int]]] = []
     for views in groups:
         runs.append([])
-        before = 0
+        layers_before = 0
         for view in views:
-            stride, inside = view.stride(0) * view.element_size(), 0
+            stride, runs_before = view.stride(0) * view.element_size(), 0
             for offset, size in block_runs(view):
                 address = view.data_ptr() + offset
-                runs[-1].append([address, stride, size, block_bytes(view), before, inside])
-                inside += size
-            before += block_bytes(view)
+                row = [address, stride, size, block_bytes(view), layers_before, runs_before]
+                runs[-1].append(row)
+                runs_before += size
+            layers_before += block_bytes(view)
     word = gcd(NUMBER_BYTES, *(number for rows in runs for row in rows for number in row))
     tables: list[GroupTable] = []
     flat = array("q")
@@ -98,25 +103,36 @@ def make_tables(groups: Sequence[Sequence[torch.Tensor]]) -> BlockTables:
 
 
 def encode(
-    tables: BlockTables, ops: Sequence[CopyOp], places: Sequence[int], staging: int
+    tables: BlockTables, ops: Sequence[CopyOp], part_offsets: Sequence[int], staging_address: int
 ) -> "array[int]":
-    """The entries and block numbers of ops whose parts are `places` bytes behind `staging`."""
+    """Return the entries and block numbers of ops.
+
+    The part of `ops[i]` is `part_offsets[i]` bytes after `staging_address`.
+    """
     groups = tables.groups
     entries, numbers = array("q"), array("q")
-    at = len(ops) * ENTRY
-    for op, place in zip(ops, places, strict=True):
+    first_number = len(ops) * ENTRY
+    for op, part_offset in zip(ops, part_offsets, strict=True):
         group, blocks = groups[op.group_index], op.blocks
         size = len(blocks)
-        pieces = op.count * group.block_bytes // PIECE_BYTES
         entries.extend(
-            (staging + place, op.count, op.first, size, at, group.first_row, group.rows, pieces)
+            (
+                staging_address + part_offset,
+                op.count,
+                op.first,
+                size,
+                first_number,
+                group.first_row,
+                group.rows,
+                op.count * group.block_bytes // PIECE_BYTES,
+            )
         )
         numbers.extend(blocks)
-        at += size
+        first_number += size
     entries.extend(numbers)
     return entries
 
 
 def encoded_bytes(ops: Sequence[CopyOp]) -> int:
-    """Bytes of what `encode` gives."""
+    """Return the bytes of what `encode` returns for these ops."""
     return NUMBER_BYTES * sum(ENTRY + len(op.blocks) for op in ops)

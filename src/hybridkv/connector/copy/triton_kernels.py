@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hybridkv.connector.copy.device import DeviceError
-from hybridkv.connector.copy.tables import ENTRY, ROW, Move
+from hybridkv.connector.copy.tables import ENTRY, ROW, KernelLaunch
 from hybridkv.shm.slots import PIECE_BYTES
 
 TILE_WORDS = 1024  # What one program copies of each block.
@@ -39,7 +39,7 @@ assert PIECE_BYTES % _BLOCK_BYTES == 0
 
 
 @triton.jit(do_not_specialize=["entries", "table"])
-def _move(  # type: ignore[no-untyped-def]  # Triton compiles annotations as well
+def copy_blocks_kernel(  # type: ignore[no-untyped-def]  # Triton compiles annotations as well
     entries,
     table,
     ENTRY: tl.constexpr,
@@ -48,7 +48,10 @@ def _move(  # type: ignore[no-untyped-def]  # Triton compiles annotations as wel
     TILE: tl.constexpr,
     GATHER: tl.constexpr,
 ):
-    """Grid (entries, rows, tiles of the longest run). See tables for the arrays."""
+    """Copy a tile of one run, for all blocks of an object. See tables for the arrays.
+
+    Grid (entries, rows, tiles of the longest run).
+    """
     numbers = entries.to(tl.pointer_type(tl.int64))
     entry = numbers + tl.program_id(0).to(tl.int64) * ENTRY
     number = tl.program_id(1).to(tl.int64)
@@ -73,10 +76,10 @@ def _move(  # type: ignore[no-untyped-def]  # Triton compiles annotations as wel
 
 
 @triton.jit(do_not_specialize=["entries", "keys", "out"])
-def _digest(  # type: ignore[no-untyped-def]
+def digest_kernel(  # type: ignore[no-untyped-def]
     entries, keys, out, ENTRY: tl.constexpr, BLOCKS: tl.constexpr, STEP: tl.constexpr
 ):
-    """XXH3-64 with seed 0 of a piece of BLOCKS x 1,024 bytes, one for each program.
+    """Write the XXH3-64 with seed 0 of a piece of BLOCKS x 1,024 bytes, one for each program.
 
     Grid (the most pieces of an entry, entries). The sums of STEP blocks are computed at once, so
     that their loads are on their way together.
@@ -94,7 +97,7 @@ def _digest(  # type: ignore[no-untyped-def]
 def _piece_digest(  # type: ignore[no-untyped-def]
     data, keys, BLOCKS: tl.constexpr, STEP: tl.constexpr
 ):
-    """The digest of the piece at the address `data`."""
+    """Return the digest of the piece at the address `data`."""
     lane, stripe, step = tl.arange(0, 8), tl.arange(0, 16)[:, None], tl.arange(0, STEP)
     key = keys.to(tl.pointer_type(tl.uint64))
     block_key = tl.load(key + stripe * 8 + lane[None, :])[None, :, :]
@@ -116,31 +119,32 @@ def _piece_digest(  # type: ignore[no-untyped-def]
             scrambled = (acc ^ (acc >> 47) ^ scramble) * prime
             acc = tl.where(first + at < BLOCKS - 1, scrambled, acc)
     acc = acc ^ tl.load(key + 144 + lane)
-    one, other = tl.split(tl.reshape(acc, (4, 2)))
-    digest = start + tl.sum((one * other) ^ tl.umulhi(one, other), axis=0)
+    even, odd = tl.split(tl.reshape(acc, (4, 2)))
+    digest = start + tl.sum((even * odd) ^ tl.umulhi(even, odd), axis=0)
     digest = (digest ^ (digest >> 37)) * avalanche
     return digest ^ (digest >> 32)
 
 
 class TritonKernels:
-    """See Kernels."""
+    """Kernels of Triton, for words of `word_bytes` bytes."""
 
-    digests = True
+    can_digest = True
 
     def __init__(self, word_bytes: int, device: torch.device) -> None:
         words = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
         self._word = words[word_bytes]
-        signed = struct.unpack(f"<{len(_KEYS)}q", struct.pack(f"<{len(_KEYS)}Q", *_KEYS))
+        count = len(DIGEST_KEYS)
+        signed = struct.unpack(f"<{count}q", struct.pack(f"<{count}Q", *DIGEST_KEYS))
         self._keys = torch.tensor(signed, dtype=torch.int64, device=device)
 
-    def move(self, move: Move, is_gather: bool) -> None:
-        """See Kernels."""
-        grid = len(move.ops), move.rows, -(-move.run_words // TILE_WORDS)
+    def copy_blocks(self, launch: KernelLaunch, is_gather: bool) -> None:
+        grid = len(launch.ops), launch.rows_max, -(-launch.run_words_max // TILE_WORDS)
         if max(grid[1:]) > GRID_MAX:
-            raise DeviceError(f"a block has {move.rows} pieces in memory, more than {GRID_MAX}")
-        _move[grid](
-            move.descriptors.data_ptr(),
-            move.table,
+            pieces = launch.rows_max
+            raise DeviceError(f"a block has {pieces} pieces in memory, more than {GRID_MAX}")
+        copy_blocks_kernel[grid](
+            launch.descriptors.data_ptr(),
+            launch.rows_address,
             ENTRY=ENTRY,
             ROW=ROW,
             WORD=self._word,
@@ -148,11 +152,16 @@ class TritonKernels:
             GATHER=is_gather,
         )
 
-    def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
-        """See Kernels."""
-        blocks = PIECE_BYTES // _BLOCK_BYTES
-        _digest[pieces, objects](
-            entries, self._keys.data_ptr(), out, ENTRY=ENTRY, BLOCKS=blocks, STEP=STEP_BLOCKS
+    def digest(
+        self, entries_address: int, objects: int, pieces_max: int, digests_address: int
+    ) -> None:
+        digest_kernel[pieces_max, objects](
+            entries_address,
+            self._keys.data_ptr(),
+            digests_address,
+            ENTRY=ENTRY,
+            BLOCKS=PIECE_BYTES // _BLOCK_BYTES,
+            STEP=STEP_BLOCKS,
         )
 
 
@@ -160,7 +169,7 @@ def _words(start: int, count: int) -> tuple[int, ...]:
     return struct.unpack_from(f"<{count}Q", _SECRET, start)
 
 
-_KEYS = (
+DIGEST_KEYS = (
     *(word for stripe in range(_STRIPES) for word in _words(8 * stripe, _STRIPE_WORDS)),
     *_words(len(_SECRET) - 64, _STRIPE_WORDS),  # For the scramble.
     *_words(len(_SECRET) - 64 - 7, _STRIPE_WORDS),  # Of the last stripe.
@@ -168,4 +177,4 @@ _KEYS = (
     *(_PRIMES_32[2], *_PRIMES_64[:4], _PRIMES_32[1], _PRIMES_64[4], _PRIMES_32[0]),
     *(_PRIMES_32[0], PIECE_BYTES * _PRIMES_64[0] % (1 << 64), _AVALANCHE),
 )
-"""What the hash reads from memory: see `_digest` for the places."""
+"""Words that the hash reads from memory, at the places that `_piece_digest` names."""

@@ -1,8 +1,8 @@
 """A worker's part of live audits: it compares two slots, in a thread of its own.
 
-Both slots are in the arena: what is stored, and what the engine computed and the worker has just
-copied out as it copies every store. So an audit needs nothing of a device, and proves the copies
-too.
+Both slots are in the arena. One has a stored object. The other has the same object as the engine
+computed it again, which the worker has just copied out as it copies every store. So an audit needs
+nothing of a device, and proves the copies too.
 """
 
 import logging
@@ -19,6 +19,7 @@ from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.messages import ObjectPair
 from hybridkv.connector.worker.difference import (
     BOUNDS,
+    Bytes,
     Depth,
     LayerNumbers,
     NumberRange,
@@ -37,7 +38,10 @@ _FIRST_LAYER = re.compile(r"(language_model\.)?model\.layers\.0\.")
 
 
 class Auditor:
-    """One rank's comparisons. `layers` are those of each served group, in an object's order."""
+    """Compares objects for one rank.
+
+    `layers` are the layers of each served group, in an object's order.
+    """
 
     def __init__(
         self, layers: Sequence[Sequence[LayerNumbers]], part: PartLayout, is_on_cpu: bool = True
@@ -50,9 +54,9 @@ class Auditor:
         self._thread: threading.Thread | None = None  # The last one that was started.
 
     def begin(self, arena: Arena | None, pairs: Mapping[int, ObjectPair]) -> None:
-        """Compare the objects; `arena` has their slots, None = it is not mapped here."""
+        """Compare the objects. `arena` has their slots; None = it is not mapped here."""
         if arena is None:
-            self._put(dict.fromkeys(pairs, AuditVerdict(AuditOutcome.UNMADE)))
+            self._add_verdicts(dict.fromkeys(pairs, AuditVerdict(AuditOutcome.UNMADE)))
             return
         self._thread = threading.Thread(
             target=self._compare_all, args=(arena, dict(pairs)), name="hybridkv-audit", daemon=True
@@ -60,17 +64,17 @@ class Auditor:
         self._thread.start()
 
     def take(self) -> dict[int, AuditVerdict]:
-        """The verdicts since the last call, by the numbers of the pairs."""
+        """Return the verdicts since the last call, by the numbers of the pairs."""
         with self._lock:
-            taken, self._verdicts = self._verdicts, {}
-        return taken
+            verdicts, self._verdicts = self._verdicts, {}
+        return verdicts
 
     def join(self) -> None:
-        """Wait until everything that was begun is compared; for tests."""
+        """Wait until everything that was begun is compared. For tests."""
         if self._thread is not None:
             self._thread.join()
 
-    def _put(self, verdicts: Mapping[int, AuditVerdict]) -> None:
+    def _add_verdicts(self, verdicts: Mapping[int, AuditVerdict]) -> None:
         with self._lock:
             self._verdicts.update(verdicts)
 
@@ -78,48 +82,63 @@ class Auditor:
         for number, pair in pairs.items():
             verdict = AuditVerdict(AuditOutcome.UNMADE)
             try:
-                verdict = self._compared(arena, pair)
+                verdict = self._compare_pair(arena, pair)
             except Exception as error:  # noqa: BLE001  # no audit is no reason not to serve
                 logger.warning("hybridkv: an audit could not compare: %s", error)
-            self._put({number: verdict})
+            self._add_verdicts({number: verdict})
 
-    def _compared(self, arena: Arena, pair: ObjectPair) -> AuditVerdict:
-        """Raises BadSlotError where a slot is another object's, or has lost its bytes."""
+    def _compare_pair(self, arena: Arena, pair: ObjectPair) -> AuditVerdict:
+        """Compare this rank's part of two objects.
+
+        Raises BadSlotError where a slot is another object's, or has lost its bytes.
+        """
         layers = self.layers[pair.group_index]
         part_bytes = pair.count * sum(layer.block_bytes for layer in layers)
-        stored, computed = (self._op(pair, slot) for slot in (pair.stored, pair.computed))
+        stored, computed = _slot_op(pair, pair.stored), _slot_op(pair, pair.computed)
         if not self._part.writes(computed):
             # The part that all ranks share is compared by the rank that wrote it.
             return AuditVerdict(AuditOutcome.PASSED)
-        parts = []
-        for op in (stored, computed):
-            self._part.prove(arena, op, part_bytes)
-            at = self._part.payload(op, part_bytes)
-            parts.append(np.frombuffer(arena.memory, np.uint8, part_bytes, at))
-        verdict = compare(layers, self.bounds, pair.count, *parts)
+        stored_bytes = self._proven_bytes(arena, stored, part_bytes)
+        computed_bytes = self._proven_bytes(arena, computed, part_bytes)
+        verdict = compare(layers, self.bounds, pair.count, stored_bytes, computed_bytes)
         for op in (stored, computed):
             # Its slot may have been given away meanwhile.
-            self._part.recheck(arena, op)
+            self._part.check_generation(arena, op)
         return verdict
 
-    def _op(self, pair: ObjectPair, slot: SlotRef) -> CopyOp:
-        return CopyOp(slot, pair.group_index, pair.chunk, pair.count, 0, ())
+    def _proven_bytes(self, arena: Arena, op: CopyOp, part_bytes: int) -> Bytes:
+        """Return the bytes of this rank's part in the arena. Raises BadSlotError."""
+        self._part.check_part(arena, op, part_bytes)
+        offset = self._part.part_offset(op, part_bytes)
+        return np.frombuffer(arena.memory, np.uint8, part_bytes, offset)
+
+
+def _slot_op(pair: ObjectPair, slot: SlotRef) -> CopyOp:
+    """Return an op without blocks, by which a part of the slot is found and proven."""
+    return CopyOp(
+        slot=slot,
+        group_index=pair.group_index,
+        chunk=pair.chunk,
+        count=pair.count,
+        first=0,
+        blocks=(),
+    )
 
 
 def layer_numbers(spec: Any, name: str, view: torch.Tensor) -> LayerNumbers:
-    """Where the numbers of a layer are, from its group's spec and its blocks (vllm.layout)."""
+    """Find the numbers in the blocks of a layer, from its group's spec (vllm.layout)."""
     if isinstance(spec, kv.UniformTypeKVCacheSpecs):
         spec = spec.kv_cache_specs[name]
     size, dtype = block_bytes(view), _name(view.dtype)
     ranges: list[NumberRange] = []
     if isinstance(spec, kv.MambaSpec):
-        # Its states stand one behind the other; the tensor is registered as plain bytes.
-        at = 0
+        # Its states stand one after another; the tensor is registered as plain bytes.
+        start = 0
         for shape, state_dtype in zip(spec.shapes, spec.dtypes, strict=True):
-            stop = at + int(np.prod(shape)) * state_dtype.itemsize
-            ranges.append(NumberRange(at, stop, _name(state_dtype)))
-            at = stop
-        if at > size or len(physical(view).shape) != 2:
+            stop = start + int(np.prod(shape)) * state_dtype.itemsize
+            ranges.append(NumberRange(start, stop, _name(state_dtype)))
+            start = stop
+        if start > size or len(physical(view).shape) != 2:
             ranges = []
     elif getattr(spec, "state_content_bytes", None) is None:
         ranges.append(NumberRange(0, size, dtype))
@@ -132,4 +151,5 @@ def layer_numbers(spec: Any, name: str, view: torch.Tensor) -> LayerNumbers:
 
 
 def _name(dtype: torch.dtype) -> str:
+    """Return the name of a data type: `torch.bfloat16` -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -13,14 +14,25 @@ from hybridkv.connector.copy.device import Device
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import Copier, PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
+from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.coverage import stored_counts
 from hybridkv.core.geometry import Geometry
 from hybridkv.shm.arena import Arena
 from hybridkv.vllm.layout import WorkerLayout, build_geometry
 
 
-class Copiers:
-    """A worker's copiers, which share its device. `groups` has physical views by served group."""
+class MappedArena(NamedTuple):
+    """An arena that this process has mapped, and its copier."""
+
+    arena: Arena
+    copier: Copier
+
+
+class CopierFactory:
+    """Makes a worker's copiers, which share its device.
+
+    `groups` has the physical views of each served group. `pipeline` is None on a processor.
+    """
 
     def __init__(
         self,
@@ -31,32 +43,32 @@ class Copiers:
         self.groups = groups
         self._part = part
         self.pipeline = pipeline
-        self._prepared_bytes = 0
+        self._prepared_bytes = 0  # Of the last arena: pages below have been prepared.
 
     @property
     def is_alive(self) -> bool:
-        """Whether copies can succeed."""
+        """False once an error of the device has ended all copies."""
         return self.pipeline is None or self.pipeline.is_alive
 
     def make(self, arena: Arena) -> Copier:
-        """A copier of the arena."""
+        """Return a new copier of the arena."""
         self._prepared_bytes = 0
         if self.pipeline is not None:
             return CudaCopier(self.pipeline, arena, self._part)
         return HostCopier(arena, self.groups, self._part)
 
-    def prepare(self, arena: Arena, copier: Copier, reserved_bytes: int) -> None:
+    def prepare(self, mapped: MappedArena, reserved_bytes: int) -> None:
         """Prepare new pages ahead of their first use, which would take longer than a step.
 
         The arena is that of the last `make`, and has pages below `reserved_bytes`. Each step calls
         this.
         """
-        new = self._prepared_bytes, reserved_bytes
-        if isinstance(copier, CudaCopier):
-            copier.pin(reserved_bytes)
+        if isinstance(mapped.copier, CudaCopier):
+            mapped.copier.pin(reserved_bytes)
         elif reserved_bytes > self._prepared_bytes:
+            pages = self._prepared_bytes, reserved_bytes
             self._prepared_bytes = reserved_bytes
-            threading.Thread(target=arena.populate, args=new, daemon=True).start()
+            threading.Thread(target=mapped.arena.populate, args=pages, daemon=True).start()
 
     def retire(self, copier: Copier) -> None:
         """Close a copier without waiting: there may be copies to finish, gigabytes to unpin."""
@@ -71,34 +83,35 @@ class Copiers:
             self.pipeline.drain()
 
     def close(self) -> None:
-        """After the last copier was closed."""
+        """End the pipeline, after the last copier was closed."""
         if self.pipeline is not None:
             self.pipeline.close()
 
 
 def open_pipeline(
+    settings: WorkerSettings,
     config: KVCacheConfig,
     layout: WorkerLayout,
-    ranks: int,
-    chunk_tokens: int | None,
-    step_tokens: int,
     groups: Sequence[Sequence[torch.Tensor]],
     device: Device | None,
 ) -> CopyPipeline | None:
-    """The pipeline of a worker, on `device` or on CUDA; None for engines on a processor.
+    """Return the pipeline of a worker, on `device` or on CUDA. None for engines on a processor.
 
     Raises DeviceError where the device has no room for it.
     """
     if device is None and layout.device != "cuda":
         return None
-    layouts = dict.fromkeys(range(ranks), layout)
-    geometry = build_geometry(config, layouts, chunk_tokens)
+    layouts = dict.fromkeys(range(settings.ranks), layout)
+    geometry = build_geometry(config, layouts, settings.chunk_tokens)
     device = device or CudaDevice(groups[0][0].device)
-    return CopyPipeline(device, groups, demand(geometry, step_tokens))
+    return CopyPipeline(device, groups, demand(geometry, settings.step_tokens))
 
 
 def demand(geometry: Geometry, step_tokens: int) -> Demand:
-    """What the objects of a model ask of the staging; a step may complete one chunk more."""
+    """Return the staging that a model's objects ask for.
+
+    A step of N chunks of tokens may complete N + 1 chunks.
+    """
     chunks = math.ceil(step_tokens / geometry.chunk_tokens) + 1
     counts = [max(stored_counts(geometry, group)) for group in geometry.groups]
     parts = [

@@ -4,13 +4,14 @@ An object's part is cut into *pieces* of PIECE numbers that stand side by side i
 numbers of one token, in most layouts. The error of a piece is the length of the difference, divided
 by the length of what is stored. Two numbers say how far a layer is off:
 
-- the *typical* error, the median of all pieces. Rounding makes it small, whatever computes; other
-  weights do not.
-- the *high* error, which a sixteenth of the pieces exceeds. It is large where a block is another
-  one. A token that another expert computes may be far off alone, and a few of these are none.
+- the *typical* error, the median of all pieces. Rounding alone keeps it small on every device.
+  Other weights make it large.
+- the *high* error, which a sixteenth of the pieces exceeds. It is large where one block is another
+  block. A few tokens that another expert computed are far off, and do not raise it.
 
-Rounding grows with each layer, by how much depends on the model. The first layer is held to little
-more than the last bit, which tells other weights; later ones to what is not quite another prompt's.
+Rounding grows with each layer, and how much depends on the model. So the bounds of the first layer
+are hardly above the last bit, which finds other weights. The bounds of later layers are just below
+the errors of another prompt.
 
 docs/decisions/0016-a-live-audit.md has the measurements behind the bounds.
 """
@@ -27,15 +28,17 @@ from hybridkv.core.audit import AuditOutcome, AuditVerdict, worst
 PIECE = 32
 HIGH_QUANTILE = 15 / 16
 FLOOR = 0.1
-"""Pieces that are shorter than this share of the layer's root mean square count as so long: the
-error of next to nothing says nothing."""
+"""The least length by which an error is divided, as a share of the layer's root mean square.
+
+The error of numbers that are nearly zero says nothing.
+"""
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
 
 
 class Depth(StrEnum):
-    """How much was computed before the numbers of a layer."""
+    """The work that comes before the numbers of a layer, with which rounding grows."""
 
     FIRST = "first"  # Keys and values of the first layer: an embedding, a norm and a product.
     FIRST_STATE = "first_state"  # A recurrent state of the first layer: all tokens before it, too.
@@ -72,7 +75,7 @@ BOUNDS: Mapping[str, Mapping[Depth, Bounds]] = {
         Depth.LATER: Bounds(0.7, 1.1),
     },
 }
-"""By the name of the data type; numbers of other types are not compared."""
+"""By the name of the data type. Numbers of other types are not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class NumberRange:
 
 @dataclass(frozen=True, slots=True)
 class LayerNumbers:
-    """Where the numbers of a layer's blocks are; without `ranges` it is not known."""
+    """The numbers in a layer's blocks. Without `ranges` nobody knows where they are."""
 
     name: str
     block_bytes: int
@@ -97,7 +100,7 @@ class LayerNumbers:
 def bounds_of(
     groups: Iterable[Iterable[LayerNumbers]], is_on_cpu: bool = True
 ) -> Mapping[Depth, Bounds]:
-    """The bounds of a model: those of its coarsest data type.
+    """Return the bounds of a model: those of its coarsest data type.
 
     A recurrent state of float32 is made of what layers of bfloat16 computed, and is no better known
     than that. Elsewhere than on a CPU, kernels may round float32 to a mantissa of 10 bits (TF32).
@@ -106,12 +109,12 @@ def bounds_of(
     dtypes = {numbers.dtype for layer in layers for numbers in layer.ranges}
     if not is_on_cpu or not dtypes:
         dtypes.add("float16")
-    return max((BOUNDS[dtype] for dtype in dtypes), key=lambda one: one[Depth.FIRST].typical)
+    return max((BOUNDS[dtype] for dtype in dtypes), key=lambda bounds: bounds[Depth.FIRST].typical)
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """How far numbers are off, relative to those that are stored."""
+    """The errors of numbers, relative to those that are stored. See above for the two."""
 
     typical: float
     high: float
@@ -124,7 +127,7 @@ def compare(
     stored: Bytes,
     computed: Bytes,
 ) -> AuditVerdict:
-    """The verdict on one part of an object of `count` stored blocks: [layer][block][bytes].
+    """Return the verdict on one part of an object of `count` stored blocks: [layer][block][bytes].
 
     Layers with the same bytes pass whatever their numbers are. UNMADE where a layer has other bytes
     and its numbers are not known.
@@ -153,17 +156,21 @@ def _compare_layer(
     shape = count, layer.block_bytes
     for numbers in layer.ranges:
         span = slice(numbers.start_bytes, numbers.stop_bytes)
-        both = (np.ascontiguousarray(part.reshape(shape)[:, span]) for part in (stored, computed))
-        errors = errors_of(*(numbers_of(part, numbers.dtype) for part in both))
-        pairs = ((errors.typical, bounds.typical), (errors.high, bounds.high))
-        error, error_max = max(pairs, key=lambda pair: pair[0] / pair[1])
+        stored_span = np.ascontiguousarray(stored.reshape(shape)[:, span])
+        computed_span = np.ascontiguousarray(computed.reshape(shape)[:, span])
+        errors = errors_of(
+            numbers_of(stored_span, numbers.dtype), numbers_of(computed_span, numbers.dtype)
+        )
+        error, error_max = errors.typical, bounds.typical
+        if errors.high / bounds.high > error / error_max:
+            error, error_max = errors.high, bounds.high
         outcome = AuditOutcome.PASSED if error <= error_max else AuditOutcome.DIFFERED
         verdicts.append(AuditVerdict(outcome, layer.name, error, error_max))
     return worst(verdicts)
 
 
 def numbers_of(blocks: Bytes, dtype: str) -> Numbers:
-    """The numbers of some blocks: [block, number]."""
+    """Return the numbers of some blocks as float32: [block, number]."""
     if dtype == "float32":
         return blocks.view(np.float32)
     if dtype == "float16":
@@ -174,9 +181,9 @@ def numbers_of(blocks: Bytes, dtype: str) -> Numbers:
 
 
 def errors_of(stored: Numbers, computed: Numbers) -> Errors:
-    """The errors of the numbers of some blocks, [block, number] each.
+    """Return the errors of the numbers of some blocks, [block, number] each.
 
-    A number that is none in one of the two alone is infinitely far off.
+    A NaN or an infinity that only one of the two has is infinitely far off.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         difference = computed - stored
@@ -194,7 +201,7 @@ def errors_of(stored: Numbers, computed: Numbers) -> Errors:
 
 
 def _lengths(numbers: Numbers) -> npt.NDArray[np.float64]:
-    """The length of each piece; the last one of a block may have fewer numbers."""
+    """Return the length of each piece. The last one of a block may have fewer numbers."""
     size = numbers.shape[1]
     if size % PIECE:
         numbers = np.pad(numbers, ((0, 0), (0, -size % PIECE)))
@@ -204,7 +211,7 @@ def _lengths(numbers: Numbers) -> npt.NDArray[np.float64]:
 
 
 def _float8() -> Numbers:
-    """The number of each byte of float8_e4m3fn: sign, 4 bits of exponent, 3 of mantissa."""
+    """Return the number of each byte of float8_e4m3fn: sign, 4 bits of exponent, 3 of mantissa."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     normal = (8 + mantissa) * 2.0 ** (exponent - 10.0)

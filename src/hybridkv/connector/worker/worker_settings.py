@@ -1,0 +1,18 @@
+"""What a worker is configured with."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """One rank's place in its engine, and the settings of the connector that it needs."""
+
+    socket_path: str  # The daemon's.
+    engine_id: str
+    rank: int
+    ranks: int
+    checksum: str  # The value of `Settings.checksum`.
+    chunk_tokens: int | None = None  # As configured.
+    step_tokens: int = 0  # The most that one step computes.
+    shm_dir: str | None = None  # As configured.
+    group: int | None = None  # The daemon may be another user's that belongs to this group.
