@@ -35,7 +35,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "negative-delta-taken",
         "a number below 0 reaches a counter",
-        "_sound",
+        "_readable",
         "_is_number(n) and n >= 0",
         "_is_number(n)",
         ("B30",),
