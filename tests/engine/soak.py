@@ -305,7 +305,7 @@ class Soak:
             gc.collect()
             sample = {name: values[name] for name in ("leases", "sessions", "connections")}
             sample["kB of write slots"] = values["bytes_writing"] / 1024
-            sample["engine requests"] = len(self._connector._scheduler._requests.by_id)
+            sample["engine requests"] = len(self._connector.scheduler_role.requests.by_id)
             for whose, pid in (("daemon", control.welcome.pid), ("engine", os.getpid())):
                 for name, value in zip(
                     ("memory kB", "descriptors", "threads"), footprint(pid), strict=True

@@ -73,14 +73,15 @@ ENDS = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 CLOCK = Clock()
 PAUSE_STEPS = 12  # How many steps the first pause of a role lasts that is switched off.
 BREAKABLE = {
-    "": "arrived matched allocated _planned reported finished step_ended identify _poll _take",
-    "_audits": "answered begin began must_wait put_into take settle",
-    "_lookups": "begin offer take_found flushed",
-    "_loads": "allocated put_into ended",
-    "_stores": "planned reported",
-    "_requests": "advance release",
-    "_session": "send follow",
-    "_session.link": "poll flush",
+    "": "on_new_request offer_hit on_allocated _make_plan on_report on_finished on_step_end "
+    "identify poll on_reply",
+    "audits": "on_answer begin on_store_begun must_wait put_into on_report settle",
+    "lookups": "look_up offer on_found on_flush",
+    "loads": "on_allocated put_into on_load_end",
+    "stores": "plan_stores on_report",
+    "requests": "advance release",
+    "session": "send follow",
+    "session.link": "poll flush",
 }
 """Methods of the scheduler role and of its parts that a fault may break."""
 BREAKABLE_IN_WORKERS = "start_loads start_stores _load _expect _stored _attach _send_drained"
@@ -97,7 +98,7 @@ class Saboteur:
         self.fired = 0
         self.others: list[Exception] = []
         """What hooks raised besides."""
-        self.guard = connector._guard
+        self.guard = connector.guard
         self._hook_thread = 0
         """The thread that is in a hook; 0 = none. Copies that a thread ends are no hook's."""
         self._undo: Callable[[], None] = lambda: None
@@ -347,7 +348,7 @@ class Rank:
         """Blocks whose restored bytes of the drafter were compared."""
         self.model = Weights()
         self.connector = HybridKVConnector(config, KVConnectorRole.WORKER, kv_config)
-        self.side = cast(Any, self.connector._worker)
+        self.side = cast(Any, self.connector.worker_role)
         self.device: SimulatedDevice | None = None
         if shape.device is not None:
             self._rng = random.Random(shape.device + rank)
@@ -373,7 +374,7 @@ class Rank:
         fresh: list[int],
         work: list[tuple[Traced, int, StateStep, Any]],
         drafted: dict[str, DraftedStep],
-        restored: dict[str, tuple[int, int]],
+        restored: dict[str, range],
     ) -> KVConnectorOutput:
         """One step: zero and copy blocks, compute, then the connector's part after the forward."""
         if self.device is not None:
@@ -391,7 +392,8 @@ class Rank:
             self.oracle.check(traced.request.request_id, traced.content, start, table, states)
         for traced, _, _, table in work:
             name = traced.request.request_id
-            first, end = restored.get(name, (0, 0))
+            loaded = restored.get(name, range(0))
+            first, end = loaded.start, loaded.stop
             self.drafter_blocks += self.oracle.check_drafter(
                 name, traced.content, first, end, table
             )
@@ -506,7 +508,7 @@ class Engine:
             }
         )
         self.saboteurs = [Saboteur(one) for one in (self.connector, *self._workers())]
-        self.geometry = self.side._geometry
+        self.geometry = self.side.geometry
         self._aggregator = KVOutputAggregator.from_connector(self.connector, shape.ranks)
         self._ahead: deque[Step] = deque()
         self._ahead_max = 1 if shape.is_async else 0
@@ -536,22 +538,22 @@ class Engine:
     @property
     def side(self) -> Any:
         """The scheduler role, which another one replaces where it was switched off."""
-        return self.connector._scheduler
+        return self.connector.scheduler_role
 
     @property
     def true_namespace(self) -> bytes:
         """The identity of what is computed now, whatever the connector knows of it."""
         digests = tuple(_digest(int(rank.model.salt)) for rank in self.ranks)
         if digests not in self._namespaces:
-            facts = self.connector._weights.facts_of(digests)
+            facts = self.connector.life.weights.facts_of(digests)
             self._namespaces[digests] = fingerprint(facts)
         return self._namespaces[digests]
 
     @property
     def namespace(self) -> bytes:
         """The identity that the engine has for its daemon."""
-        watch = self.connector._weights
-        return fingerprint(watch.facts_of(watch.named))
+        watch = self.connector.life.weights
+        return fingerprint(watch.facts_of(watch.identity_digests))
 
     def _workers(self) -> list[HybridKVConnector]:
         return [rank.connector for rank in self.ranks]
@@ -638,15 +640,15 @@ class Engine:
         if tokens is None:
             # With other weights it is looked up again, also if they change back before it asks.
             # While they are read it waits longer.
-            watch, asked_at = self.side._weights, (CLOCK.now, self.side._weights.named)
+            watch, asked_at = self.side.weights, (CLOCK.now, self.side.weights.identity_digests)
             since, named = self._asked_since.setdefault(request.request_id, asked_at)
-            if named is not watch.named:
+            if named is not watch.identity_digests:
                 since, _ = self._asked_since[request.request_id] = asked_at
-            asked = self.side._requests.by_id.get(request.request_id)
-            patience = self._patience + ROOM_SECONDS * bool(self.side._room)
+            asked = self.side.requests.by_id.get(request.request_id)
+            patience = self._patience + ROOM_SECONDS * bool(self.side.room)
             if watch.question or self.connector.counters.get("begun_anew"):
                 # A role that begins anew asks for the weights too.
-                patience += self.side._lookups.patience.of(request.num_tokens)[0]
+                patience += self.side.lookups.patience.wait_for(request.num_tokens).seconds
             if asked is not None and asked.lookup.pending is not None:
                 patience += self._patience + asked.lookup.pending.wait_ms / 1e3
             assert CLOCK.now - since <= patience, (
@@ -654,7 +656,7 @@ class Engine:
             )
         else:
             self._asked_since.pop(request.request_id, None)
-        tracked = self.side._requests.by_id.get(request.request_id)
+        tracked = self.side.requests.by_id.get(request.request_id)
         answer = tracked.lookup.found if tracked else None
         found = answer.chunks * self.geometry.chunk_tokens if answer else 0
         if tokens:
@@ -726,7 +728,7 @@ class Engine:
 
     def _schedule(self) -> bool:
         """Plan a step, and let the workers run it; False where there is nothing to compute."""
-        tracked = self.side._requests.by_id.items()
+        tracked = self.side.requests.by_id.items()
         # What has no tokens computed was preempted since its load, and is asked for again.
         restored = {
             name: one.load.restored for name, one in tracked if one.request.num_computed_tokens
@@ -834,7 +836,7 @@ class Engine:
         """
         outputs = [output for outputs in self._reports for output in outputs]
         is_on = self.saboteurs[0].guard.healthy
-        awaited = self.side._stores._storing.keys() if is_on else set()
+        awaited = self.side.stores.storing.keys() if is_on else set()
         return not self._repeats and not any(
             output.finished_recving or output.kv_connector_worker_meta.done.keys() & awaited
             for output in outputs
@@ -852,13 +854,13 @@ class Engine:
         while True:
             waiting = []
             if self.saboteurs[0].guard.healthy:
-                self.side._poll(CLOCK.now)
+                self.side.poll(CLOCK.now)
             for link in (rank.side._link for rank in self.ranks):
                 if link.welcome is None:
                     link.poll(CLOCK.now)
                 if link.fd is not None and link.welcome is None:
                     waiting.append(link.fd)
-            link = self.side._session.link
+            link = self.side.session.link
             if link.fd is not None and (link.welcome is None or self._is_owed()):
                 waiting.append(link.fd)
             if not waiting:
@@ -867,13 +869,13 @@ class Engine:
 
     def cut(self) -> None:
         """The connection ends under the scheduler role."""
-        sock = self.side._session.link._sock
+        sock = self.side.session.link._sock
         if sock is not None:
             sock.shutdown(socket.SHUT_RDWR)
 
     def barrier(self) -> dict[str, float] | None:
         """Wait until the daemon has seen all that was sent; its values, or None without a link."""
-        link = self.side._session.link
+        link = self.side.session.link
         deadline = time.monotonic() + DEADLINE_SECONDS
         if not link.send(Stats(BARRIER_ID), CLOCK.now):
             return None
@@ -883,7 +885,7 @@ class Engine:
                 if isinstance(reply, Report):
                     values = reply.values
                 else:
-                    self.side._take(reply, CLOCK.now)
+                    self.side.on_reply(reply, CLOCK.now)
             if values is not None:
                 return values
             if link.fd is not None:
@@ -891,10 +893,10 @@ class Engine:
         return None
 
     def _is_owed(self) -> bool:
-        asked = any(pool.asked for pool in self.side._stores.credits._pools.values())
+        asked = any(pool.asked for pool in self.side.stores.credits._pools.values())
         return asked or any(
             tracked.is_prefetching and tracked.lookup.sent and tracked.lookup.found is None
-            for tracked in self.side._requests.by_lease.values()
+            for tracked in self.side.requests.by_lease.values()
         )
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from hybridkv.connector.messages import StepReport
 from hybridkv.connector.scheduler.requests import TrackedRequest
-from hybridkv.connector.scheduler.stores import StorePlanner
+from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.core.copies import NULL_BLOCK, CopyRun
 from hybridkv.core.coverage import slot_shapes, stored_counts
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -28,7 +28,8 @@ class Prefill:
         self.geometry = geometry
         self.staging_bytes = staging_bytes
         self.counters: Counter[str] = Counter()
-        self.planner = StorePlanner(geometry, STEP_TOKENS, True, self.counters, staging_bytes)
+        limits = StoreLimits(STEP_TOKENS, staging_bytes=staging_bytes)
+        self.planner = StorePlanner(geometry, limits, self.counters)
         tokens = PROMPT_TOKENS + generated
         self.request = SimpleNamespace(
             num_tokens=PROMPT_TOKENS,
@@ -66,7 +67,7 @@ class Prefill:
             self.planner.credits.granted(shape, slots * 8, slots * 8, 0.0)
         state = SimpleNamespace(boundary_state_offloads={"r": offers})
         output = SimpleNamespace(num_scheduled_tokens={"r": tokens}, kv_connector_block_state=state)
-        runs = self.planner.planned(output, {"r": self.tracked}, lambda _: tables)
+        runs = self.planner.plan_stores(output, {"r": self.tracked}, lambda _: tables)
         request.num_computed_tokens = end
         ranks = set(range(geometry.ranks))
         self.reports.append(StepReport(done=dict.fromkeys(runs, ranks)))
@@ -76,9 +77,9 @@ class Prefill:
             chunks = range(run.span.first_chunk, run.span.first_chunk + run.objects)
             self.stored |= {(run.span.group_index, chunk) for chunk in chunks}
         report = self.reports.popleft()
-        ended = [self.planner._storing[number].run for number in report.done]
-        self.inflight = [run for run in self.inflight if not any(run is one for one in ended)]
-        self.planner.reported(report, lambda step: True)
+        ended = {id(self.planner.storing[number].run) for number in report.done}
+        self.inflight = [run for run in self.inflight if id(run) not in ended]
+        self.planner.on_report(report, lambda step: True)
         return sum(run.objects for run in runs.values())
 
     def check(self) -> None:
@@ -150,7 +151,7 @@ def test_what_has_no_room_waits_until_reports_come(name: str, late: int) -> None
     for _ in range((late + 1) * steps * 2):
         prefill.step(1)
     full = {at for at, group in enumerate(geometry.groups) if group.kind is GroupKind.FULL}
-    assert not {one for one in prefill.missing() if one[0] in full}
+    assert not full & {group_index for group_index, _ in prefill.missing()}
     assert not prefill.planner.is_awaited
 
 
@@ -202,7 +203,7 @@ def test_a_lost_daemon_gives_no_staging_back() -> None:
     geometry = LAYOUTS["qwen3"]
     prefill = Prefill(geometry, step_bytes(geometry), 1, 0)
     assert prefill.step(STEP_TOKENS)
-    prefill.planner.lost()
+    prefill.planner.on_connection_lost()
     assert prefill.step(STEP_TOKENS) == 0
     assert prefill.counters["stores_no_staging"] == 1
     assert prefill.planner.committed == []

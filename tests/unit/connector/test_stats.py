@@ -27,6 +27,7 @@ ELSEWHERE = {
     "attach_failed",
     "workers_disabled",
     "removals_overflowed",
+    "transition_ignored_state",
     "switched_off",
     "quarantined",
     "begun_anew",

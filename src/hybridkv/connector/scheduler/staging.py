@@ -26,7 +26,7 @@ class StagingCredits:
         """`bytes_max` is the size of the smallest staging of all ranks; None = no bound."""
         self.bytes_max = bytes_max
         self._geometry = geometry
-        self._used_bytes = [0] * geometry.ranks
+        self.used_bytes = [0] * geometry.ranks
 
     def is_too_small(self, span: ObjectSpan) -> bool:
         """Return True if one object of the span is larger than the whole staging."""
@@ -37,7 +37,7 @@ class StagingCredits:
         if self.bytes_max is None:
             return span.objects
         size, fitting = self._part_bytes(span), span.objects
-        for share, used_bytes in zip(self._shares(span), self._used_bytes, strict=True):
+        for share, used_bytes in zip(self._shares(span), self.used_bytes, strict=True):
             fitting_here = (self.bytes_max - used_bytes) // size
             fitting = min(fitting, share.first + fitting_here * share.step)
         return fitting
@@ -55,7 +55,7 @@ class StagingCredits:
             return
         size = sign * self._part_bytes(span)
         for rank, share in enumerate(self._shares(span)):
-            self._used_bytes[rank] += size * len(range(share.first, span.objects, share.step))
+            self.used_bytes[rank] += size * len(range(share.first, span.objects, share.step))
 
     def _shares(self, span: ObjectSpan) -> list[_RankShare]:
         """Return each rank's share of the span.
