@@ -70,8 +70,8 @@ def first_block(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> N
 def all_other_blocks(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
     kernels.move(move, is_gather)
     asked = ids_of(move)
-    for other in set(range(blocks)) - set(asked):
-        moved(kernels, move, is_gather, [other] * len(asked))
+    for block in set(range(blocks)) - set(asked):
+        moved(kernels, move, is_gather, [block] * len(asked))
     if not is_gather:
         kernels.move(move, is_gather)
 

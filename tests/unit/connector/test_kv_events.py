@@ -193,15 +193,15 @@ def test_what_only_a_tier_has_is_announced_as_storage() -> None:
     (gone,) = events.take()
     assert gone.medium == "CPU"
     assert sorted(gone.block_hashes) == sorted(names_of(tracked, 0, 2 * BLOCKS))
-    assert not events._blocks
-    assert not events._kept_tokens
+    assert not events.blocks
+    assert not events.kept_tokens
 
 
 def test_storage_events_say_what_those_of_ram_said() -> None:
     from hybridkv.connector.scheduler.kv_events import EventGroup
 
     events, _ = make_events()
-    events._group = EventGroup(1, "full_attention")
+    events.group = EventGroup(1, "full_attention")
     tracked = make_request("r", [*range(100, 100 + 2 * CHUNK)], salt="s", adapter="tuned")
     (in_ram,) = store(events, tracked, 0, 1)
     assert (in_ram.group_idx, in_ram.kv_cache_spec_kind) == (1, "full_attention")
@@ -230,7 +230,7 @@ def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(
         ("STORAGE", "BlockStored"),
         ("CPU", "BlockRemoved"),
     ]
-    assert len(events._blocks) == 1
+    assert len(events.blocks) == 1
 
 
 def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
@@ -238,8 +238,8 @@ def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
     from hybridkv.connector.scheduler.announced import AnnouncedChunks
 
     events, counters = make_events()
-    events._in_ram = AnnouncedChunks(GEOMETRY, chunks_max=2)
-    events._anywhere = AnnouncedChunks(GEOMETRY, chunks_max=1)
+    events.in_ram = AnnouncedChunks(GEOMETRY, chunks_max=2)
+    events.anywhere = AnnouncedChunks(GEOMETRY, chunks_max=1)
     tracked = make_request("r", [*range(3 * CHUNK)])
     (stored,) = store(events, tracked, 0, 1, 2)
     assert stored.block_hashes == names_of(tracked, 0, 2 * BLOCKS)

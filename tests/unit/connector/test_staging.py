@@ -131,7 +131,8 @@ def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(name: str) 
     for _ in range(PROMPT_TOKENS // STEP_TOKENS):
         prefill.step(STEP_TOKENS)
     assert prefill.missing() == set()
-    recurrent = [at for at, one in enumerate(geometry.groups) if one.kind is GroupKind.RECURRENT]
+    kinds = [group.kind for group in geometry.groups]
+    recurrent = [index for index, kind in enumerate(kinds) if kind is GroupKind.RECURRENT]
     for index in recurrent:
         assert sum(1 for at, _ in prefill.stored if at == index) == PROMPT_TOKENS // STEP_TOKENS
     assert not [name for name in prefill.counters if name.startswith("stores_")]
@@ -183,7 +184,7 @@ def test_an_object_that_no_staging_holds_is_declined() -> None:
     }
     prefill = Prefill(geometry, max(sizes) - 1, 0, 0)
     prefill.step(STEP_TOKENS)
-    full = next(at for at, one in enumerate(geometry.groups) if one.kind is GroupKind.FULL)
+    full = [group.kind for group in geometry.groups].index(GroupKind.FULL)
     assert not {chunk for index, chunk in prefill.stored if index == full}
     assert prefill.stored
     declined = STEP_TOKENS // geometry.chunk_tokens

@@ -38,48 +38,41 @@ class NoRole:
     """The hooks of a connector that was shut down: nothing is loaded or stored."""
 
     def on_new_request(self, request: Any) -> None:
-        """Do nothing."""
+        return
 
     def offer_hit(self, request: Any, local_tokens: int) -> int | None:
-        """Return 0: there is no hit."""
         return 0
 
     def on_allocated(
         self, request: Any, tables: Callable[[], Sequence[Sequence[int]]], external_tokens: int
     ) -> None:
-        """Do nothing."""
+        return
 
     def plan_step(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
-        """Return an empty plan."""
         return StepPlan()
 
     def on_report(
         self, finished: Collection[str], failed: Collection[str], report: StepReport | None
     ) -> None:
-        """Do nothing."""
+        return
 
     def has_pending_work(self) -> bool:
-        """Return False: no step is needed."""
         return False
 
     def on_finished(self, request_id: str) -> None:
-        """Do nothing."""
+        return
 
     def load_sources(self, request_id: str, external_tokens: int) -> dict[str, int]:
-        """Return an empty dictionary: the sources are unknown."""
         return {}
 
     def take_stats(self, off_since: float, off_seconds: float) -> HybridKVStats | None:
-        """Return None: nothing is exported."""
         return None
 
     def on_step_end(self) -> list[KVCacheEvent]:
-        """Return no KV events."""
         return []
 
     def on_reset(self, is_empty: bool) -> bool:
-        """Return True: the connector need not be switched off."""
-        return True
+        return True  # The connector need not be switched off.
 
 
 class RoleFallback(NoRole):

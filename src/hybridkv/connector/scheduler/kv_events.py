@@ -97,18 +97,18 @@ class KVEventPublisher:
         """True if vLLM publishes KV events."""
         self._geometry = geometry
         self._counters = counters
-        self._group = group
+        self.group = group
         listed = _listed(geometry)
         self.block_tokens = geometry.chunk_tokens if listed is None else listed.tokens_per_block
         """Tokens of one announced block."""
-        self._in_ram = AnnouncedChunks(geometry)
-        self._anywhere = AnnouncedChunks(geometry)
-        """Chunks that hits from RAM and tiers need. Their medium is "CPU" if `_in_ram` has them."""
+        self.in_ram = AnnouncedChunks(geometry)
+        self.anywhere = AnnouncedChunks(geometry)
+        """Chunks that hits from RAM and tiers need. Their medium is "CPU" if `in_ram` has them."""
         self._announced: dict[str, dict[bytes, None]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """The hashes of announced chunks, by medium, in the order of their events."""
-        self._blocks: dict[bytes, AnnouncedBlocks] = {}
+        self.blocks: dict[bytes, AnnouncedBlocks] = {}
         """The blocks of announced chunks, by the chunk's hash."""
-        self._kept_tokens = 0  # Tokens of all AnnouncedBlocks.
+        self.kept_tokens = 0  # Tokens of all AnnouncedBlocks.
         self._uses: dict[str, Counter[BlockName]] = {
             MEDIUM_CPU: Counter(),
             MEDIUM_STORAGE: Counter(),
@@ -161,21 +161,21 @@ class KVEventPublisher:
         for chunk_hash, (group_index, is_below) in pairs:
             if group_index >= len(self._geometry.groups):
                 continue
-            blocks = self._blocks.get(chunk_hash)
-            from_ram = self._in_ram.lose(chunk_hash, group_index)
+            blocks = self.blocks.get(chunk_hash)
+            from_ram = self.in_ram.lose(chunk_hash, group_index)
             # A chunk that cannot be described again is as good as gone.
             is_below = is_below and (blocks is None or bool(blocks.tokens))
-            gone = [] if is_below else self._anywhere.lose(chunk_hash, group_index)
+            gone = [] if is_below else self.anywhere.lose(chunk_hash, group_index)
             self._withdraw(from_ram, gone)
 
     def withdraw_all(self) -> None:
         """Withdraw all chunks: the daemon or the identity changed, so nothing is known any more."""
-        self._in_ram.clear()
-        self._anywhere.clear()
+        self.in_ram.clear()
+        self.anywhere.clear()
         for medium, announced in self._announced.items():
             self._queue_removed(medium, list(announced))
-        self._blocks.clear()
-        self._kept_tokens = 0
+        self.blocks.clear()
+        self.kept_tokens = 0
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call, in their order."""
@@ -195,24 +195,24 @@ class KVEventPublisher:
             for chunk in chunks:
                 if chunk >= len(hashes):
                     continue
-                if self._in_ram.learn(hashes[chunk], group_index):
+                if self.in_ram.learn(hashes[chunk], group_index):
                     learned.append(chunk)
-                    self._anywhere.learn(hashes[chunk], group_index)
-                elif not self._in_ram.knows(hashes[chunk]):
+                    self.anywhere.learn(hashes[chunk], group_index)
+                elif not self.in_ram.knows(hashes[chunk]):
                     not_shown.add(chunk)
         if not_shown:
             self._counters["chunks_not_shown"] += len(not_shown)
         if not learned:
             return
-        in_ram = self._in_ram.show(hashes, min(learned))
-        anywhere = self._anywhere.show(hashes, min(learned))
-        below = [chunk for chunk in anywhere if hashes[chunk] not in self._in_ram]
+        in_ram = self.in_ram.show(hashes, min(learned))
+        anywhere = self.anywhere.show(hashes, min(learned))
+        below = [chunk for chunk in anywhere if hashes[chunk] not in self.in_ram]
         fresh = {
             hashes[chunk]: self._describe(tracked.request, chunk)
             for chunk in (*in_ram, *below)
-            if hashes[chunk] not in self._blocks
+            if hashes[chunk] not in self.blocks
         }
-        self._blocks |= fresh
+        self.blocks |= fresh
         self._queue_stored(MEDIUM_CPU, [hashes[chunk] for chunk in in_ram])
         self._queue_removed(MEDIUM_STORAGE, [hashes[chunk] for chunk in reversed(in_ram)])
         self._queue_stored(MEDIUM_STORAGE, [hashes[chunk] for chunk in below])
@@ -224,37 +224,37 @@ class KVEventPublisher:
 
         Both lists have hashes of chunks, the suffix first.
         """
-        below = [chunk_hash for chunk_hash in reversed(from_ram) if chunk_hash in self._anywhere]
+        below = [chunk_hash for chunk_hash in reversed(from_ram) if chunk_hash in self.anywhere]
         self._queue_stored(MEDIUM_STORAGE, below)
         self._queue_removed(MEDIUM_CPU, from_ram)
         self._queue_removed(MEDIUM_STORAGE, gone)
         for chunk_hash in (*from_ram, *gone):
             is_announced = any(chunk_hash in announced for announced in self._announced.values())
-            if chunk_hash in self._blocks and not is_announced:
-                self._kept_tokens -= len(self._blocks.pop(chunk_hash).tokens)
+            if chunk_hash in self.blocks and not is_announced:
+                self.kept_tokens -= len(self.blocks.pop(chunk_hash).tokens)
 
     def _keep_tokens(self, chunk_hash: bytes) -> None:
         """Keep the tokens of a chunk that was just announced, if there is room for them.
 
-        They are of no use where `_anywhere` had no room for the chunk.
+        They are of no use where `anywhere` had no room for the chunk.
         """
-        blocks, kept = self._blocks[chunk_hash], array("I")
-        has_room = self._kept_tokens + len(blocks.tokens) <= TOKENS_MAX
-        if has_room and chunk_hash in self._anywhere:
+        blocks, kept = self.blocks[chunk_hash], array("I")
+        has_room = self.kept_tokens + len(blocks.tokens) <= TOKENS_MAX
+        if has_room and chunk_hash in self.anywhere:
             # A request may have token ids that are no numbers of 32 bits.
             with contextlib.suppress(TypeError, OverflowError):
                 kept = array("I", blocks.tokens)
-        self._blocks[chunk_hash] = blocks._replace(tokens=kept)
+        self.blocks[chunk_hash] = blocks._replace(tokens=kept)
         if not kept:
             self._counters["chunks_not_kept"] += 1
-        self._kept_tokens += len(kept)
+        self.kept_tokens += len(kept)
 
     def _queue_stored(self, medium: str, chunk_hashes: Iterable[bytes]) -> None:
         """Announce chunks, the prefix first. Chunks that follow each other share one event."""
         uses = self._uses[medium]
         event: BlockStored | None = None
         for chunk_hash in chunk_hashes:
-            blocks = self._blocks.get(chunk_hash)
+            blocks = self.blocks.get(chunk_hash)
             has_parent = blocks is not None and (
                 blocks.parent is None or any(uses[blocks.parent] for uses in self._uses.values())
             )
@@ -284,14 +284,14 @@ class KVEventPublisher:
                 continue
             del self._announced[medium][chunk_hash]
             self._counters["chunks_withdrawn"] += 1
-            for name in self._blocks[chunk_hash].names:
+            for name in self.blocks[chunk_hash].names:
                 uses[name] -= 1
                 if not uses[name]:
                     del uses[name]
                     gone.append(name)
         for at in range(0, len(gone), HASHES_MAX):
             names = gone[at : at + HASHES_MAX]
-            event = BlockRemoved(block_hashes=names, medium=medium, group_idx=self._group.gid)
+            event = BlockRemoved(block_hashes=names, medium=medium, group_idx=self.group.gid)
             self._queue.append(event)
 
     def _describe(self, request: Any, chunk: int) -> AnnouncedBlocks:
@@ -326,8 +326,8 @@ class KVEventPublisher:
             medium=medium,
             lora_name=blocks.lora_name,
             extra_keys=blocks.extra_keys[first:],
-            group_idx=self._group.gid,
-            kv_cache_spec_kind=self._group.kind,
+            group_idx=self.group.gid,
+            kv_cache_spec_kind=self.group.kind,
             session_id=blocks.session_id,
         )
 

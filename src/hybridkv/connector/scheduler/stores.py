@@ -248,11 +248,12 @@ class StorePlanner:
             good: Iterable[range] = (range(run.objects),)
             if bad:
                 self._counters["stores_failed"] += len(bad)
-                slots = [
-                    (b"".join(column[at * U64 : (at + 1) * U64] for at in bad), U64)
+                offsets, generations = (
+                    b"".join(column[at * U64 : (at + 1) * U64] for at in bad)
                     for column in (run.offsets, run.generations)
-                ]
-                messages += starmap(Free, batches(CHANGES_MAX, *slots))
+                )
+                parts = batches(CHANGES_MAX, (offsets, U64), (generations, U64))
+                messages += starmap(Free, parts)
                 good = consecutive(sorted({*range(run.objects)} - {*bad}))
             for part in good:
                 messages += self._commit(storing, part.start, part.stop)
