@@ -45,7 +45,7 @@ GROUPS: dict[str, Callable[[], Groups]] = {
 
 
 def moved(kernels: Kernels, move: Move, is_gather: bool, ids: Sequence[int]) -> None:
-    """Move with other block numbers."""
+    """Run a move with these block numbers in the place of its own."""
     numbers = move.descriptors.view(torch.int64).clone()
     numbers[len(move.ops) * ENTRY :] = torch.tensor(ids)
     kernels.move(replace(move, descriptors=numbers.view(torch.uint8)), is_gather)
@@ -56,7 +56,7 @@ def ids_of(move: Move) -> list[int]:
 
 
 def writes_nothing(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
-    """A move that does nothing."""
+    """A fault: no block is copied."""
 
 
 def another_block(kernels: Kernels, move: Move, is_gather: bool, blocks: int) -> None:
@@ -91,14 +91,12 @@ class Faulty:
         self._kernels, self._fault, self._ways, self._blocks = kernels, fault, ways, blocks
 
     def move(self, move: Move, is_gather: bool) -> None:
-        """See Kernels."""
         if is_gather in self._ways:
             self._fault(self._kernels, move, is_gather, self._blocks)
         else:
             self._kernels.move(move, is_gather)
 
     def digest(self, entries: int, objects: int, pieces: int, out: int) -> None:
-        """See Kernels."""
         self._kernels.digest(entries, objects, pieces, out)
 
 

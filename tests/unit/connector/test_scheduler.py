@@ -618,7 +618,7 @@ def test_nothing_is_looked_up_while_nothing_can_be_loaded(rig: Rig, why: str) ->
     if why == "workers":
         rig.side.on_report(set(), set(), rig.report(is_disabled=True))
     else:
-        watch.block_digests = None
+        watch.is_stale = True
     rig.side.on_new_request(request)
     rig.side.on_new_request(later)
     rig.planned({})
@@ -630,7 +630,7 @@ def test_nothing_is_looked_up_while_nothing_can_be_loaded(rig: Rig, why: str) ->
     if why == "workers":
         rig.side.on_report(set(), set(), rig.report(boots={session.boot: 1}))
     else:
-        watch.block_digests = ()
+        watch.is_stale = False
     assert rig.offered(later) == STORED * CHUNK
     assert not session.breaker.is_open
 

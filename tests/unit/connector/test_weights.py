@@ -174,7 +174,7 @@ def test_steps_that_no_worker_speaks_of_are_forgotten_as_unknown() -> None:
 
 
 class Model(torch.nn.Module):
-    """One parameter."""
+    """A model with one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,25 +211,24 @@ class LateSentinel:
         return self._late[-1]
 
     def arrive(self) -> None:
-        """All that were taken."""
+        """Let all looks arrive that were taken."""
         for look in self._late:
             look.has_arrived = True
 
 
 @dataclass
 class LateLook:
-    """As WeightsLook."""
+    """A look, as WeightsLook, that says nothing before it has arrived."""
 
     seen: bytes
     has_arrived: bool = False
 
     def digest(self) -> bytes | None:
-        """Once it has arrived."""
         return self.seen if self.has_arrived else None
 
 
 class SlowWeights(EngineWeights):
-    """A reading lasts until `end_reading`."""
+    """Weights whose reading takes until `end_reading` is called."""
 
     def _begin_reading(self, before: Any) -> None:
         self._reading = type(self._reading)(self.question, self.era) if self._reading else None
@@ -290,7 +289,7 @@ class SimulatedEngine:
             self._runner.model.weight.data.fill_(value)
 
     def reset(self, *, is_empty: bool) -> None:
-        """As SchedulerRole.on_reset."""
+        """Do what SchedulerRole.on_reset does."""
         if is_empty:
             self._blocks.clear()
         self._watch.on_reset(is_empty)
@@ -353,7 +352,7 @@ class SimulatedEngine:
         self._weights.compare()
 
     def _report(self, report: SimulatedReport) -> None:
-        """As SchedulerRole.on_report."""
+        """Do what SchedulerRole.on_report does with the weights."""
         watch, was_stale = self._watch, self._watch.is_stale
         is_other = watch.on_answers({0: report.answer}) is not None
         # The hook that tells the daemon of it may fail.
@@ -399,19 +398,17 @@ def test_no_order_of_events_names_blocks_after_other_weights() -> None:
 
 
 class Copier:
-    """Copies nothing, at once."""
+    """A copier that copies nothing and succeeds at once."""
 
     def store(self, ops: Any, done: Any) -> None:
-        """All well."""
         for op in ops:
             done(op, True)
 
     def load(self, ops: Any, done: Any) -> None:
-        """Well."""
         done(None)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Free nothing: there is nothing to free."""
 
 
 def worker_role() -> Any:

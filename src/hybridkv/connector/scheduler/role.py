@@ -8,7 +8,7 @@ where the role does not serve them.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -24,10 +24,12 @@ from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 from hybridkv.connector.scheduler.session import DaemonSession, EngineIdentity
 from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.connector.stats import HybridKVStats
+from hybridkv.core.copies import SlotRef
 from hybridkv.core.keys import tenant_of
 from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.shm.access import group_id
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
+from hybridkv.vllm.weights import WeightsAnswer
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -113,7 +115,7 @@ class SchedulerRole:
 
     @property
     def slots_fd(self) -> int | None:
-        """A descriptor to wait on, outside of hooks, while slots are being reserved; else None."""
+        """The descriptor to wait on while slots are being reserved, outside of hooks; else None."""
         return self.session.link.fd if self.stores.credits.awaited else None
 
     def run(self, work: Callable[["SchedulerRole"], Result]) -> Result:
@@ -274,16 +276,28 @@ class SchedulerRole:
         elif session.workers_attached():
             session.unmapped = ""
         if report.corrupt:
-            slots = sorted(report.corrupt, key=attrgetter("offset", "generation"))
-            self._counters["slots_condemned"] += len(slots)
-            packed_offsets = pack_u64([slot.offset for slot in slots])
-            packed_generations = pack_u64([slot.generation for slot in slots])
-            for offsets, generations in batches(
-                wire.CHANGES_MAX, (packed_offsets, U64), (packed_generations, U64)
-            ):
-                session.send(wire.ReportCorrupt(offsets, generations), now)
+            self._condemn(report.corrupt, now)
+        self._take_weights(report.weights, now)
+        if self.audits.on_report(report, now):
+            self.stores.abort()
+        self.changes += self.stores.on_report(report, self.weights.is_proven)
+        if session.is_connected:
+            self.events.update(lambda events: events.on_stored(self.stores.committed))
+        self._counters.update(report.counters)
+
+    def _condemn(self, corrupt: Collection[SlotRef], now: float) -> None:
+        """Report slots whose bytes were proven wrong to the daemon, which uses them no more."""
+        slots = sorted(corrupt, key=attrgetter("offset", "generation"))
+        self._counters["slots_condemned"] += len(slots)
+        offsets = pack_u64([slot.offset for slot in slots])
+        generations = pack_u64([slot.generation for slot in slots])
+        for batch in batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64)):
+            self.session.send(wire.ReportCorrupt(*batch), now)
+
+    def _take_weights(self, answers: Mapping[int, WeightsAnswer], now: float) -> None:
+        """Take what ranks answer about their weights, and the identity that follows from it."""
         was_stale = self.weights.is_stale
-        digests = self.weights.on_answers(report.weights)
+        digests = self.weights.on_answers(answers)
         if self.weights.is_stale and not was_stale:
             self.stores.abort()
             self._counters["weights_stale"] += 1
@@ -296,12 +310,6 @@ class SchedulerRole:
         if digests is not None:
             self.identify(EngineIdentity.of_facts(self.weights.facts_of(digests)))
             self.weights.is_identified = True
-        if self.audits.on_report(report, now):
-            self.stores.abort()
-        self.changes += self.stores.on_report(report, self.weights.is_proven)
-        if session.is_connected:
-            self.events.update(lambda events: events.on_stored(self.stores.committed))
-        self._counters.update(report.counters)
 
     def _report_staleness(self, now: float) -> None:
         """Report to the daemon that nothing is served, once for each greeting, and its end."""

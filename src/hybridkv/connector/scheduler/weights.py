@@ -93,8 +93,10 @@ class WeightsWatch:
     is_identified: bool = True
     """True if the daemon knows the engine by that identity. The caller that tells it sets this."""
     question: int = 0  # The number of the last question. Workers read their weights once for each.
-    block_digests: Digests | None = ()
-    """The weights that computed the engine's own blocks: () = there are none, None = several."""
+    block_digests: Digests = ()
+    """The weights that computed the engine's own blocks; empty = it has no blocks."""
+    is_stale: bool = False
+    """True while the engine's prefix cache has, or may have, blocks of other weights as well."""
     _answers: dict[int, WeightsAnswer] = field(default_factory=dict)
     """The last answer of each rank."""
     _looks: dict[int, RankLooks] = field(default_factory=dict)
@@ -122,11 +124,6 @@ class WeightsWatch:
         return any(answer.question < self.question for answer in self._answers.values())
 
     @property
-    def is_stale(self) -> bool:
-        """Whether the engine's prefix cache has blocks of other weights, until it is reset."""
-        return self.block_digests is None
-
-    @property
     def eras(self) -> Eras:
         """The eras that loads and stores are planned for; empty while the weights are not known."""
         return self._eras() if self.is_current else ()
@@ -139,7 +136,7 @@ class WeightsWatch:
         """Ask a new question: the engine reset its prefix cache, and `is_empty` if all is gone."""
         self.question += 1
         if is_empty:
-            self.block_digests, self._unread = (), None
+            self.block_digests, self.is_stale, self._unread = (), False, None
             self._steps.clear()
 
     def on_step_planned(self, number: int, *, loads_for: Eras = (), computes: bool = True) -> None:
@@ -148,7 +145,7 @@ class WeightsWatch:
             self._steps.append(PlannedStep(number, self.question, loads_for, computes))
             if len(self._steps) > STEPS_MAX:
                 self._steps.popleft()
-                self.block_digests = None
+                self.is_stale = True
 
     def on_answers(self, answers: Mapping[int, WeightsAnswer]) -> Digests | None:
         """Take the answers of ranks after a step.
@@ -170,13 +167,13 @@ class WeightsWatch:
         self._take_steps()
         if self._unread is not None and self._unread_eras != self._eras():
             # The era of these blocks has ended, so no digest of it will come.
-            self.block_digests, self._unread = None, None
+            self.is_stale, self._unread = True, None
         if not digests or self.is_stale:
             return None
         if digests != self.identity_digests:
             if self.block_digests not in ((), digests):
                 # The new weights would go on with blocks of the old weights.
-                self.block_digests = None
+                self.is_stale = True
                 return None
             self.identity_digests, self.is_identified = digests, False
         return None if self.is_identified else digests
@@ -202,7 +199,7 @@ class WeightsWatch:
         if not step.computes and step.loads_for != eras:
             return
         if self._unread is not None and self._unread_eras != eras:
-            self.block_digests = None
+            self.is_stale = True
         self._unread, self._unread_eras = step, eras
         self._match_unread()
 
@@ -213,8 +210,10 @@ class WeightsWatch:
             return
         if self._unread_eras == read.eras and step.question <= read.question:
             self._unread = None
-            is_same = self.block_digests in ((), read.digests)
-            self.block_digests = read.digests if is_same else None
+            if self.block_digests in ((), read.digests):
+                self.block_digests = read.digests
+            else:
+                self.is_stale = True
 
     def _eras(self) -> Eras:
         return tuple(answer.era for _, answer in sorted(self._answers.items()))
