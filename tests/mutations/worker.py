@@ -336,7 +336,7 @@ FAULTS: tuple[Mutation, ...] = (
         "resets-unseen",
         "a reset of which vLLM tells no connector asks nobody for their weights",
         "HybridKVConnector.bind_kv_cache_manager",
-        'self._reset("reset_prefix_cache", is_empty)',
+        'self._on_reset("reset_prefix_cache", is_empty)',
         "pass",
         ("D16",),
         (f"{SCHEDULER}::test_a_reset_that_says_nothing_to_connectors_is_seen",),
