@@ -279,35 +279,21 @@ class StorePlanner:
     def _commit(self, storing: StoreRun, start: int, stop: int) -> Iterator[Commit]:
         """Yield the commits of the run's objects [start, stop)."""
         run, tracked, hashes = storing.run, storing.tracked, storing.hashes
-        span, geometry = run.span, self._geometry
+        span = run.span
         chunks = range(span.first_chunk + start, span.first_chunk + stop)
         if not storing.tail_tokens:
             self.committed.append(StoredObjects(tracked, span.group_index, chunks))
         self._counters["objects_stored"] += stop - start
         part_bytes, parts = self._shape(span)
         self._counters["bytes_stored"] += part_bytes * parts * (stop - start)
-        # The first objects of the run, `inner`, are needed by shorter hits only. Neither a hit at
-        # the prompt's end needs them, nor a hit that ends one chunk before that.
-        prompt_tokens = tracked.request.num_prompt_tokens
-        prompt_chunks = geometry.whole_chunks(prompt_tokens)
-        before_end = max(0, prompt_chunks - 1)
-        needed = needed_chunks(geometry, geometry.groups[span.group_index], before_end)
-        inner = min(run.objects, max(0, needed.start - span.first_chunk))
-        asked = min(run.objects, max(inner, prompt_chunks - span.first_chunk))
-        if storing.tail_tokens:
-            asked = run.objects if storing.tail_tokens <= prompt_tokens else 0
-        classes = (
-            bytes([EvictionClass.INTERIOR]) * inner
-            + bytes([EvictionClass.PROMPT]) * (asked - inner)
-            + bytes([EvictionClass.GENERATED]) * (run.objects - asked)
-        )
+        classes = self._eviction_classes(storing)
         tenant = pack_u64([tracked.tenant]) if tracked.tenant else b""
-        counted = self._full_groups[0] if self._full_groups else 0
-        tokens = geometry.chunk_tokens
-        if storing.tail_tokens:
-            tokens = storing.tail_tokens % tokens
-        if span.group_index != counted:
-            tokens = 0
+        # The daemon counts the tokens of a chunk once, with the object of one group.
+        counting_group = self._full_groups[0] if self._full_groups else 0
+        tokens = 0
+        if span.group_index == counting_group:
+            chunk_tokens = self._geometry.chunk_tokens
+            tokens = storing.tail_tokens % chunk_tokens if storing.tail_tokens else chunk_tokens
         for at in range(start, stop, CHANGES_MAX):
             end = min(stop, at + CHANGES_MAX)
             yield Commit(
@@ -320,6 +306,29 @@ class StorePlanner:
                 classes=classes[at:end],
                 tenants=tenant,
             )
+
+    def _eviction_classes(self, storing: StoreRun) -> bytes:
+        """Return the EvictionClass of each object of a run, a byte each::
+
+            | interior | prompt | generated |
+
+        Interior objects are needed by shorter hits only. Neither a hit at the prompt's end needs
+        them, nor a hit that ends one chunk before that.
+        """
+        geometry, objects, span = self._geometry, storing.run.objects, storing.run.span
+        prompt_tokens = storing.tracked.request.num_prompt_tokens
+        prompt_chunks = geometry.whole_chunks(prompt_tokens)
+        group = geometry.groups[span.group_index]
+        needed = needed_chunks(geometry, group, max(0, prompt_chunks - 1))
+        prompt_start = min(objects, max(0, needed.start - span.first_chunk))
+        prompt_stop = min(objects, max(prompt_start, prompt_chunks - span.first_chunk))
+        if storing.tail_tokens:
+            prompt_stop = objects if storing.tail_tokens <= prompt_tokens else 0
+        return (
+            bytes([EvictionClass.INTERIOR]) * prompt_start
+            + bytes([EvictionClass.PROMPT]) * (prompt_stop - prompt_start)
+            + bytes([EvictionClass.GENERATED]) * (objects - prompt_stop)
+        )
 
     def _attention(
         self,
