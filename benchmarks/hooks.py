@@ -35,8 +35,10 @@ from vllm.v1.request import Request
 from benchmarks.rows import print_rows
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
+from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.core.coverage import needed_blocks
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
@@ -160,21 +162,20 @@ class _Bench:
         """The number of the last call of each hook for the request."""
         self._loop = range(_loop_length())
         self._guard = HookGuard("bench")
-        settings = Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3)
-        self.side = SchedulerRole(
-            settings,
-            geometry,
-            namespace,
-            "bench",
-            socket_path,
-            step_tokens,
-            self._guard.counters,
-            1 << 30,
+        context = SchedulerContext(
+            settings=Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3),
+            geometry=geometry,
+            engine_id="bench",
+            socket_path=socket_path,
+            step_tokens=step_tokens,
+            pool_blocks=1 << 30,
         )
+        life = EngineLife(context, self._guard.counters)
+        self.side = SchedulerRole(context, life, EngineIdentity(namespace, {}))
         self._report(self._plan_nothing(), "")
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self._boot and time.monotonic() < deadline:
-            self.side.step_ended()
+            self.side.on_step_end()
             self._boot = self._plan_nothing().boot
         self._report(StepPlan(boot=self._boot), "")
 
@@ -194,7 +195,7 @@ class _Bench:
         self._request_id = request.request_id
         self._ordinals.clear()
         kind = "hit" if hits else "miss"
-        self._timed(f"on_new_request ({kind})", lambda: self.side.arrived(request))
+        self._timed(f"on_new_request ({kind})", lambda: self.side.on_new_request(request))
         external = self._matched(request, kind)
         if bool(external) != hits:
             raise HybridKVError(f"a lookup gave {external} tokens where a {kind} was expected")
@@ -202,7 +203,7 @@ class _Bench:
         tables = partial(block_tables, blocks)
         self._timed(
             f"update_state_after_alloc ({kind})",
-            lambda: self.side.allocated(request, tables(), external),
+            lambda: self.side.on_allocated(request, tables, external),
         )
         if external:
             plan = self._timed("build_connector_meta (load)", self._plan_nothing)
@@ -211,7 +212,7 @@ class _Bench:
             self._report(
                 StepPlan(boot=self._boot), "update_connector_output (loaded)", request.request_id
             )
-            self._timed("take_events", self.side.step_ended)
+            self._timed("take_events", self.side.on_step_end)
         computed = external
         while computed < prompt_tokens:
             request.num_computed_tokens = computed
@@ -220,14 +221,14 @@ class _Bench:
             self._wait_for_grant()
             self._report(plan, "update_connector_output (stored)")
             self._timed("get_kv_connector_stats", self.side.take_stats)
-            self._timed("take_events", self.side.step_ended)
+            self._timed("take_events", self.side.on_step_end)
             self._wait_for_slots()
             computed += scheduled
         request.num_computed_tokens = prompt_tokens - 1
         for _ in range(DECODE_STEPS):
             self._step(request, 1, tables, "decode")
-            self._timed("take_events", self.side.step_ended)
-        self._timed("request_finished", lambda: self.side.finished(request.request_id))
+            self._timed("take_events", self.side.on_step_end)
+        self._timed("request_finished", lambda: self.side.on_finished(request.request_id))
 
     def _matched(self, request: Request, kind: str) -> int:
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -236,7 +237,7 @@ class _Bench:
             # The first call sends the lookup. Those until the answer is there count as one.
             which = partial(_which_question, asked)
             tokens: int | None = self._timed(
-                "get_num_new_matched_tokens", lambda: self.side.matched(request, 0), which
+                "get_num_new_matched_tokens", lambda: self.side.offer_hit(request, 0), which
             )
             if tokens is not None:
                 return tokens
@@ -259,11 +260,12 @@ class _Bench:
             }
         output = _output({request.request_id: scheduled}, offers)
         return self._timed(
-            f"build_connector_meta ({what})", lambda: self.side.planned(output, lambda _: tables())
+            f"build_connector_meta ({what})",
+            lambda: self.side.plan_step(output, lambda _: tables()),
         )
 
     def _plan_nothing(self) -> StepPlan:
-        return self.side.planned(_output({}, {}), lambda _: ())
+        return self.side.plan_step(_output({}, {}), lambda _: ())
 
     def _report(self, plan: StepPlan, hook: str, finished: str = "") -> None:
         boots = {self._boot: 1} if self._boot else {}
@@ -272,7 +274,7 @@ class _Bench:
         loaded = {finished} if finished else set()
 
         def take() -> None:
-            self.side.reported(loaded, set(), report)
+            self.side.on_report(loaded, set(), report)
 
         if hook:
             self._timed(hook, take)
@@ -292,7 +294,7 @@ class _Bench:
         """Wait for slots where the grants of one step are not enough for the next."""
         deadline = time.monotonic() + ANSWER_SECONDS
         while self.side.slots_fd is not None and time.monotonic() < deadline:
-            self.side.step_ended()
+            self.side.on_step_end()
 
     def _blocks(self, external: int) -> KVCacheBlocks:
         """Tables as the engine has them: after a hit, null where it needs nothing."""

@@ -144,10 +144,10 @@ class Running:
         self.core: Any = self.engine.engine_core.engine_core
         self.connector: Any = self.core.scheduler.connector
         self._socket_path = socket_path
-        geometry = self.connector._scheduler._geometry
+        geometry = self.connector.scheduler_role.geometry
         self.chunk = geometry.chunk_tokens
         worker: Any = self.core.model_executor.driver_worker.worker
-        auditor = _connector_of(worker)._worker.auditor
+        auditor = _connector_of(worker).worker_role.auditor
         self.bounds = auditor.bounds
         self.layers = {
             group.gid: layers for group, layers in zip(geometry.groups, auditor.layers, strict=True)
@@ -164,11 +164,11 @@ class Running:
             while control.clear():
                 pass
             assert self.runner.reset(connector=False)
-            scheduler = self.connector._scheduler
+            scheduler = self.connector.scheduler_role
 
             def is_read() -> bool:
                 self.runner.run([[5] * 10], 1)
-                return bool(self.connector._scheduler._weights.is_current)
+                return bool(self.connector.scheduler_role.weights.is_current)
 
             until(is_read, "the weights are read")
             for at in range(0, len(prompts), together):
@@ -177,7 +177,7 @@ class Running:
                 self.runner.run([[5] * 10], 1)
             welcome = control.welcome
             reserved = int(control.stats().values["bytes_reserved"])
-            namespace = scheduler._session.hello.namespace
+            namespace = scheduler.session.hello.namespace
             arena = attach_arena(arena_seen(welcome.arena_path), welcome.arena_bytes)
             try:
                 memory = arena.memory[:reserved]

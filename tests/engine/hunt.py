@@ -62,7 +62,7 @@ class Hunted:
         self.engine = make_engine(arguments)
         scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.connector = scheduler.connector
-        self.chunk_tokens: int = self.connector._scheduler._geometry.chunk_tokens
+        self.chunk_tokens: int = self.connector.scheduler_role.geometry.chunk_tokens
         self._numbers = 0
 
     def __enter__(self) -> "Hunted":

@@ -19,20 +19,22 @@ def await_write_slots(engine: Any) -> None:
     connector = engine.engine_core.engine_core.scheduler.connector
     children = getattr(connector, "children", None)
     connectors = [connector] if children is None else [child.connector for child in children.all]
-    roles = [role for each in connectors if (role := getattr(each, "_scheduler", None)) is not None]
+    roles = [
+        role for each in connectors if (role := getattr(each, "scheduler_role", None)) is not None
+    ]
     for role in roles:
         _await(role)
 
 
 def _await(role: Any) -> None:
-    link, deadline = role._session.link, time.monotonic() + GREETING_SECONDS
+    link, deadline = role.session.link, time.monotonic() + GREETING_SECONDS
 
     def has_slots() -> bool:
-        role._poll(time.monotonic())
+        role.poll(time.monotonic())
         is_greeted = link.welcome is not None
         if is_greeted:
-            role._reserve(time.monotonic())
-        pools = role._stores.credits._pools.values()
+            role.reserve_slots(time.monotonic())
+        pools = role.stores.credits._pools.values()
         is_full = all(len(pool.offsets) // U64 >= min(SLOTS, pool.target) for pool in pools)
         is_vain = not is_greeted and (not link.is_served or time.monotonic() > deadline)
         return is_vain or (is_greeted and is_full)

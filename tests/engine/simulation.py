@@ -72,7 +72,7 @@ class Simulation:
         self.scheduler = self.core.scheduler
         kv_config = self.scheduler.kv_cache_config
         groups = []
-        worker = get_kv_transfer_group()._worker
+        worker = get_kv_transfer_group().worker_role
         for gid, views in zip(
             kv_config.prefix_cacheable_group_ids, worker.factory.groups, strict=True
         ):

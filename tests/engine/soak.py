@@ -339,7 +339,7 @@ class Soak:
             gc.collect()
             sample = {name: values[name] for name in ("leases", "sessions", "connections")}
             sample["kB of write slots"] = values["bytes_writing"] / 1024
-            sample["engine requests"] = len(self._connector._scheduler._requests.by_id)
+            sample["engine requests"] = len(self._connector.scheduler_role.requests.by_id)
             for whose, pid in (("daemon", control.welcome.pid), ("engine", os.getpid())):
                 process = footprint(pid)
                 sample[f"{whose} memory kB"] = process.memory_kb

@@ -14,7 +14,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "adapter-of-the-plan",
         "what a step computed is committed though it had another adapter than its plan says",
-        "StorePlanner.reported",
+        "StorePlanner.on_report",
         "adapter and not adapter.has_computed(storing.adapter_hash, storing.step)",
         "adapter and adapter.weights is None",
         ("D16",),
@@ -39,7 +39,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "loads-unseen-by-adapters",
         "what was loaded into the engine's blocks may be followed by another adapter's",
-        "LoadPlanner.ended",
+        "LoadPlanner.on_load_end",
         "tracked.adapter.blocks.add(load.plan.adapter)",
         "pass",
         ("D16",),
@@ -120,8 +120,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "adapters-unseen-while-off",
         "what runs with an adapter while a role is switched off is not followed",
-        "SchedulerRole.overheard",
-        "self._adapters.reported(report.number, report.adapters)",
+        "RoleFallback.on_report",
+        "life.adapters.reported(report.number, report.adapters)",
         "pass",
         ("D16",),
         (f"{HOOKS}::test_adapters_are_followed_while_a_role_is_off",),

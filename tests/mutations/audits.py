@@ -83,7 +83,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "a-late-answers-audit-lease",
         "an answer that nobody waits for keeps the lease of its audit",
-        "Audits.refused",
+        "Audits.on_unwanted_answer",
         "if found.audit is not None:",
         "if found.audit is None:",
         ("C25",),

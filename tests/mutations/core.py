@@ -234,8 +234,8 @@ FAULTS: tuple[Mutation, ...] = (
         "miss-keeps-lease",
         "a request that loads nothing keeps its lease",
         "RequestRegistry.advance",
-        "if state in LEASELESS:",
-        "if state in LEASELESS and event is not RequestEvent.SETTLED:",
+        "if next_state in STATES_WITHOUT_LEASE:",
+        "if next_state in STATES_WITHOUT_LEASE and event is not RequestEvent.SETTLED:",
         ("C24", "C25"),
         (
             f"{REQUEST_STATES}::test_a_lease_is_always_let_go",
@@ -246,8 +246,8 @@ FAULTS: tuple[Mutation, ...] = (
         "abort-keeps-lease",
         "a request that is aborted before it has blocks keeps its lease",
         "RequestRegistry.advance",
-        "if state in LEASELESS:",
-        "if state in LEASELESS and event is not RequestEvent.FINISHED:",
+        "if next_state in STATES_WITHOUT_LEASE:",
+        "if next_state in STATES_WITHOUT_LEASE and event is not RequestEvent.FINISHED:",
         ("D9",),
         (
             f"{REQUEST_STATES}::test_a_lease_is_always_let_go",
@@ -258,15 +258,15 @@ FAULTS: tuple[Mutation, ...] = (
         "lease-ends-too-early",
         "the lease ends when the plan leaves, and not when the bytes were read",
         "RequestRegistry.advance",
-        "if state in LEASELESS:",
-        "if state in (*LEASELESS, RequestState.LOADING):",
+        "if next_state in STATES_WITHOUT_LEASE:",
+        "if next_state in (*STATES_WITHOUT_LEASE, RequestState.LOADING):",
         ("C25", "C26", "C28"),
         (f"{SCHEDULER}::test_a_lease_is_held_until_the_load_has_ended",),
     ),
     Mutation(
         "asked-for-when-it-is-their-turn",
         "what a plan has to say stays until a later hook",
-        "SchedulerRole._planned",
+        "SchedulerRole._make_plan",
         """
         self._flush(now)
         return plan
@@ -278,7 +278,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "pauses-are-the-daemons",
         "the time to answer begins before a lookup leaves",
-        "Lookups.flushed",
+        "Lookups.on_flush",
         "tracked.lookup.deadline += now - tracked.lookup.sent_at",
         "",
         ("C18",),
@@ -318,8 +318,8 @@ FAULTS: tuple[Mutation, ...] = (
         "any-event-does-something",
         "an event that the table does not name ends the wait",
         "RequestRegistry.advance",
-        "state = TRANSITIONS.get((tracked.state, event))",
-        "state = TRANSITIONS.get((tracked.state, event), RequestState.READY)",
+        "next_state = TRANSITIONS.get((state, event))",
+        "next_state = TRANSITIONS.get((state, event), RequestState.READY)",
         ("C23",),
         (f"{REQUEST_STATES}::test_an_event_that_the_table_does_not_name_changes_nothing",),
     ),

@@ -35,7 +35,7 @@ FAULTS: tuple[Mutation, ...] = (
         "every-group-limits",
         "groups that agree are counted as those that limit a hit",
         "Lookups._count_limits",
-        "if len(groups) < len(self._geometry.groups):",
+        "if len(groups) < len(self.geometry.groups):",
         "if groups:",
         ("B35",),
         (f"{SCHEDULER}::test_groups_that_limit_a_hit_are_counted",),
@@ -52,7 +52,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "second-call-fails",
         "the second call for one load is taken for a load that nobody planned",
-        "SchedulerRole.allocated",
+        "SchedulerRole.on_allocated",
         "elif external_tokens:",
         "elif external_tokens or not tracked.is_prefetching:",
         ("C22",),
@@ -62,8 +62,8 @@ FAULTS: tuple[Mutation, ...] = (
         "offers-the-whole-prompt",
         "the chunk with the last token may be hit",
         "Lookups._send",
-        "chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)",
-        "chunks = min(self._geometry.whole_chunks(request.num_tokens), CHUNKS_MAX)",
+        "chunks = min(self.geometry.whole_chunks(request.num_tokens - 1), CHUNKS_MAX)",
+        "chunks = min(self.geometry.whole_chunks(request.num_tokens), CHUNKS_MAX)",
         ("C16", "C19"),
         (f"{SCHEDULER}::test_a_hit_is_what_is_beyond_the_engines_own",),
     ),
@@ -88,8 +88,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "unknown-waits-for-ever",
         "nobody fails the load of a request that is not tracked",
-        "SchedulerRole.allocated",
-        "self.must_fail(request.request_id, external_tokens)",
+        "SchedulerRole.on_allocated",
+        "self.fail_load(request.request_id, external_tokens)",
         "pass",
         ("C38",),
         (f"{SCHEDULER}::test_a_request_that_nobody_knows_is_a_miss",),
@@ -97,8 +97,11 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "planned-twice",
         "a plan is handed over in every step from then on",
-        "LoadPlanner.handed_over",
-        "self.to_plan, self.to_fail = [], []",
+        "LoadPlanner.on_handed_over",
+        """
+        self.to_plan.clear()
+        self.to_fail.clear()
+        """,
         "",
         ("C27", "C28"),
         (f"{SCHEDULER}::test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone",),
@@ -106,9 +109,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "plans-that-no-worker-sees",
         "the workers count as told of a plan before the last of it that may fail",
-        "SchedulerRole._planned",
-        "self._room.ran(output.num_scheduled_tokens)",
-        "self._loads.handed_over() or self._room.ran(output.num_scheduled_tokens)",
+        "SchedulerRole._make_plan",
+        "self.room.ran(output.num_scheduled_tokens)",
+        "self.loads.on_handed_over() or self.room.ran(output.num_scheduled_tokens)",
         ("C38",),
         (f"{SCHEDULER}::test_the_loads_of_a_plan_that_a_fault_ends_fail",),
     ),
@@ -124,7 +127,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "counts-more-than-loaded",
         "the engine's own tokens are counted as loaded",
-        "LoadPlanner.ended",
+        "LoadPlanner.on_load_end",
         'counters["tokens_loaded"] += load.tokens',
         'counters["tokens_loaded"] += load.tokens + load.local_tokens',
         ("A7",),
@@ -168,26 +171,26 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "the-last-store-is-nobodys",
         "an engine without requests does not step on for the ends of its stores",
-        "SchedulerRole.has_pending",
-        "is_pending = self._stores.is_awaited or self._session.link.has_unsent",
-        "is_pending = False",
+        "SchedulerRole.has_pending_work",
+        "is_unsent = self.stores.is_awaited or self.session.link.has_unsent",
+        "is_unsent = False",
         ("C29",),
         (f"{SCHEDULER}::test_an_engine_steps_until_its_last_stores_are_committed",),
     ),
     Mutation(
         "steps-for-ever",
         "an engine without requests steps on for as long as a store is not reported",
-        "SchedulerRole.has_pending",
-        "(is_unsent or self._weights.is_untold) and time.monotonic() < self._push_until",
-        "is_unsent or self._weights.is_untold",
+        "SchedulerRole.has_pending_work",
+        "is_pending and time.monotonic() < self._push_until",
+        "is_pending",
         ("C29",),
         (f"{SCHEDULER}::test_an_engine_steps_until_its_last_stores_are_committed",),
     ),
     Mutation(
         "no-cap",
         "load_timeout_seconds bounds nothing",
-        "Patience.of",
-        "min(self.most_seconds, self.prefill.seconds(tokens))",
+        "Patience.wait_for",
+        "min(self.seconds_max, self.prefill.seconds(tokens))",
         "self.prefill.seconds(tokens)",
         ("B39", "D18"),
         (f"{SCHEDULER}::test_patience_is_what_computing_takes_and_has_a_cap",),
@@ -205,7 +208,7 @@ FAULTS: tuple[Mutation, ...] = (
         "waits-in-vain",
         "a hit waits for workers that cannot map the arena",
         "Lookups._wait",
-        'is_vain = reason == "workers" and self._session.unmapped == self._session.boot',
+        "is_vain = reason is Decline.LATE_WORKERS and self._session.unmapped == self._session.boot",
         "is_vain = False",
         ("B39",),
         (f"{SCHEDULER}::test_a_hit_does_not_wait_for_workers_that_cannot_map_the_arena",),
@@ -214,7 +217,7 @@ FAULTS: tuple[Mutation, ...] = (
         "nobody-says-release",
         "the daemon is never told that a lease has ended",
         "RequestRegistry.release",
-        "self.session.send(wire.Release(lease, *(loaded or (0, 0)), loaded is None), now)",
+        "self.session.send(wire.Release(lease, loaded_tokens, loaded_bytes, has_failed), now)",
         'self.counters["releases"] += 1',
         ("C18", "C25", "D9"),
         (
@@ -225,7 +228,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "tables-by-place",
         "block tables are taken by the place of a group and not by its gid",
-        "LoadPlanner.allocated",
+        "LoadPlanner.on_allocated",
         "[tables[group.gid] for group in geometry.groups]",
         "[tables[index] for index, _ in enumerate(geometry.groups)]",
         ("A9", "D7"),
@@ -234,7 +237,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "request-as-it-was",
         "a request is tracked as it was when it arrived",
-        "SchedulerRole.arrived",
+        "SchedulerRole.on_new_request",
         "request, ChunkHashChain",
         '__import__("copy").deepcopy(request), ChunkHashChain',
         ("C39",),
@@ -271,7 +274,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "room-of-one-step",
         "loads leave room for the tokens of one step where vLLM plans two at once",
-        "HybridKVConnector.set_xfer_handshake_metadata",
+        "HybridKVConnector._make_context",
         "inflight_tokens=config.max_in_flight_tokens,",
         "",
         ("B40",),
@@ -298,14 +301,14 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "full-attention-first",
         "what the engine keeps is stored before what it lets go of",
-        "StorePlanner.planned",
+        "StorePlanner.plan_stores",
         """
-        runs = self._planned(output, requests, tables, windowed, offers)
-        return {**runs, **self._planned(output, requests, tables, full, {})}
+        runs = self._plan_groups(output, requests, tables, windowed, offers)
+        return {**runs, **self._plan_groups(output, requests, tables, full, {})}
         """,
         """
-        runs = self._planned(output, requests, tables, full, {})
-        return {**runs, **self._planned(output, requests, tables, windowed, offers)}
+        runs = self._plan_groups(output, requests, tables, full, {})
+        return {**runs, **self._plan_groups(output, requests, tables, windowed, offers)}
         """,
         ("B40",),
         (f"{STAGING}::test_what_the_engine_lets_go_of_comes_first",),
@@ -322,15 +325,15 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "staging-of-a-lost-daemon",
         "with the daemon its stores are forgotten, whose bytes the staging still has",
-        "StorePlanner.lost",
+        "StorePlanner.on_connection_lost",
         """
-        for storing in self._storing.values():
+        for storing in self.storing.values():
             storing.is_lost = True
         """,
         """
-        for storing in self._storing.values():
-            self._staging.give_back(storing.run.span)
-        self._storing.clear()
+        for storing in self.storing.values():
+            self.staging.give_back(storing.run.span)
+        self.storing.clear()
         """,
         ("B40",),
         (f"{STAGING}::test_a_lost_daemon_gives_no_staging_back",),
@@ -338,7 +341,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "only-this-steps-tokens",
         "what was computed, or hit, before this step does not count",
-        "StorePlanner._planned",
+        "StorePlanner._plan_groups",
         "tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)",
         "tokens = min(scheduled, request.num_tokens)",
         ("C29", "C30", "D2"),
@@ -347,7 +350,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "cumulative-tokens-added",
         "the count of computed tokens is added twice",
-        "StorePlanner._planned",
+        "StorePlanner._plan_groups",
         "tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)",
         "tokens = min(2 * request.num_computed_tokens + scheduled, request.num_tokens)",
         ("C30", "D1"),
@@ -356,7 +359,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "unverified-drafts",
         "tokens beyond the request's own are stored",
-        "StorePlanner._planned",
+        "StorePlanner._plan_groups",
         "tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)",
         "tokens = request.num_computed_tokens + scheduled",
         ("C31",),
@@ -402,8 +405,8 @@ FAULTS: tuple[Mutation, ...] = (
         "state-from-anywhere",
         "a state that stands inside a chunk is stored as its end's",
         "StorePlanner._state",
-        "block == NULL_BLOCK or rest or boundary > tokens",
-        "block == NULL_BLOCK or boundary > tokens",
+        "offer.block == NULL_BLOCK or rest or offer.tokens > tokens",
+        "offer.block == NULL_BLOCK or offer.tokens > tokens",
         ("B34",),
         (f"{STORES}::test_a_state_is_taken_where_it_stands_and_nowhere_else",),
     ),
@@ -411,7 +414,7 @@ FAULTS: tuple[Mutation, ...] = (
         "state-of-the-null-block",
         "the null block's bytes are stored as a state",
         "StorePlanner._state",
-        "block == NULL_BLOCK or",
+        "offer.block == NULL_BLOCK or",
         "",
         ("D12",),
         (f"{STORES}::test_a_state_is_taken_where_it_stands_and_nowhere_else",),
@@ -487,7 +490,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "trusts-the-engines-hits",
         "blocks of the engine's own cache are stored whatever token followed them",
-        "DraftedBlocks._begun",
+        "DraftedBlocks._start_tracking",
         "proven = min(proven, number * size)",
         "pass",
         ("C31", "D16"),
@@ -499,8 +502,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "a-lost-load-proves-a-later-hit",
         "a load whose blocks were preempted still says which blocks are the request's own",
-        "SchedulerRole.matched",
-        "tracked.load.restored = 0, 0",
+        "SchedulerRole.offer_hit",
+        "tracked.load.restored = range(0)",
         "pass",
         ("C31", "D16"),
         (f"{SCHEDULER}::test_a_load_proves_nothing_of_the_blocks_of_a_later_hit",),
@@ -553,11 +556,11 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "stores-states-of-drafts",
         "the state of the last draft of a step is taken for that of the boundary",
-        "StorePlanner._planned",
-        "completed += self._state(tracked, gid, block, boundary, state_tokens)",
+        "StorePlanner._plan_groups",
+        "completed += self._state(tracked, offer, state_tokens)",
         """
-        last = tables(request_id)[gid][-1]
-        completed += self._state(tracked, gid, last, boundary, state_tokens)
+        last = tables(request_id)[offer.gid][-1]
+        completed += self._state(tracked, offer._replace(block=last), state_tokens)
         """,
         ("C31",),
         (DRAFTED_STATES, DRAFTERS_STATES),
@@ -569,7 +572,7 @@ FAULTS: tuple[Mutation, ...] = (
         "known_tokens = tracked.request.num_tokens - geometry.lookahead_tokens",
         "known_tokens = tracked.request.num_tokens",
         ("C31",),
-        (f"{STORES}::test_a_state_is_named_when_the_token_behind_it_is_sampled",),
+        (f"{STORES}::test_a_state_is_named_when_the_token_after_it_is_sampled",),
     ),
     Mutation(
         "stores-before-drafts-are-verified",

@@ -35,7 +35,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "negative-delta-taken",
         "a number below 0 reaches a counter",
-        "_sound",
+        "_readable",
         "_is_number(n) and n >= 0",
         "_is_number(n)",
         ("B30",),
@@ -99,8 +99,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "a-loser-goes-on-waiting",
         "who was not chosen keeps its lookup",
-        "SchedulerRole.allocated",
-        "self._requests.advance(tracked, requests.RequestEvent.SETTLED, now)",
+        "SchedulerRole.on_allocated",
+        "self.requests.advance(tracked, requests.RequestEvent.SETTLED, now)",
         "pass",
         ("D13",),
         (f"{PENDING}::test_who_was_not_chosen_lets_go_before_its_answer_is_there",),
@@ -108,7 +108,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "a-line-for-each-load",
         "every load is a line of the log",
-        "LoadPlanner.ended",
+        "LoadPlanner.on_load_end",
         "logger.debug",
         "logger.info",
         ("B31",),

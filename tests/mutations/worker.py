@@ -336,7 +336,7 @@ FAULTS: tuple[Mutation, ...] = (
         "resets-unseen",
         "a reset of which vLLM tells no connector asks nobody for their weights",
         "HybridKVConnector.bind_kv_cache_manager",
-        'self._reset("reset_prefix_cache", is_empty)',
+        'self._on_reset("reset_prefix_cache", is_empty)',
         "pass",
         ("D16",),
         (f"{SCHEDULER}::test_a_reset_that_says_nothing_to_connectors_is_seen",),
@@ -362,8 +362,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "blocks-of-other-weights",
         "blocks that the engine computed with other weights get the new identity",
-        "WeightsWatch.heard",
-        "if self._blocks not in ((), digests):",
+        "WeightsWatch.on_answers",
+        "if self.block_digests not in ((), digests):",
         "if False:",
         ("D16",),
         (f"{WEIGHTS}::test_blocks_of_other_weights_are_cached_by_nobody",),
@@ -419,7 +419,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "commits-while-weights-are-read",
         "what is stored after a reset is committed before the weights are known",
-        "StorePlanner.reported",
+        "StorePlanner.on_report",
         "if not is_proven(storing.step):",
         "if False:",
         ("D16",),
@@ -431,7 +431,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "a-change-and-back",
         "nobody notices a step between two changes of the weights",
-        "WeightsWatch._wrote",
+        "WeightsWatch._on_blocks_written",
         "if self._unread is not None and self._unread_eras != eras:",
         "if False:",
         ("D16",),
@@ -440,7 +440,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "a-doubt-for-ever",
         "steps between two resets in a row switch the cache off, though no weight changed",
-        "WeightsWatch._wrote",
+        "WeightsWatch._on_blocks_written",
         "if self._unread is not None and self._unread_eras != eras:",
         "if self._unread is not None:",
         ("D16",),
@@ -461,9 +461,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "named-before-it-is-told",
         "other weights are known as soon as they are heard of, although the daemon was not told",
-        "WeightsWatch.heard",
-        "self.named, self.is_identified = digests, False",
-        "self.named = digests",
+        "WeightsWatch.on_answers",
+        "self.identity_digests, self.is_identified = digests, False",
+        "self.identity_digests = digests",
         ("D16",),
         (
             f"{SCHEDULER}::test_other_weights_are_named_by_the_hook_that_tells_the_daemon",

@@ -168,9 +168,9 @@ class Player(threading.Thread):
         tracked = TrackedRequest(
             SimpleNamespace(num_prompt_tokens=tokens),
             lookup=RequestLookup(asked, answer=found),
-            load=RequestLoad(total=(loaded, size)),
+            load=RequestLoad(loaded_tokens=loaded, loaded_bytes=size),
             local_seen=0,
-            stored=stored,
+            stored_objects=stored,
         )
         explanation = explain_request(served.geometry, tracked)
         self._requests += 1

@@ -68,14 +68,15 @@ ENDS = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 CLOCK = Clock()
 PAUSE_STEPS = 12  # How many steps the first pause of a role lasts that is switched off.
 BREAKABLE = {
-    "": "arrived matched allocated _planned reported finished step_ended identify _poll _take",
-    "_audits": "answered begin began must_wait put_into take settle",
-    "_lookups": "begin offer take_found flushed",
-    "_loads": "allocated put_into ended",
-    "_stores": "planned reported",
-    "_requests": "advance release",
-    "_session": "send follow",
-    "_session.link": "poll flush",
+    "": "on_new_request offer_hit on_allocated _make_plan on_report on_finished on_step_end "
+    "identify poll on_reply",
+    "audits": "on_answer begin on_store_begun must_wait put_into on_report settle",
+    "lookups": "look_up offer on_found on_flush",
+    "loads": "on_allocated put_into on_load_end",
+    "stores": "plan_stores on_report",
+    "requests": "advance release",
+    "session": "send follow",
+    "session.link": "poll flush",
 }
 """Methods of the scheduler role and of its parts that a fault may break."""
 BREAKABLE_IN_WORKERS = (
@@ -94,7 +95,7 @@ class Saboteur:
         self.fired = 0
         self.unexpected: list[Exception] = []
         """Errors that hooks raised and that this saboteur did not make."""
-        self.guard = connector._guard
+        self.guard = connector.guard
         self._hook_thread = 0
         """The thread that is in a hook, or 0. Copies that another thread ends belong to no hook."""
         self._undo: Callable[[], None] = lambda: None
@@ -351,7 +352,7 @@ class Rank:
         """Blocks whose restored bytes of the drafter were compared."""
         self.model = Weights()
         self.connector = HybridKVConnector(config, KVConnectorRole.WORKER, kv_config)
-        self.side = cast(Any, self.connector._worker)
+        self.side = cast(Any, self.connector.worker_role)
         self.device: SimulatedDevice | None = None
         if shape.device is not None:
             self._rng = random.Random(shape.device + rank)
@@ -518,7 +519,7 @@ class Engine:
             }
         )
         self.saboteurs = [Saboteur(connector) for connector in (self.connector, *self._workers())]
-        self.geometry = self.side._geometry
+        self.geometry = self.side.geometry
         self._aggregator = KVOutputAggregator.from_connector(self.connector, shape.ranks)
         self._ahead: deque[StepAhead] = deque()
         self._ahead_max = 1 if shape.is_async else 0
@@ -548,22 +549,22 @@ class Engine:
     @property
     def side(self) -> Any:
         """The scheduler role. A new one replaces a role that was switched off."""
-        return self.connector._scheduler
+        return self.connector.scheduler_role
 
     @property
     def true_namespace(self) -> bytes:
         """The identity of the bytes that are computed now, whatever the connector knows."""
         digests = tuple(_digest(int(rank.model.salt)) for rank in self.ranks)
         if digests not in self._namespaces:
-            facts = self.connector._weights.facts_of(digests)
+            facts = self.connector.life.weights.facts_of(digests)
             self._namespaces[digests] = fingerprint(facts)
         return self._namespaces[digests]
 
     @property
     def namespace(self) -> bytes:
         """The identity that the engine has for its daemon."""
-        watch = self.connector._weights
-        return fingerprint(watch.facts_of(watch.named))
+        watch = self.connector.life.weights
+        return fingerprint(watch.facts_of(watch.identity_digests))
 
     def _workers(self) -> list[HybridKVConnector]:
         return [rank.connector for rank in self.ranks]
@@ -653,23 +654,23 @@ class Engine:
         if tokens is None:
             # With other weights it is looked up again, also if they change back before it asks.
             # While they are read it waits longer.
-            watch, name = self.side._weights, request.request_id
-            asked_now = AskedLookup(CLOCK.now, watch.named)
+            watch, name = self.side.weights, request.request_id
+            asked_now = AskedLookup(CLOCK.now, watch.identity_digests)
             first_asked = self._asked.setdefault(name, asked_now)
-            if first_asked.digests is not watch.named:
+            if first_asked.digests is not watch.identity_digests:
                 first_asked = self._asked[name] = asked_now
-            tracked = self.side._requests.by_id.get(name)
-            patience = self._patience + ROOM_SECONDS * bool(self.side._room)
+            tracked = self.side.requests.by_id.get(name)
+            patience = self._patience + ROOM_SECONDS * bool(self.side.room)
             if watch.question or self.connector.counters.get("begun_anew"):
                 # A role that begins anew asks for the weights too.
-                patience += self.side._lookups.patience.of(request.num_tokens)[0]
+                patience += self.side.lookups.patience.wait_for(request.num_tokens).seconds
             if tracked is not None and tracked.lookup.pending is not None:
                 patience += self._patience + tracked.lookup.pending.wait_ms / 1e3
             waited = CLOCK.now - first_asked.since
             assert waited <= patience, f"{name} waits for its lookup past the deadline"
         else:
             self._asked.pop(request.request_id, None)
-        tracked = self.side._requests.by_id.get(request.request_id)
+        tracked = self.side.requests.by_id.get(request.request_id)
         answer = tracked.lookup.found if tracked else None
         found = answer.chunks * self.geometry.chunk_tokens if answer else 0
         if tokens:
@@ -741,13 +742,12 @@ class Engine:
 
     def _schedule(self) -> bool:
         """Plan a step and let the workers run it. Returns whether there was anything to compute."""
-        tracked = self.side._requests.by_id.items()
+        tracked = self.side.requests.by_id.items()
         # What has no tokens computed was preempted since its load, and is asked for again.
         restored: dict[str, range] = {}
         for name, request in tracked:
             if request.request.num_computed_tokens:
-                first, end = request.load.restored
-                restored[name] = range(first, end)
+                restored[name] = request.load.restored
         output = self.scheduler.schedule()
         fresh_requests = [request.req_id for request in output.scheduled_new_reqs]
         for name in (*fresh_requests, *output.scheduled_cached_reqs.resumed_req_ids):
@@ -861,7 +861,7 @@ class Engine:
         """
         outputs = [output for outputs in self._reports for output in outputs]
         is_on = self.saboteurs[0].guard.healthy
-        awaited = self.side._stores._storing.keys() if is_on else set()
+        awaited = self.side.stores.storing.keys() if is_on else set()
         return not self._repeats and not any(
             output.finished_recving or output.kv_connector_worker_meta.done.keys() & awaited
             for output in outputs
@@ -879,13 +879,13 @@ class Engine:
         while True:
             waiting = []
             if self.saboteurs[0].guard.healthy:
-                self.side._poll(CLOCK.now)
+                self.side.poll(CLOCK.now)
             for link in (rank.side._link for rank in self.ranks):
                 if link.welcome is None:
                     link.poll(CLOCK.now)
                 if link.fd is not None and link.welcome is None:
                     waiting.append(link.fd)
-            link = self.side._session.link
+            link = self.side.session.link
             if link.fd is not None and (link.welcome is None or self._is_owed()):
                 waiting.append(link.fd)
             if not waiting:
@@ -894,13 +894,13 @@ class Engine:
 
     def cut(self) -> None:
         """Cut the scheduler role's connection to the daemon."""
-        sock = self.side._session.link._sock
+        sock = self.side.session.link._sock
         if sock is not None:
             sock.shutdown(socket.SHUT_RDWR)
 
     def barrier(self) -> dict[str, float] | None:
         """Wait until the daemon has seen every message. Returns its values, None without a link."""
-        link = self.side._session.link
+        link = self.side.session.link
         deadline = time.monotonic() + DEADLINE_SECONDS
         if not link.send(Stats(BARRIER_ID), CLOCK.now):
             return None
@@ -910,7 +910,7 @@ class Engine:
                 if isinstance(reply, Report):
                     values = reply.values
                 else:
-                    self.side._take(reply, CLOCK.now)
+                    self.side.on_reply(reply, CLOCK.now)
             if values is not None:
                 return values
             if link.fd is not None:
@@ -918,10 +918,10 @@ class Engine:
         return None
 
     def _is_owed(self) -> bool:
-        asked = any(pool.asked for pool in self.side._stores.credits._pools.values())
+        asked = any(pool.asked for pool in self.side.stores.credits._pools.values())
         return asked or any(
             tracked.is_prefetching and tracked.lookup.sent and tracked.lookup.found is None
-            for tracked in self.side._requests.by_lease.values()
+            for tracked in self.side.requests.by_lease.values()
         )
 
     def close(self) -> None:

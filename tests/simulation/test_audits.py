@@ -107,7 +107,7 @@ class Served:
     def has_slots(self) -> bool:
         """Whether a chunk's objects can be stored, as far as the daemon has answered."""
         self.engine.settle()
-        return all(pool.offsets for pool in self.engine.side._stores.credits._pools.values())
+        return all(pool.offsets for pool in self.engine.side.stores.credits._pools.values())
 
     def ask(self, tokens: list[int], stores_all: bool = False) -> int:
         """Answer a prompt. Returns how many of its tokens were loaded.
@@ -212,7 +212,7 @@ def test_an_engine_that_computes_the_same_bytes_is_served_on(
     stored(node, shape, tokens)
     honest = second(node, shape)
     try:
-        audits = honest.engine.side._audits
+        audits = honest.engine.side.audits
         compared: list[int] = []
         finish = audits._finish
 

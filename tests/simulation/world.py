@@ -521,7 +521,7 @@ class _Life:
         """Abort a request of a drawn state, so that rare states are aborted as well."""
         by_state: dict[str, list[str]] = {}
         for name, traced in site.engine.traced.items():
-            tracked = site.engine.side._requests.by_id.get(name)
+            tracked = site.engine.side.requests.by_id.get(name)
             state = (
                 f"{traced.request.status.name.lower()}_{tracked.state if tracked else 'untracked'}"
             )
@@ -630,13 +630,11 @@ class _Life:
             assert free == blocks - 1, (
                 f"{blocks - 1 - free} blocks of the engine are never given back"
             )
-            requests, staging = side._requests, side._stores._staging
-            assert not any(staging._taken), f"staging is never given back: {staging._taken}"
+            requests, staging = side.requests, side.stores.staging
+            assert not any(staging.used_bytes), f"staging is never given back: {staging.used_bytes}"
             assert not requests.by_id, f"requests are tracked for ever: {list(requests.by_id)}"
             assert not requests.by_lease, f"leases are tracked for ever: {list(requests.by_lease)}"
-            assert not side._stores._storing, (
-                f"stores are never settled: {list(side._stores._storing)}"
-            )
+            assert not side.stores.storing, f"stores are never settled: {list(side.stores.storing)}"
             for saboteur in engine.saboteurs:
                 assert not saboteur.unexpected, f"hooks faulted: {saboteur.unexpected}"
                 self.counts["hook"] += saboteur.fired
@@ -653,7 +651,7 @@ class _Life:
             CLOCK.now += RECONNECT_SECONDS
             for site in self.sites:
                 site.engine.step_idle()
-        audits = [site.engine.side._audits._audit for site in self.sites]
+        audits = [site.engine.side.audits.current for site in self.sites]
         assert not any(audits), f"audits never end: {audits}"
         # The daemon tells of evictions at the end of its turn; the second answer comes after that.
         # From here on each step may ask for slots, and evictions are told after it.

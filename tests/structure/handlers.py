@@ -44,7 +44,7 @@ HANDLERS = (
         "fault_kv_events",
     ),
     Handler(
-        "KVEventPublisher._keep",
+        "KVEventPublisher._keep_tokens",
         "suppress(TypeError, OverflowError)",
         "Tokens that are no numbers of 32 bits are not kept: the chunk is announced in RAM alone.",
         NO + "a router hears of its removal",

@@ -1,4 +1,4 @@
-"""What the scheduler role and the worker role send each other, through vLLM's own channels."""
+"""The messages between the scheduler role and the worker roles, in vLLM's own channels."""
 
 import operator
 from collections import defaultdict
@@ -20,28 +20,28 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A request's copies out of the arena of one life of the daemon, named by `boot`."""
+    """The copies of one request from the arena into the engine's blocks."""
 
-    boot: str
+    boot: str  # The life of the daemon whose arena it is.
     runs: tuple[CopyRun, ...]
     adapter: AdapterWeights | None = None
-    """The LoRA adapter that computed the objects; workers load them only while they have it."""
+    """The LoRA adapter that computed the objects. Workers load them only while they have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectPair:
-    """One object of `count` stored blocks in two slots, which a live audit compares."""
+    """Two slots with the same object, which a live audit compares."""
 
     group_index: int
     chunk: int
-    count: int
+    count: int  # The number of stored blocks in the object.
     stored: SlotRef
     computed: SlotRef
 
 
 @dataclass
 class StepPlan(base.KVConnectorMetadata):
-    """What every worker does in one step."""
+    """The work of every worker in one step."""
 
     number: int = 0  # Counts the plans of one scheduler role from 1 on.
     boot: str = ""  # The daemon's life that the stores are for.
@@ -49,23 +49,24 @@ class StepPlan(base.KVConnectorMetadata):
     reserved_bytes: int = 0
     loads: dict[str, LoadPlan] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
-    """Requests that wait for a load which nobody begins; workers report them as failed."""
+    """Requests that wait for a load which no worker begins. Workers report them as failed."""
     stores: dict[int, CopyRun] = field(default_factory=dict)
-    """By the number under which the workers report the run."""
-    is_idle: bool = False  # Whether the step computes nothing.
+    """The runs to store, by the number under which the workers report the run."""
+    is_idle: bool = False  # True if the step computes nothing.
     question: int = 0  # Workers read their weights once for each number.
     eras: tuple[int, ...] = ()
     """The eras of the weights that loads and stores are for, by rank; empty = not known yet."""
     audits: dict[int, ObjectPair] = field(default_factory=dict)
-    """By the number under which the workers report what they found; slots of the life `boot`."""
+    """The pairs to compare, by the number under which the workers report their verdict. The slots
+    are those of the life `boot`."""
 
 
 @dataclass
 class StepReport(base.KVConnectorWorkerMetadata):
-    """What workers did in one step.
+    """The results of one step of some workers; `aggregate` joins the reports of all workers.
 
-    The ends of loads and stores may be those of any earlier step. With asynchronous scheduling
-    the scheduler makes the next plan before it has the report of this one.
+    Loads and stores that end may be those of any earlier step. With asynchronous scheduling the
+    scheduler makes the next plan before it has the report of this one.
     """
 
     number: int = 0  # The plan that every rank has begun; 0 = some rank could not.
@@ -74,37 +75,42 @@ class StepReport(base.KVConnectorWorkerMetadata):
     done: dict[int, set[int]] = field(default_factory=dict)
     """Ranks that are done with a store run, written or not, by the run's number."""
     unstored: dict[int, set[int]] = field(default_factory=dict)
-    """Places in a store run of objects that some rank did not write, by the run's number."""
-    corrupt: set[tuple[int, int]] = field(default_factory=set)
-    """(offset, generation) of slots whose bytes were proven wrong."""
+    """The objects of a store run that some rank did not write, by the run's number. An object is
+    given by its place in the run."""
+    corrupt: set[SlotRef] = field(default_factory=set)
+    """Slots whose bytes were proven wrong."""
     audits: dict[int, dict[int, AuditVerdict]] = field(default_factory=dict)
     """The verdict of each rank that has compared a pair, by the pair's number."""
     weights: dict[int, WeightsAnswer] = field(default_factory=dict)
-    """What each rank's EngineWeights answers."""
+    """The answer of each rank's EngineWeights."""
     counters: dict[str, float] = field(default_factory=partial(defaultdict, int))
     is_disabled: bool = False
-    """Whether some rank copies nothing: its device failed or had no room, or it pauses."""
+    """True if some rank copies nothing: its device failed or had no room, or it pauses."""
     adapters: dict[int, dict[int, bytes]] = field(default_factory=dict)
     """The digests of the LoRA adapters that each rank had loaded in the step, by lora_int_id."""
 
-    def aggregate(self, other: "StepReport") -> "StepReport":
-        """The report of the workers of both."""
+    def aggregate(self, report: "StepReport") -> "StepReport":
+        """Return the report of the workers of both reports."""
         return StepReport(
-            min(self.number, other.number),
-            _merged(self.boots, other.boots, operator.add),
-            _merged(self.done, other.done, operator.or_),
-            _merged(self.unstored, other.unstored, operator.or_),
-            self.corrupt | other.corrupt,
-            _merged(self.audits, other.audits, operator.or_),
-            {**self.weights, **other.weights},
-            _merged(self.counters, other.counters, operator.add),
-            self.is_disabled or other.is_disabled,
-            {**self.adapters, **other.adapters},
+            number=min(self.number, report.number),
+            boots=_merge(self.boots, report.boots, operator.add),
+            done=_merge(self.done, report.done, operator.or_),
+            unstored=_merge(self.unstored, report.unstored, operator.or_),
+            corrupt=self.corrupt | report.corrupt,
+            audits=_merge(self.audits, report.audits, operator.or_),
+            weights={**self.weights, **report.weights},
+            counters=_merge(self.counters, report.counters, operator.add),
+            is_disabled=self.is_disabled or report.is_disabled,
+            adapters={**self.adapters, **report.adapters},
         )
 
 
-def _merged(
-    one: dict[Key, Value], other: dict[Key, Value], join: Callable[[Value, Value], Value]
+def _merge(
+    left: dict[Key, Value], right: dict[Key, Value], join: Callable[[Value, Value], Value]
 ) -> dict[Key, Value]:
-    joined = {key: join(one[key], other[key]) for key in one.keys() & other.keys()}
-    return {**one, **other, **joined}
+    """Return the items of both. Where both have a key, `join` makes one value of the two.
+
+    `_merge({"a": 1, "b": 2}, {"b": 3}, operator.add) -> {"a": 1, "b": 5}`
+    """
+    joined = {key: join(left[key], right[key]) for key in left.keys() & right.keys()}
+    return {**left, **right, **joined}

@@ -1,13 +1,15 @@
-"""Statistics of the connector, of which docs/METRICS.md shows the tables.
+"""The statistics of the connector. docs/METRICS.md has their tables.
 
-The scheduler role counts, and the workers report to it. A payload that is not understood is
-ignored and counted.
+The scheduler role counts, and adds what its workers report. Its counters have names such as
+`lookups_late_room`. At the API server each counter becomes a cell, which is a metric with values
+of labels: `cell_of("lookups_late_room") -> ("lookups", ("declined", "late_room"))`. What cannot be
+read in a payload is left out and counted.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
@@ -15,13 +17,30 @@ from hybridkv.core.metrics import MetricFamily, counter, gauge
 from hybridkv.vllm.metrics import Deltas, EngineMetrics, attempt
 
 PREFIX = "vllm:hybridkv_"
-OBSERVATIONS_MAX = 1024  # Values of one histogram in one payload; more are counted as dropped.
+OBSERVATIONS_MAX = 1024  # Values of one histogram in one payload. The rest is counted as dropped.
 NAMES_MAX = 1024  # Counters, gauges or histograms in one payload.
-NUMBER_MAX = 1 << 62  # Larger numbers, infinities and what is no number are not believed.
+NUMBER_MAX = 1 << 62  # A number as large as this counts as malformed, as infinities do.
 MALFORMED = "stats_malformed"
 DROPPED = "stats_dropped_observations"
 
-Cell = tuple[str, tuple[str, ...]]  # A family and the values of its labels.
+
+class Cell(NamedTuple):
+    """A metric: its family, a key of FAMILIES, and the values of the family's labels."""
+
+    family: str
+    labels: tuple[str, ...] = ()
+
+
+class CounterPrefix(NamedTuple):
+    """How to find the cell of counters whose names begin alike.
+
+    The rest of the name is the value of the family's last label.
+    """
+
+    prefix: str
+    family: str
+    labels: tuple[str, ...] = ()  # The values of the labels before the last one.
+
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 """Buckets of histograms."""
@@ -31,7 +50,8 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "lookups": counter(
         "Requests looked up, by result (hit, miss, declined) and reason. "
         "A hit that is then not taken counts twice: as a hit, and as declined.",
-        *("result", "reason"),
+        "result",
+        "reason",
     ),
     "lookups_asked": counter("Lookups sent to the daemon."),
     "lookups_promoted": counter("Lookups for which the daemon read tiers below RAM."),
@@ -106,60 +126,64 @@ FAMILIES: Mapping[str, MetricFamily] = {
 """The metrics; PREFIX stands before their names."""
 
 EXACT: Mapping[str, Cell] = {
-    "lookups": ("lookups_asked", ()),
-    "lookups_promoted": ("lookups_promoted", ()),
-    "lookups_hit": ("lookups", ("hit", "found")),
-    "lookups_miss": ("lookups", ("miss", "not_found")),
-    "loads": ("loads", ("loaded",)),
-    "loads_failed": ("loads", ("failed",)),
-    "tails_loaded": ("tails", ("loaded",)),
-    "tails_stored": ("tails", ("stored",)),
-    "tokens_loaded": ("loaded_tokens", ()),
-    "bytes_loaded": ("load_bytes", ()),
-    "load_seconds": ("load_copy_seconds", ()),
-    "objects_stored": ("stored_objects", ()),
-    "bytes_stored": ("store_bytes", ()),
-    "store_seconds": ("store_copy_seconds", ()),
-    "device_store_bytes": ("device_copy_bytes", ("store",)),
-    "device_load_bytes": ("device_copy_bytes", ("load",)),
-    "device_store_seconds": ("device_copy_seconds", ("store",)),
-    "device_load_seconds": ("device_copy_seconds", ("load",)),
-    "states_unaligned": ("stores_shed", ("state_unaligned",)),
-    "connects": ("daemon_connects", ()),
-    "losses": ("daemon_losses", ()),
-    "slots_condemned": ("condemned_slots", ()),
-    "weights_stale": ("weights_stale", ()),
-    "chunks_announced": ("kv_event_chunks", ("stored",)),
-    "chunks_withdrawn": ("kv_event_chunks", ("removed",)),
-    "chunks_not_kept": ("kv_event_chunks", ("not_kept",)),
-    "chunks_not_shown": ("kv_event_chunks", ("not_shown",)),
+    "lookups": Cell("lookups_asked"),
+    "lookups_promoted": Cell("lookups_promoted"),
+    "lookups_hit": Cell("lookups", ("hit", "found")),
+    "lookups_miss": Cell("lookups", ("miss", "not_found")),
+    "loads": Cell("loads", ("loaded",)),
+    "loads_failed": Cell("loads", ("failed",)),
+    "tails_loaded": Cell("tails", ("loaded",)),
+    "tails_stored": Cell("tails", ("stored",)),
+    "tokens_loaded": Cell("loaded_tokens"),
+    "bytes_loaded": Cell("load_bytes"),
+    "load_seconds": Cell("load_copy_seconds"),
+    "objects_stored": Cell("stored_objects"),
+    "bytes_stored": Cell("store_bytes"),
+    "store_seconds": Cell("store_copy_seconds"),
+    "device_store_bytes": Cell("device_copy_bytes", ("store",)),
+    "device_load_bytes": Cell("device_copy_bytes", ("load",)),
+    "device_store_seconds": Cell("device_copy_seconds", ("store",)),
+    "device_load_seconds": Cell("device_copy_seconds", ("load",)),
+    "states_unaligned": Cell("stores_shed", ("state_unaligned",)),
+    "connects": Cell("daemon_connects"),
+    "losses": Cell("daemon_losses"),
+    "slots_condemned": Cell("condemned_slots"),
+    "weights_stale": Cell("weights_stale"),
+    "chunks_announced": Cell("kv_event_chunks", ("stored",)),
+    "chunks_withdrawn": Cell("kv_event_chunks", ("removed",)),
+    "chunks_not_kept": Cell("kv_event_chunks", ("not_kept",)),
+    "chunks_not_shown": Cell("kv_event_chunks", ("not_shown",)),
 }
-"""The cell of each counter that has one of its own."""
-PREFIXES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("lookups_", "lookups", ("declined",)),
-    ("hits_limited_by_", "hits_limited", ()),
-    ("audits_", "audits", ()),
-    ("tokens_loaded_from_", "loaded_tokens_by_tier", ()),
-    ("stores_", "stores_shed", ()),
-    ("fault_", "faults", ()),
-    ("refused_", "daemon_refusals", ()),
-    ("unsent_", "daemon_unsent", ()),
+"""The cell of each counter that has a cell of its own, by the counter's name."""
+PREFIXES: tuple[CounterPrefix, ...] = (
+    CounterPrefix("lookups_", "lookups", ("declined",)),
+    CounterPrefix("hits_limited_by_", "hits_limited"),
+    CounterPrefix("audits_", "audits"),
+    CounterPrefix("tokens_loaded_from_", "loaded_tokens_by_tier"),
+    CounterPrefix("stores_", "stores_shed"),
+    CounterPrefix("fault_", "faults"),
+    CounterPrefix("refused_", "daemon_refusals"),
+    CounterPrefix("unsent_", "daemon_unsent"),
 )
-"""Other counters by how they begin: their family, and its labels before the rest of the name."""
+"""All other counters have the first prefix of this table that fits, or belong to `events`."""
 
 
 def cell_of(name: str) -> Cell:
-    """The one place where a counter is exported; any name has one."""
+    """Return the cell that a counter is exported as. Every name has one.
+
+    `"loads" -> ("loads", ("loaded",))`, `"refused_lookup" -> ("daemon_refusals", ("lookup",))`,
+    `"switched_off" -> ("events", ("switched_off",))`
+    """
     if name in EXACT:
         return EXACT[name]
     for prefix, family, labels in PREFIXES:
         if name.startswith(prefix) and len(name) > len(prefix):
-            return family, (*labels, name.removeprefix(prefix))
-    return "events", (name,)
+            return Cell(family, (*labels, name.removeprefix(prefix)))
+    return Cell("events", (name,))
 
 
 class StatsCollector:
-    """What one engine counted and measured until vLLM takes it. Every step calls it."""
+    """Collects what one engine counts and measures until vLLM takes it, which every step does."""
 
     def __init__(self, counters: Mapping[str, float]) -> None:
         self._deltas = Deltas(counters)
@@ -171,7 +195,7 @@ class StatsCollector:
         self._observed.setdefault(family, []).append(value)
 
     def take(self, gauges: Mapping[str, float]) -> "HybridKVStats | None":
-        """What is new since the last call, with the gauges that changed; None = nothing."""
+        """Return what is new since the last call and the gauges that changed; None = nothing."""
         counters = self._deltas.take()
         changed = {name: value for name, value in gauges.items() if self._gauges.get(name) != value}
         if not counters and not changed and not self._observed:
@@ -182,39 +206,47 @@ class StatsCollector:
 
 
 class HybridKVStats(KVConnectorStats):
-    """Deltas of counters, values of gauges and new values of histograms, as plain `data`."""
+    """Increments of counters, values of gauges and new values of histograms, as plain `data`."""
 
     def __init__(self, data: object = None) -> None:
-        super().__init__(data=_sound({} if data is None else data))
+        super().__init__(data=_readable({} if data is None else data))
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.data: dict[str, Any] = _sound({})
+        """Forget all counters, gauges and histograms."""
+        self.data: dict[str, Any] = _readable({})
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Return True if there are no counters, gauges or histograms."""
         return not any(self.data.values())
 
-    def aggregate(self, other: KVConnectorStats) -> "HybridKVStats":
-        """Add `other` to this object: counters add up, and of gauges the later value stands."""
-        added = _sound(other.data)
+    def aggregate(self, stats: KVConnectorStats) -> "HybridKVStats":
+        """Add later statistics to this object and return it.
+
+        Counters add up, lists of histograms grow, and gauges take the later value.
+        """
+        added = _readable(stats.data)
         counters = self.data["counters"]
         for name, value in added["counters"].items():
             counters[name] = counters.get(name, 0) + value
         self.data["gauges"].update(added["gauges"])
         for name, values in added["observed"].items():
             self.data["observed"][name] = [*self.data["observed"].get(name, ()), *values]
-        self.data = _sound(self.data)
+        self.data = _readable(self.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One interval for vLLM's log line."""
+        """Return the values of one interval for vLLM's log line, by their text."""
         counters: dict[str, float] = self.data["counters"]
         cells = [(cell_of(name), value) for name, value in counters.items()]
 
         def total(family: str, *labels: str) -> int:
-            found = (n for (name, of), n in cells if name == family and of[: len(labels)] == labels)
-            return round(sum(found))
+            """Sum the cells of a family whose first labels have these values."""
+            values = (
+                value
+                for cell, value in cells
+                if cell.family == family and cell.labels[: len(labels)] == labels
+            )
+            return round(sum(values))
 
         line: dict[str, int | float] = {
             "Lookup hits": total("lookups", "hit"),
@@ -222,9 +254,9 @@ class HybridKVStats(KVConnectorStats):
             "declined": total("lookups", "declined"),
             "Tokens loaded": total("loaded_tokens"),
         }
-        for (family, labels), value in sorted(cells):
-            if family == "loaded_tokens_by_tier":
-                line[f"from {labels[0]}"] = round(value)
+        for cell, value in sorted(cells):
+            if cell.family == "loaded_tokens_by_tier":
+                line[f"from {cell.labels[0]}"] = round(value)
         line["MB loaded"] = round(counters.get("bytes_loaded", 0) / 1e6, 1)
         line["MB stored"] = round(counters.get("bytes_stored", 0) / 1e6, 1)
         waits = self.data["observed"].get("load_seconds")
@@ -240,33 +272,37 @@ class HybridKVStats(KVConnectorStats):
 
 
 class HybridKVPromMetrics(EngineMetrics):
-    """FAMILIES at the API server's /metrics. No payload makes it raise."""
+    """Exports FAMILIES at the API server's /metrics. No payload makes it raise."""
 
     def __init__(self, *vllm_arguments: Any) -> None:
         super().__init__(PREFIX, FAMILIES, *vllm_arguments)
-        # What can be named ahead begins at 0, so that rates know its first increase.
-        unlabelled = ((name, ()) for name, family in FAMILIES.items() if not family.labels)
+        # Cells that are known ahead begin at 0, so that rates see their first increase.
+        unlabelled = (Cell(name) for name, family in FAMILIES.items() if not family.labels)
         for cell in (*EXACT.values(), *unlabelled, cell_of(MALFORMED)):
             for engine in self.per_engine_labelvalues:
-                self.cell(engine, *cell)
+                self.cell(engine, cell.family, cell.labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one engine's payload; what cannot be read is counted."""
+        """Add one engine's payload. Parts that cannot be read are left out and counted."""
         if engine_idx not in self.per_engine_labelvalues:
             engine_idx = next(iter(self.per_engine_labelvalues))
             transfer_stats_data = {"counters": {MALFORMED: 1}}
         work = partial(self._take, transfer_stats_data, engine_idx)
-        failed = self.cell(engine_idx, *cell_of(MALFORMED)).inc
-        attempt("HybridKVConnector", "observe", work, failed)
+        attempt("HybridKVConnector", "observe", work, partial(self._count, engine_idx, MALFORMED))
+
+    def _count(self, engine: int, name: str, added: float = 1) -> None:
+        """Add to the cell of an engine's counter."""
+        cell = cell_of(name)
+        self.cell(engine, cell.family, cell.labels).inc(added)
 
     def _take(self, payload: object, engine: int) -> None:
-        data = _sound(payload)
+        data = _readable(payload)
         for name, added in data["counters"].items():
-            self.cell(engine, *cell_of(name)).inc(added)
+            self._count(engine, name, added)
         for part, kind in (("gauges", "gauge"), ("observed", "histogram")):
             for name, values in data[part].items():
                 if name not in FAMILIES or FAMILIES[name].kind != kind:
-                    self.cell(engine, *cell_of(MALFORMED)).inc()
+                    self._count(engine, MALFORMED)
                 elif kind == "gauge":
                     self.cell(engine, name).set(values)
                 else:
@@ -275,14 +311,18 @@ class HybridKVPromMetrics(EngineMetrics):
                         observe(value)
 
 
-def _sound(given: object) -> dict[str, Any]:
-    """The data without what cannot be read, which is counted."""
-    data: Mapping[Any, Any] = given if isinstance(given, Mapping) else {}
+def _readable(payload: object) -> dict[str, Any]:
+    """Return the readable part of a payload. The rest is counted in it: MALFORMED and DROPPED.
+
+    `{"counters": {"loads": 1, "losses": -1}} ->
+    {"counters": {"loads": 1, "stats_malformed": 1}, "gauges": {}, "observed": {}}`
+    """
+    data: Mapping[Any, Any] = payload if isinstance(payload, Mapping) else {}
     # A counter that went down must not take the exported one with it.
     counters, bad_counters = _items(data.get("counters"), lambda n: _is_number(n) and n >= 0)
     gauges, bad_gauges = _items(data.get("gauges"), _is_number)
     lists, bad_lists = _items(data.get("observed"), lambda value: isinstance(value, list | tuple))
-    malformed = (data is not given) + len(data.keys() - {"counters", "gauges", "observed"})
+    malformed = (data is not payload) + len(data.keys() - {"counters", "gauges", "observed"})
     malformed += bad_counters + bad_gauges + bad_lists
     dropped, observed = 0, {}
     for name, values in lists.items():
@@ -292,14 +332,14 @@ def _sound(given: object) -> dict[str, Any]:
         dropped += max(0, len(good) - OBSERVATIONS_MAX)
         if good:
             observed[name] = good[:OBSERVATIONS_MAX]
-    for name, more in ((MALFORMED, malformed), (DROPPED, dropped)):
-        if more:
-            counters[name] = counters.get(name, 0) + more
+    for name, count in ((MALFORMED, malformed), (DROPPED, dropped)):
+        if count:
+            counters[name] = counters.get(name, 0) + count
     return {"counters": counters, "gauges": gauges, "observed": observed}
 
 
 def _items(part: object, is_good: Callable[[Any], bool]) -> tuple[dict[str, Any], int]:
-    """(at most NAMES_MAX good items of a part by name, how many others it has)."""
+    """Return at most NAMES_MAX good items of a payload's part, and the number of all others."""
     if not isinstance(part, Mapping):
         return {}, int(part is not None)
     good = {

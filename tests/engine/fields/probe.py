@@ -71,7 +71,7 @@ def _probed(arguments: Sequence[str], adapter: str) -> dict[str, Any]:
     while generated < GENERATED_TOKENS - 1:
         generated = sum(len(output.outputs[0].token_ids) for output in engine.step())
         assert time.monotonic() < deadline, "the request is never answered"
-    facts = core.scheduler.connector._scheduler._session.facts
+    facts = core.scheduler.connector.scheduler_role.session.facts
     return {"identity": fingerprint(facts).hex(), "facts": facts, "kv": _kv(core.scheduler)}
 
 
@@ -82,7 +82,7 @@ def _kv(scheduler: Any) -> str:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     worker: Any = get_kv_transfer_group()
-    groups, digest = worker._worker.factory.groups, hashlib.blake2b(digest_size=16)
+    groups, digest = worker.worker_role.factory.groups, hashlib.blake2b(digest_size=16)
     (request,) = scheduler.requests.values()
     tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
     config = scheduler.kv_cache_config

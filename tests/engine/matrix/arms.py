@@ -148,7 +148,7 @@ class Arms:
 
         def is_read() -> bool:
             self._runner.run([prompt(9, 10)], 1)
-            return bool(self._connector._scheduler._weights.is_current)
+            return bool(self._connector.scheduler_role.weights.is_current)
 
         until(is_read, "the weights are read")
 

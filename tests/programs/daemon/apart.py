@@ -31,7 +31,7 @@ def main(socket_path: str, *volume: str) -> None:
             subprocess.run(["umount", "/dev/shm"], check=True)
         roles.step(SimpleNamespace(**vars(IDLE) | BUSY))
         report_of_step = {
-            "attached": roles.scheduler._scheduler._session.workers_attached(),
+            "attached": roles.scheduler.scheduler_role.session.workers_attached(),
             "failed": roles.scheduler.counters.get("attach_failed", 0),
             "shed": roles.scheduler.counters.get("stores_unattached", 0),
             "doctor": {finding.check: str(finding.verdict) for finding in host_findings(report)},

@@ -1,13 +1,49 @@
-"""vLLM's request, as far as the connector looks at it, and what a store needs before it."""
+"""What tests of the scheduler role begin with: a role, vLLM's requests, and write slots."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.settings import Settings
+
+
+def make_role(
+    settings: Settings,
+    geometry: Geometry,
+    namespace: bytes,
+    counters: Counter[str],
+    *,
+    weights: Any = None,
+    publishes_events: bool = False,
+) -> Any:
+    """Return the first scheduler role of an engine, over the daemon at `settings.server`.
+
+    A step has 2048 tokens at most, and the engine 1000 blocks.
+    """
+    from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
+    from hybridkv.connector.scheduler.role import SchedulerRole
+    from hybridkv.connector.scheduler.session import EngineIdentity
+
+    context = SchedulerContext(
+        settings=settings,
+        geometry=geometry,
+        engine_id="e",
+        socket_path=settings.server.removeprefix("unix://"),
+        step_tokens=2048,
+        pool_blocks=1000,
+        publishes_events=publishes_events,
+    )
+    life = EngineLife(context, counters, weights)
+    return SchedulerRole(context, life, EngineIdentity(namespace, {}))
 
 
 def request(name: str, tokens: int, names: bytes, preemptions: int = 0) -> Any:
-    """A prompt of `tokens` tokens, none of them computed; `names` has the hashes of its blocks."""
+    """Return a prompt as the connector sees vLLM's request; none of its tokens is computed.
+
+    `names` has the hashes of its blocks.
+    """
     return SimpleNamespace(
         request_id=name,
         prompt_embeds=None,
@@ -21,6 +57,9 @@ def request(name: str, tokens: int, names: bytes, preemptions: int = 0) -> Any:
     )
 
 
-def has_write_slots(side: Any) -> bool:
-    """Whether a scheduler role has slots of every shape: a young daemon's first answer has none."""
-    return all(pool.offsets for pool in side._stores.credits._pools.values())
+def has_write_slots(role: Any) -> bool:
+    """Return True if a scheduler role has slots of every shape.
+
+    The first answer of a daemon that has just started grants none.
+    """
+    return all(pool.offsets for pool in role.stores.credits._pools.values())

@@ -9,6 +9,7 @@ from vllm.lora.request import LoRARequest
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.adapters import AdapterRefusal, AdapterWeights
+from hybridkv.wire.messages import Decline
 from tests.unit.connector import requests
 from tests.unit.connector.test_scheduler import CHUNK, Rig, tables
 from tests.unit.daemon.tierclient import Client, hashes
@@ -34,7 +35,7 @@ class LoraRig(Rig):
         names = adapter_hashes(b"".join(hashes(1, CHUNKS)), OLD)
         asking = requests.request(name, TOKENS, names)
         asking.lora_request = LoRARequest("a", 1, "/a", load_inplace=in_place)
-        self.side.arrived(asking)
+        self.side.on_new_request(asking)
         return asking
 
     def run(self, scheduled: dict[str, int], finished: tuple[str, ...] = ()) -> Any:
@@ -45,23 +46,23 @@ class LoraRig(Rig):
 
     def tell(self, plan: Any, finished: tuple[str, ...] = ()) -> None:
         """The worker's report of a step: all is stored, and these loads ended well."""
-        boots = {self.side._session.boot: 1}
+        boots = {self.side.session.boot: 1}
         done = {number: {0} for number in plan.stores}
         report = self.report(plan.number, boots, done, adapters={0: dict(self.loaded)})
-        self.side.reported({*finished}, set(), report)
-        assert not self.side.step_ended()
+        self.side.on_report({*finished}, set(), report)
+        assert not self.side.on_step_end()
 
-    def why(self, name: str = "r") -> tuple[str, str]:
-        """Why the request was declined last."""
-        why: tuple[str, str] = self.side._requests.by_id[name].why
-        return why
+    def why(self, name: str = "r") -> tuple[Decline | None, str]:
+        """Return the reason of the request's last decline, and its detail."""
+        tracked = self.side.requests.by_id[name]
+        return tracked.declined, tracked.decline_detail
 
     def load(self) -> Any:
         """The plan of the step with the load of a request."""
         asking = self.arrive()
         offer = self.offered(asking)
         assert offer == STORED * CHUNK
-        self.side.allocated(asking, tables(TOKENS), offer)
+        self.side.on_allocated(asking, lambda: tables(TOKENS), offer)
         return self.planned({})
 
 
@@ -79,27 +80,27 @@ def rig(daemon: DaemonProcess) -> Iterator[LoraRig]:
 def test_the_first_request_after_an_adapter_was_loaded_hits(rig: LoraRig) -> None:
     """As after `add_lora` in an engine that is idle: one step says what it has."""
     asking = rig.arrive()
-    assert rig.side.matched(asking, 0) is None
-    assert rig.side.matched(asking, 0) is None
+    assert rig.side.offer_hit(asking, 0) is None
+    assert rig.side.offer_hit(asking, 0) is None
     assert not rig.counters["lookups"], "its chunks have no names yet"
     rig.loaded = {1: OLD}
     rig.run({})
     assert rig.offered(asking) == STORED * CHUNK
-    rig.side.allocated(asking, tables(TOKENS), STORED * CHUNK)
+    rig.side.on_allocated(asking, lambda: tables(TOKENS), STORED * CHUNK)
     (load,) = rig.planned({}).loads.values()
     assert load.adapter == AdapterWeights(1, (OLD,))
 
 
 def test_a_request_whose_adapter_is_not_loaded_is_computed_after_one_step(rig: LoraRig) -> None:
     asking = rig.arrive()
-    assert rig.side.matched(asking, 0) is None
+    assert rig.side.offer_hit(asking, 0) is None
     rig.run({})
-    assert rig.side.matched(asking, 0) == 0
-    assert rig.why() == ("lookups_adapter", AdapterRefusal.NOT_LOADED)
+    assert rig.side.offer_hit(asking, 0) == 0
+    assert rig.why() == (Decline.ADAPTER, AdapterRefusal.NOT_LOADED)
     plan = rig.planned({})
     busy = rig.arrive("busy")
-    assert rig.side.matched(busy, 0) == 0, "the engine is not idle, so nothing is new"
-    assert rig.why("busy") == ("lookups_adapter", AdapterRefusal.NOT_LOADED)
+    assert rig.side.offer_hit(busy, 0) == 0, "the engine is not idle, so nothing is new"
+    assert rig.why("busy") == (Decline.ADAPTER, AdapterRefusal.NOT_LOADED)
     rig.tell(plan)
     assert rig.counters["lookups"] == 0
 
@@ -109,12 +110,12 @@ def test_a_request_that_loads_its_adapter_anew_is_not_looked_up(rig: LoraRig) ->
     rig.loaded = {1: OLD}
     rig.run({})
     asking = rig.arrive(in_place=True)
-    assert rig.side.matched(asking, 0) == 0
-    assert rig.why() == ("lookups_adapter", AdapterRefusal.RELOADED)
+    assert rig.side.offer_hit(asking, 0) == 0
+    assert rig.why() == (Decline.ADAPTER, AdapterRefusal.RELOADED)
     assert rig.offered(rig.arrive("later")) == STORED * CHUNK
     rig.loaded = {}
     rig.run({})
-    assert rig.side.matched(rig.arrive("unknown", in_place=True), 0) == 0, "it is waited for"
+    assert rig.side.offer_hit(rig.arrive("unknown", in_place=True), 0) == 0, "it is waited for"
 
 
 def test_other_weights_of_the_adapter_find_nothing(rig: LoraRig) -> None:
@@ -145,10 +146,10 @@ def test_a_hit_is_looked_up_anew_within_its_first_deadline(rig: LoraRig) -> None
     rig.run({})
     asking = rig.arrive()
     assert rig.offered(asking) == STORED * CHUNK
-    rig.side._requests.by_id[asking.request_id].lookup.deadline = 0.0
+    rig.side.requests.by_id[asking.request_id].lookup.deadline = 0.0
     rig.loaded = {1: NEW}
     rig.run({})
-    assert rig.side.matched(asking, 0) == 0
+    assert rig.side.offer_hit(asking, 0) == 0
     assert rig.counters["lookups_adapter"] == 1
     assert rig.counters["lookups"] == 1
     rig.run({})
@@ -163,11 +164,11 @@ def test_what_was_loaded_is_of_the_adapters_old_weights(rig: LoraRig) -> None:
     assert rig.counters["loads"] == 1
     rig.loaded = {1: NEW}
     rig.run({"r": 1})
-    assert rig.side.matched(rig.arrive("s"), 0) == 0
-    assert rig.why("s") == ("lookups_adapter", AdapterRefusal.MIXED)
-    rig.side.reset(is_empty=False)
-    assert rig.side.matched(rig.arrive("t"), 0) == 0
-    rig.side.reset(is_empty=True)
+    assert rig.side.offer_hit(rig.arrive("s"), 0) == 0
+    assert rig.why("s") == (Decline.ADAPTER, AdapterRefusal.MIXED)
+    rig.side.on_reset(is_empty=False)
+    assert rig.side.offer_hit(rig.arrive("t"), 0) == 0
+    rig.side.on_reset(is_empty=True)
     rig.run({})
     assert rig.offered(rig.arrive("u")) == 0
     assert rig.counters["lookups_miss"] == 1, "the new weights are looked up"
@@ -182,8 +183,8 @@ def test_what_is_computed_before_an_adapter_is_known_is_stored_afterwards(
     rig.await_slots()
     asking = rig.arrive()
     rig.run({})
-    assert rig.side.matched(asking, 0) == 0
-    rig.side.allocated(asking, tables(TOKENS), 0)
+    assert rig.side.offer_hit(asking, 0) == 0
+    rig.side.on_allocated(asking, lambda: tables(TOKENS), 0)
     rig.loaded = {1: OLD}
     assert not rig.run({"r": 2 * CHUNK}).stores
     asking.num_computed_tokens = 2 * CHUNK

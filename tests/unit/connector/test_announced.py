@@ -1,4 +1,4 @@
-"""What routers are told, against the plain rule: a chunk is shown while a hit needs it."""
+"""Which chunks are shown, against the plain rule: a chunk is shown while a hit needs it."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,25 +37,25 @@ def hits_in(geometry: Geometry, present: set[tuple[bytes, int]], keys: list[byte
 Step = tuple[int, int, int, int]
 
 
-@settings(max_examples=examples(400))
 def check(announced: AnnouncedChunks) -> None:
     """Derive anew what is shown; raises AssertionError where it differs."""
     assert announced._hidden.keys() == announced._present.keys() - announced._shown.keys()
-    for chunk_hash, one in announced._shown.items():
-        assert one.chunk_hash == chunk_hash
-        assert one.is_end or one.behind, "a chunk that is not useful is shown"
-        assert not one.is_end or announced._may_end(one)
+    for chunk_hash, shown in announced._shown.items():
+        assert shown.chunk_hash == chunk_hash
+        assert shown.is_end or shown.following, "a chunk that is not useful is shown"
+        assert not shown.is_end or announced._may_end(shown)
         assert announced._present.get(chunk_hash, 0) & announced._full == announced._full
-        if one.before is None:
-            assert one.chunk == 0
+        if shown.previous is None:
+            assert shown.chunk == 0
         else:
-            assert announced._shown[one.before.chunk_hash] is one.before
-            assert one in one.before.behind
-            assert one.before.chunk == one.chunk - 1
-        for other in one.behind:
-            assert announced._shown[other.chunk_hash] is other
+            assert announced._shown[shown.previous.chunk_hash] is shown.previous
+            assert shown in shown.previous.following
+            assert shown.previous.chunk == shown.chunk - 1
+        for later in shown.following:
+            assert announced._shown[later.chunk_hash] is later
 
 
+@settings(max_examples=examples(400))
 @given(
     name=st.sampled_from(NAMES),
     steps=st.lists(
@@ -138,7 +138,7 @@ def test_chunks_between_two_states_come_and_go_with_the_later_one() -> None:
     assert announced.show(keys, 1) == [0, 1]
     state(4)
     assert announced.show(keys, 4) == [2, 3, 4]
-    assert announced.lose(keys[1], 0) == [], "of use to the hit behind it"
+    assert announced.lose(keys[1], 0) == [], "of use to the later hit"
     assert announced.lose(keys[5], full) == [], "never shown"
     assert sorted(announced.lose(keys[4], 0)) == sorted(keys[:5])
     assert len(announced) == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
 from hybridkv.core.packed import unpack_u64
 from hybridkv.lab.daemon_process import DaemonProcess
@@ -32,19 +33,19 @@ def rig(daemon: DaemonProcess) -> Iterator[Rig]:
     """Prompt 1 is stored, and audits are on."""
     with Client(daemon.socket_path) as client:
         client.store(1, STORED)
-        made = Rig(daemon, {"audit": "on"})
-        made.await_slots()
-        yield made
-        made.side.close()
+        rig = Rig(daemon, {"audit": "on"})
+        rig.await_slots()
+        yield rig
+        rig.side.close()
 
 
 def begun(rig: Rig, name: str = "r") -> Any:
     """A request with the load of a hit that is a chunk shorter."""
     request = rig.request(1, TOKENS, name)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     offer = rig.offered(request)
     assert offer == SHORTER
-    rig.side.allocated(request, tables(TOKENS), offer)
+    rig.side.on_allocated(request, lambda: tables(TOKENS), offer)
     rig.step({})
     rig.step({}, finished=(name,))
     assert rig.counters["loads"] == 1
@@ -61,11 +62,11 @@ def computed(rig: Rig, request: Any) -> dict[int, Any]:
     return dict(plan.stores)
 
 
-def reported(rig: Rig, **told: Any) -> None:
-    """The workers report something besides."""
-    report = rig.report(0, {rig.side._session.boot: 1}, **told)
-    rig.side.reported(set(), set(), report)
-    rig.side.step_ended()
+def reported(rig: Rig, **fields: Any) -> None:
+    """The workers report these fields of a StepReport."""
+    report = rig.report(0, {rig.side.session.boot: 1}, **fields)
+    rig.side.on_report(set(), set(), report)
+    rig.side.on_step_end()
 
 
 def compared(rig: Rig, request: Any) -> dict[int, Any]:
@@ -86,8 +87,8 @@ def found(rig: Rig, pairs: Mapping[int, Any], *verdicts: AuditVerdict) -> None:
 def released(rig: Rig) -> None:
     """Every lease ends, and nothing is audited any more."""
     until(lambda: rig.step({}) and not rig.value("leases"), "every lease ends")
-    assert rig.side._audits._audit is None
-    assert not rig.side._requests.by_lease
+    assert rig.side.audits.current is None
+    assert not rig.side.requests.by_lease
 
 
 def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(rig: Rig) -> None:
@@ -101,14 +102,14 @@ def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(rig: Rig) -> N
     assert rig.counters["audits_passed"] == 1
     until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
     assert rig.value("audits_passed") == 1
-    rig.side.finished("r")
+    rig.side.on_finished("r")
     released(rig)
     assert not rig.counters["lookups_audit"]
 
 
 def test_the_stored_objects_are_those_of_the_hit(rig: Rig) -> None:
     request = begun(rig)
-    answer = rig.side._requests.by_id["r"].lookup.answer
+    answer = rig.side.requests.by_id["r"].lookup.answer
     assert isinstance(answer, Found)
     slots = [*zip(unpack_u64(answer.offsets), unpack_u64(answer.generations), strict=True)]
     for pair in compared(rig, request).values():
@@ -118,34 +119,34 @@ def test_the_stored_objects_are_those_of_the_hit(rig: Rig) -> None:
 def test_the_next_hits_are_whole_until_the_budget_allows_another_audit(rig: Rig) -> None:
     pairs = compared(rig, begun(rig))
     found(rig, pairs, PASSED, PASSED, PASSED)
-    other = rig.request(1, TOKENS, "other")
-    rig.side.arrived(other)
-    assert rig.offered(other) == STORED * CHUNK
-    rig.side.finished("other")
-    rig.side._audits.budget.prefilled_tokens = 1000 * CHUNK
+    second = rig.request(1, TOKENS, "second")
+    rig.side.on_new_request(second)
+    assert rig.offered(second) == STORED * CHUNK
+    rig.side.on_finished("second")
+    rig.side.audits.budget.prefilled_tokens = 1000 * CHUNK
     third = rig.request(1, TOKENS, "third")
-    rig.side.arrived(third)
+    rig.side.on_new_request(third)
     assert rig.offered(third) == SHORTER
-    rig.side.finished("third")
-    rig.side.finished("r")
+    rig.side.on_finished("third")
+    rig.side.on_finished("r")
     released(rig)
 
 
 def test_requests_beside_an_audit_have_their_whole_hits(rig: Rig) -> None:
     begun(rig)
-    other = rig.request(1, TOKENS, "other")
-    rig.side.arrived(other)
-    assert rig.offered(other) == STORED * CHUNK
+    second = rig.request(1, TOKENS, "second")
+    rig.side.on_new_request(second)
+    assert rig.offered(second) == STORED * CHUNK
 
 
 def test_of_two_lookups_at_once_only_one_hit_is_audited(rig: Rig) -> None:
-    names = ("one", "two")
+    names = ("first", "second")
     both = [rig.request(1, TOKENS, name) for name in names]
     for request in both:
-        rig.side.arrived(request)
+        rig.side.on_new_request(request)
     assert sorted(map(rig.offered, both)) == [SHORTER, STORED * CHUNK]
     for name in names:
-        rig.side.finished(name)
+        rig.side.on_finished(name)
     released(rig)
 
 
@@ -159,47 +160,48 @@ def test_what_differs_is_dropped_and_its_identity_is_used_no_more(
         found(rig, pairs, PASSED, DIFFERED, PASSED)
     finally:
         ours.removeHandler(caplog.handler)
-    (line,) = {one.getMessage() for one in caplog.records if one.levelno == logging.ERROR}
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    (line,) = {record.getMessage() for record in errors}
     assert "layer model.layers.1 differs by 1.4, 0.1 is allowed" in line
     assert rig.counters["audits_differed"] == 1
     until(lambda: rig.value("audits_differed") == 1, "the daemon is told")
     assert rig.value("objects_condemned") == 1
     assert not rig.value("duplicates"), "what the engine computed is not committed"
     waiting = rig.request(1, TOKENS, "waiting")
-    rig.side.arrived(waiting)
+    rig.side.on_new_request(waiting)
     assert rig.offered(waiting) == 0
     assert rig.counters["lookups_audit"] == 1
     waiting.num_computed_tokens = 0
     assert not rig.step({"waiting": TOKENS}, tables(TOKENS)).stores, "nothing is stored either"
-    rig.side.finished("waiting")
-    rig.side.finished("r")
+    rig.side.on_finished("waiting")
+    rig.side.on_finished("r")
     released(rig)
 
 
 def test_a_hit_that_was_found_before_is_not_offered_after_a_difference(rig: Rig) -> None:
     request = begun(rig)
     early = rig.request(1, TOKENS, "early")
-    rig.side.arrived(early)
+    rig.side.on_new_request(early)
     assert rig.offered(early) == STORED * CHUNK
     found(rig, compared(rig, request), DIFFERED, PASSED, PASSED)
-    assert rig.side.matched(early, 0) == 0
+    assert rig.side.offer_hit(early, 0) == 0
     assert rig.counters["lookups_audit"] == 1
 
 
 def test_other_weights_are_served_and_audited_again(rig: Rig) -> None:
     found(rig, compared(rig, begun(rig)), DIFFERED, PASSED, PASSED)
-    rig.side.identify(b"o" * 32, {})
-    assert not rig.side._audits.is_cut_off
-    assert rig.side._audits.budget.is_due(b"o" * 32)
-    rig.side.identify(IDENTITY, {})
-    assert rig.side._audits.is_cut_off, "these weights differed"
+    rig.side.identify(EngineIdentity(b"o" * 32, {}))
+    assert not rig.side.audits.is_cut_off
+    assert rig.side.audits.budget.is_due(b"o" * 32)
+    rig.side.identify(EngineIdentity(IDENTITY, {}))
+    assert rig.side.audits.is_cut_off, "these weights differed"
 
 
 def test_an_audit_in_which_nothing_could_be_compared_ends_and_is_due_again(rig: Rig) -> None:
     found(rig, compared(rig, begun(rig)), UNMADE, UNMADE, UNMADE)
     assert rig.counters["audits_unmade"] == 1
     until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
-    assert rig.side._audits.budget.is_due(IDENTITY)
+    assert rig.side.audits.budget.is_due(IDENTITY)
 
 
 def test_an_object_that_no_rank_wrote_is_not_compared(rig: Rig) -> None:
@@ -216,9 +218,9 @@ def test_a_request_may_end_before_it_is_compared(rig: Rig) -> None:
     """It has one token to give; the explanation comes first, and what came of the audit later."""
     request = begun(rig)
     runs = computed(rig, request)
-    rig.side.finished("r")
+    rig.side.on_finished("r")
     reported(rig, done={number: {0} for number in runs})
-    assert rig.side.has_pending(), "the engine steps on"
+    assert rig.side.has_pending_work(), "the engine steps on"
     found(rig, rig.planned({}).audits, PASSED, PASSED, PASSED)
     assert rig.counters["audits_passed"] == 1
     released(rig)
@@ -226,32 +228,32 @@ def test_a_request_may_end_before_it_is_compared(rig: Rig) -> None:
 
 def test_a_request_that_ends_before_the_chunk_is_computed_is_not_audited(rig: Rig) -> None:
     begun(rig)
-    rig.side.finished("r")
+    rig.side.on_finished("r")
     released(rig)
     assert rig.counters["audits_unmade"] == 1
 
 
 def test_a_request_that_is_aborted_before_its_offer_keeps_nothing(rig: Rig) -> None:
     request = rig.request(1, TOKENS)
-    rig.side.arrived(request)
-    rig.side._flush(0.0)
+    rig.side.on_new_request(request)
+    rig.planned({})
     until(lambda: rig.value("leases") == 2, "the answer is on its way")
-    rig.side.finished("r")
+    rig.side.on_finished("r")
     released(rig)
 
 
 def test_an_answer_that_is_read_and_then_not_wanted_is_released(rig: Rig) -> None:
     request = rig.request(1, TOKENS)
-    rig.side.arrived(request)
-    tracked = rig.side._requests.by_id["r"]
+    rig.side.on_new_request(request)
+    tracked = rig.side.requests.by_id["r"]
 
     def is_read() -> bool:
-        rig.side._poll(0.0)
+        rig.side.poll(0.0)
         return tracked.lookup.found is not None
 
     until(is_read, "it is read")
-    assert rig.side._audits._audit is not None
-    rig.side.finished("r")
+    assert rig.side.audits.current is not None
+    rig.side.on_finished("r")
     released(rig)
 
 
@@ -259,42 +261,42 @@ def test_an_answer_that_is_read_and_then_not_wanted_is_released(rig: Rig) -> Non
 def test_a_chunk_that_the_engine_has_itself_is_not_audited(rig: Rig, local: int) -> None:
     """Then nothing of the hit is given up."""
     request = rig.request(1, TOKENS)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert rig.offered(request, local) == STORED * CHUNK - local
-    rig.side.finished("r")
+    rig.side.on_finished("r")
     released(rig)
 
 
 def test_an_engine_that_has_all_before_the_chunk_loads_nothing(rig: Rig) -> None:
     request = rig.request(1, TOKENS)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert rig.offered(request, SHORTER) == 0
-    rig.side.allocated(request, tables(TOKENS), 0)
+    rig.side.on_allocated(request, lambda: tables(TOKENS), 0)
     until(lambda: rig.step({}) and rig.value("leases") == 1, "the hit's lease ends")
     found(rig, compared(rig, request), PASSED, PASSED, PASSED)
-    rig.side.finished("r")
+    rig.side.on_finished("r")
     released(rig)
 
 
 def test_asking_again_gives_the_same_offer(rig: Rig) -> None:
     request = rig.request(1, TOKENS)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert [rig.offered(request) for _ in range(3)] == [SHORTER] * 3
-    assert rig.side._audits.budget.spent_tokens == CHUNK
+    assert rig.side.audits.budget.spent_tokens == CHUNK
 
 
 def test_a_preempted_request_is_looked_up_anew(rig: Rig) -> None:
     request = begun(rig)
     request.num_preemptions = 1
     assert rig.offered(request) == STORED * CHUNK
-    rig.side.finished("r")
+    rig.side.on_finished("r")
     released(rig)
 
 
 def test_a_failed_load_ends_the_audit(rig: Rig) -> None:
     request = rig.request(1, TOKENS)
-    rig.side.arrived(request)
-    rig.side.allocated(request, tables(TOKENS), rig.offered(request))
+    rig.side.on_new_request(request)
+    rig.side.on_allocated(request, lambda: tables(TOKENS), rig.offered(request))
     rig.step({})
     rig.step({}, finished=("r",), failed=("r",))
     released(rig)
@@ -304,7 +306,7 @@ def test_a_failed_load_ends_the_audit(rig: Rig) -> None:
 def test_a_reset_ends_the_audit(rig: Rig) -> None:
     """What is computed from here on may be of other weights."""
     runs = computed(rig, begun(rig))
-    rig.side.reset(True)
+    rig.side.on_reset(True)
     reported(rig, done={number: {0} for number in runs})
     assert not rig.planned({}).audits
     released(rig)
@@ -312,16 +314,16 @@ def test_a_reset_ends_the_audit(rig: Rig) -> None:
 
 def test_with_the_connection_an_audit_is_lost(rig: Rig) -> None:
     compared(rig, begun(rig))
-    rig.side._session.link.reset("a test", 0.0)
-    assert rig.side._audits._audit is None
-    assert not rig.side._stores._unproven
+    rig.side.session.link.reset("a test", 0.0)
+    assert rig.side.audits.current is None
+    assert not rig.side.stores.unproven
 
 
 def test_workers_that_never_answer_keep_nothing_for_ever(rig: Rig) -> None:
     from hybridkv.connector.scheduler.audits import AUDIT_SECONDS_MAX
 
     compared(rig, begun(rig))
-    audit: Any = rig.side._audits._audit
+    audit: Any = rig.side.audits.current
     for item in audit.objects.values():
         item.sent_at -= AUDIT_SECONDS_MAX + 1
     reported(rig)
@@ -333,16 +335,16 @@ def test_a_role_that_follows_goes_on_with_the_budget_and_what_differed(rig: Rig)
     from hybridkv.connector.scheduler.audits import Audits
 
     found(rig, compared(rig, begun(rig)), DIFFERED, PASSED, PASSED)
-    follower = Audits(rig.side._requests, rig.side._audits.budget)
+    follower = Audits(rig.side.requests, rig.side.audits.budget)
     assert follower.is_cut_off
 
 
 def test_prompts_with_images_are_not_audited(rig: Rig) -> None:
     request = rig.request(1, TOKENS)
     request.mm_features = ["an image"]
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert rig.offered(request) == STORED * CHUNK
-    rig.side.finished("r")
+    rig.side.on_finished("r")
     released(rig)
 
 
@@ -351,6 +353,6 @@ def test_audits_may_be_off(daemon: DaemonProcess) -> None:
         client.store(1, STORED)
         rig = Rig(daemon, {"audit": "off"})
         request = rig.request(1, TOKENS)
-        rig.side.arrived(request)
+        rig.side.on_new_request(request)
         assert rig.offered(request) == STORED * CHUNK
         rig.side.close()

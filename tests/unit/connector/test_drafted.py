@@ -76,7 +76,7 @@ class Engine:
                 req_ids=[*steps], num_computed_tokens=[start for start, _ in steps.values()]
             ),
         )
-        self.drafted.step(output, self.tracked, lambda name: [self.tables[name]])
+        self.drafted.on_step(output, self.tracked, lambda name: [self.tables[name]])
         known = ((name, self.tracked[name].drafted) for name in steps if name in self.tracked)
         return {name: drafted.storable for name, drafted in known if drafted is not None}
 
@@ -86,8 +86,8 @@ def test_names_cover_the_token_behind_a_chunk(lookahead: int) -> None:
     geometry = replace(GEOMETRY, lookahead_tokens=lookahead)
     engine = Engine()
     names = []
-    for number, more in enumerate(([4, 5], [4, 6], [9, 9])):
-        engine.add(f"r{number}", [*range(4), *more], [])
+    for number, tokens in enumerate(([4, 5], [4, 6], [9, 9])):
+        engine.add(f"r{number}", [*range(4), *tokens], [])
         names.append(engine.tracked[f"r{number}"].chunk_hashes(geometry, 0, 1))
     assert names[0] == names[1]
     assert (names[0] == names[2]) == (lookahead == 0)
@@ -155,7 +155,7 @@ def test_a_block_has_no_mark_from_its_life_before() -> None:
 def test_what_was_loaded_is_proven_by_its_name() -> None:
     engine = Engine()
     engine.add("a", range(13), [1, 2, 3, 4])
-    engine.tracked["a"].load.restored = 0, 8
+    engine.tracked["a"].load.restored = range(8)
     assert engine.step(a=(8, 5)) == {"a": 12}
     engine.add("b", range(13), [1, 2, 7, 8])
     assert engine.step(b=(8, 5)) == {"b": 12}, "of which this one hits the blocks"
@@ -164,7 +164,7 @@ def test_what_was_loaded_is_proven_by_its_name() -> None:
 def test_a_load_proves_nothing_after_the_request_was_preempted() -> None:
     engine = Engine()
     engine.add("a", range(13), [1, 2, 3, 4])
-    engine.tracked["a"].load.restored = 0, 8
+    engine.tracked["a"].load.restored = range(8)
     engine.step(a=(8, 5))
     engine.requests["a"].num_preemptions = 1
     engine.tables["a"] = [11, 12, 3, 4]
@@ -182,15 +182,15 @@ def test_the_end_of_a_step_inside_a_prompt_is_stale_with_the_v1_runner() -> None
     assert engine.step(b=(12, 9)) == {"b": 4}, "nor may others store it"
 
 
-@pytest.mark.parametrize("other", ["cat", "dog"])
-def test_a_hit_is_stored_only_where_the_same_image_followed(other: str) -> None:
+@pytest.mark.parametrize("image", ["cat", "dog"])
+def test_a_hit_is_stored_only_where_the_same_image_followed(image: str) -> None:
     """Every image has the same token in its places."""
     engine = Engine()
     tokens = [*range(8), 9, 9, 9, 9, 10]
     engine.add("a", tokens, [1, 2, 3, 4], image=("cat", 8, 4))
     assert engine.step(a=(0, 13)) == {"a": 12}
-    engine.add("b", tokens, [1, 2, 5, 6], image=(other, 8, 4))
-    assert engine.step(b=(8, 5)) == {"b": 12 if other == "cat" else 4}
+    engine.add("b", tokens, [1, 2, 5, 6], image=(image, 8, 4))
+    assert engine.step(b=(8, 5)) == {"b": 12 if image == "cat" else 4}
 
 
 @pytest.mark.parametrize("drafter", [EAGLE, DRAFT_MODEL])
@@ -222,7 +222,7 @@ def test_after_a_step_of_which_nothing_is_known_no_block_is_proven() -> None:
     engine = Engine()
     engine.add("a", range(13), [1, 2, 3, 4])
     engine.step(a=(0, 8))
-    engine.drafted.missed(engine.tracked)
+    engine.drafted.on_unobserved_steps(engine.tracked)
     assert engine.step(a=(8, 5)) == {"a": 0}
     engine.add("b", range(13), [1, 2, 7, 8])
     assert engine.step(b=(8, 5)) == {"b": 0}
@@ -237,12 +237,12 @@ def test_that_blocks_are_proven_no_more_is_one_line_of_the_log(
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)
     engine = Engine()
-    engine.drafted.missed(engine.tracked)
+    engine.drafted.on_unobserved_steps(engine.tracked)
     assert not caplog.records
     engine.add("a", range(9), [1, 2, 3])
     engine.step(a=(0, 9))
     for _ in range(3):
-        engine.drafted.missed(engine.tracked)
+        engine.drafted.on_unobserved_steps(engine.tracked)
     ours.removeHandler(caplog.handler)
     (line,) = {record.getMessage() for record in caplog.records}
     assert "not stored until" in line

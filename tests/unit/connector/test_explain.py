@@ -21,24 +21,26 @@ GEMMA3 = LAYOUTS["gemma3"]
 ASKED = bytes(4 * HASH_BYTES)
 
 
-def asked_for(why: tuple[str, str]) -> TrackedRequest:
-    """A request of 600 tokens that ended without a lookup."""
-    return TrackedRequest(SimpleNamespace(num_prompt_tokens=600), why=why)
+def request_of_600_tokens(declined: Decline | None = None, detail: str = "") -> TrackedRequest:
+    """Return a request that ended without a lookup."""
+    request = SimpleNamespace(num_prompt_tokens=600)
+    return TrackedRequest(request, declined=declined, decline_detail=detail)
 
 
 def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> None:
     """A29: no group speaks for the others; B35, B36: a disagreement is the least of them."""
     masks = [b"\1\1\1\1", b"\1\1\1\0", b"\1\1\1\1"]
     found = Found(1, 1, 3, masks, b"", b"", {"disk": 2}, "")
-    tracked = asked_for(("", ""))
+    tracked = request_of_600_tokens()
     tracked.lookup = RequestLookup(ASKED, answer=found)
-    tracked.local_seen, tracked.load, tracked.stored = 128, RequestLoad(total=(256, 4096)), 2
-    told = explain_request(GEMMA3, tracked)
-    assert told.groups == [
+    tracked.local_seen, tracked.stored_objects = 128, 2
+    tracked.load = RequestLoad(loaded_tokens=256, loaded_bytes=4096)
+    explanation = explain_request(GEMMA3, tracked)
+    assert explanation.groups == [
         GroupPresence(group.gid, group.kind, objects, lacks)
         for group, objects, lacks in zip(GEMMA3.groups, (4, 3, 4), (None, 3, None), strict=True)
     ]
-    facts = sentences_of(told)
+    facts = sentences_of(explanation)
     assert facts["found"] == (
         "a hit of 3 chunks; objects there: group 0 (sliding) 4 of 4, group 1 (sliding) 3 of 4, "
         "group 2 (full) 4 of 4"
@@ -47,11 +49,11 @@ def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> No
     assert facts["came up"] == "2 chunks from disk"
     assert facts["loaded"] == "256 tokens, 4KiB"
     assert facts["stored"] == "2 objects"
-    assert outcome_of(told) == (Outcome.LOADED, "256 tokens, 4KiB")
+    assert outcome_of(explanation) == (Outcome.LOADED, "256 tokens, 4KiB")
 
 
 def test_what_came_of_an_audit_is_told() -> None:
-    tracked = asked_for(("", ""))
+    tracked = request_of_600_tokens()
     found = Found(1, 1, 1, [b"\1", b"\1", b"\1"], b"", b"")
     tracked.lookup, tracked.local_seen = RequestLookup(bytes(HASH_BYTES), answer=found), 0
     tracked.audited = AuditVerdict(AuditOutcome.DIFFERED, "layers.3", 1.4, 0.06)
@@ -67,20 +69,22 @@ def test_what_came_of_an_audit_is_told() -> None:
 
 
 def test_a_miss_says_why() -> None:
-    told = explain_request(GEMMA3, asked_for(("lookups_no_daemon", "")))
-    assert told.declined is Decline.NO_DAEMON
-    facts = sentences_of(told)
+    explanation = explain_request(GEMMA3, request_of_600_tokens(Decline.NO_DAEMON))
+    assert explanation.declined is Decline.NO_DAEMON
+    facts = sentences_of(explanation)
     assert facts["nothing loaded because"] == "no daemon was connected"
     assert "found" not in facts
 
 
 def test_a_detail_says_more_than_its_reason() -> None:
-    told = explain_request(GEMMA3, asked_for(("plan_failed", "a block is missing")))
-    assert outcome_of(told) == (Outcome.FAILED, "a block is missing")
+    explanation = explain_request(
+        GEMMA3, request_of_600_tokens(Decline.PLAN_FAILED, "a block is missing")
+    )
+    assert outcome_of(explanation) == (Outcome.FAILED, "a block is missing")
 
 
 @pytest.mark.parametrize(
-    ("told", "word"),
+    ("explanation", "word"),
     [
         (RequestExplanation(600, 0, 128, 4, hit_chunks=0, local_tokens=0), Outcome.MISS),
         (RequestExplanation(600, 0, 128, 4, hit_chunks=2, local_tokens=256), Outcome.LOCAL),
@@ -91,9 +95,9 @@ def test_a_detail_says_more_than_its_reason() -> None:
     ],
     ids=lambda word: str(word) if isinstance(word, Outcome) else "",
 )
-def test_each_outcome_is_one_word(told: RequestExplanation, word: Outcome) -> None:
+def test_each_outcome_is_one_word(explanation: RequestExplanation, word: Outcome) -> None:
     """What computed a prompt is told apart: a cold miss, a local hit, a fault."""
-    assert outcome_of(told)[0] is word
+    assert outcome_of(explanation)[0] is word
 
 
 def test_every_reason_has_words() -> None:

@@ -31,7 +31,7 @@ BLOCKS = 40
 
 @dataclass
 class Roles:
-    """One engine's two sides, and how often the first said something."""
+    """The two connectors of one engine."""
 
     scheduler: Any
     worker: Any
@@ -56,7 +56,7 @@ class Roles:
         return done
 
     def faults(self) -> dict[str, int]:
-        """Hooks that raised, of both."""
+        """Return the counters of hooks that raised, of both connectors."""
         counters = {**self.scheduler.counters, **self.worker.counters}
         return {name: count for name, count in counters.items() if name.startswith("fault_")}
 
@@ -89,19 +89,19 @@ def make_roles(socket_path: str) -> Roles:
 
 @pytest.fixture
 def roles(daemon: DaemonProcess) -> Iterator[Roles]:
-    """Connected, attached, with write slots."""
-    made = make_roles(daemon.socket_path)
+    """An engine that is connected and attached, and has write slots."""
+    roles = make_roles(daemon.socket_path)
     until(
         lambda: (
-            made.step(IDLE) is not None
-            and bool(made.scheduler._scheduler._session.workers_attached())
-            and requests.has_write_slots(made.scheduler._scheduler)
+            roles.step(IDLE) is not None
+            and bool(roles.scheduler.scheduler_role.session.workers_attached())
+            and requests.has_write_slots(roles.scheduler.scheduler_role)
         ),
         "attached",
     )
-    yield made
-    made.scheduler.shutdown()
-    made.worker.shutdown()
+    yield roles
+    roles.scheduler.shutdown()
+    roles.worker.shutdown()
 
 
 IDLE = SimpleNamespace(
@@ -120,7 +120,7 @@ def request(name: str, tokens: int = 600) -> Any:
 
 def test_a_worker_that_was_shut_down_keeps_none_of_the_engines_memory(roles: Roles) -> None:
     """An engine's process may go on and make another engine."""
-    role = roles.worker._worker
+    role = roles.worker.worker_role
     views = [weakref.ref(view) for views in role.factory.groups for view in views]
     assert views
     assert role.mapped
@@ -131,7 +131,7 @@ def test_a_worker_that_was_shut_down_keeps_none_of_the_engines_memory(roles: Rol
 
 def test_a_worker_locks_the_arena_while_it_maps_it(roles: Roles) -> None:
     """A daemon of another pid namespace knows from it that the worker may copy."""
-    role = roles.worker._worker
+    role = roles.worker.worker_role
     (inode,) = [arena.inode[1] for arena, _ in role.mapped.values()]
     # The kernel's list: kind, mode, access, process, device:inode, first byte, last byte.
     lock = ["OFDLCK", "ADVISORY", "READ"]
@@ -180,7 +180,7 @@ def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
     rank = Rank(shape, config, 0)
     scheduler = HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config)
     scheduler.set_xfer_handshake_metadata({0: rank.layout()})
-    role: Any = scheduler._scheduler
+    role: Any = scheduler.scheduler_role
     wanted = 0
     for group in kv_config.kv_cache_groups:
         spec: Any = group.kv_cache_spec
@@ -191,7 +191,7 @@ def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
             whole = spec.max_memory_usage_bytes(config) // spec.page_size_bytes
         wanted += whole
     assert config.max_in_flight_tokens == budget * (1 + is_async)
-    assert role._room.most_blocks(length) >= wanted
+    assert role.room.most_blocks(length) >= wanted
     scheduler.shutdown()
     rank.connector.shutdown()
 
@@ -225,18 +225,19 @@ def test_an_engine_whose_prompts_have_no_whole_chunk_serves_without_the_cache(
         scheduler.set_xfer_handshake_metadata({0: rank.layout()})
     finally:
         ours.removeHandler(caplog.handler)
-    told = {one.created: one.getMessage() for one in caplog.records if one.levelname == "ERROR"}
-    (error,) = told.values()
+    records = [record for record in caplog.records if record.levelname == "ERROR"]
+    lines = {record.created: record.getMessage() for record in records}
+    (error,) = lines.values()
     assert f"and max_model_len is {3 * unit}, so nothing can ever be stored" in error
     works = re.search(r"--max-model-len (\d+) works", error)
     assert works
     assert int(works[1]) > 4 * unit + 1
-    made = Roles(scheduler, rank.connector)
+    roles = Roles(scheduler, rank.connector)
     scheduler.on_new_request(request("r", 3 * unit - 1))
     assert scheduler.get_num_new_matched_tokens(request("r", 3 * unit - 1), 0) == (0, False)
-    made.step(IDLE)
+    roles.step(IDLE)
     assert scheduler.counters["lookups_too_short"] == 1
-    assert not made.faults()
+    assert not roles.faults()
     scheduler.shutdown()
     rank.connector.shutdown()
 
@@ -256,20 +257,20 @@ def test_a_finished_request_is_forgotten_and_holds_no_block(
 ) -> None:
     """By its name alone, whatever its tables are (A5, A6, C37, D10)."""
     roles.scheduler.on_new_request(request("r"))
-    assert "r" in roles.scheduler._scheduler._requests.by_id
+    assert "r" in roles.scheduler.scheduler_role.requests.by_id
     assert roles.scheduler.request_finished_all_groups(request("r"), tables) == (False, None)
-    assert not roles.scheduler._scheduler._requests.by_id
+    assert not roles.scheduler.scheduler_role.requests.by_id
     roles.scheduler.on_new_request(request("s"))
     assert roles.scheduler.request_finished(request("s"), tables[0] if tables else []) == (
         False,
         None,
     )
-    assert not roles.scheduler._scheduler._requests.by_id
+    assert not roles.scheduler.scheduler_role.requests.by_id
     assert not roles.faults()
 
 
 def test_a_plan_that_is_not_ours_is_left_alone(roles: Roles) -> None:
-    """Another connector's, or none (B41)."""
+    """The plan of another connector, or no plan (B41)."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
     for plan in (KVConnectorMetadata(), None):
@@ -343,7 +344,7 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     assert counters["rank_loads_failed"] == 2, "neither was refused before it began"
 
 
-@pytest.mark.parametrize("method", ["_session.send", "_take"])
+@pytest.mark.parametrize("method", ["session.send", "on_reply"])
 def test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer(
     roles: Roles, method: str
 ) -> None:
@@ -358,7 +359,7 @@ def test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer(
         delattr(part, name)
         raise ValueError("the test says so")
 
-    role._stores.credits.reset()
+    role.stores.credits.reset()
     setattr(part, name, broken)
     until(lambda: roles.step(IDLE) is not None and bool(roles.faults()), "a hook faults")
     assert sum(roles.faults().values()) == 1
@@ -387,8 +388,7 @@ def test_tables_are_those_of_the_moment(roles: Roles) -> None:
             blocks=[[SimpleNamespace(block_id=block) for block in row] for row in tables[name]]
         )
 
-    manager = SimpleNamespace(get_blocks=get_blocks, block_pool=None, reset_prefix_cache=bool)
-    roles.scheduler.bind_kv_cache_manager(manager)
+    roles.scheduler.bind_kv_cache_manager(manager_of(get_blocks))
     assert [[*table] for table in roles.scheduler._tables("r")] == tables["r"]
     tables["r"] = [[5, 6], [], [1], [2]]
     assert [[*table] for table in roles.scheduler._tables("r")] == tables["r"]
@@ -396,7 +396,7 @@ def test_tables_are_those_of_the_moment(roles: Roles) -> None:
 
 def test_served_groups_are_those_that_vllm_can_cache(roles: Roles) -> None:
     """Scratch groups keep their number in vLLM's tables and are no group of ours (D7)."""
-    geometry = roles.scheduler._scheduler._geometry
+    geometry = roles.scheduler.scheduler_role.geometry
     assert [group.gid for group in geometry.groups] == [0, 3]
     assert geometry.chunk_tokens == 2 * geometry.alignment_tokens, (
         "hybrid_chunk_size is what was asked for (B2)"
@@ -416,13 +416,13 @@ class Paused:
         self.now = 0.0
         self.roles = roles
         for connector in (roles.scheduler, roles.worker):
-            connector._guard._clock = lambda: self.now
-            connector._guard._began = 0.0
+            connector.guard._clock = lambda: self.now
+            connector.guard._began = 0.0
 
     @property
     def side(self) -> Any:
-        """The present scheduler role."""
-        return self.roles.scheduler._scheduler
+        """The scheduler role, which is another one after a pause."""
+        return self.roles.scheduler.scheduler_role
 
     def begins_anew(self) -> None:
         """The pause passes, and the fresh role is connected with its workers attached."""
@@ -437,7 +437,7 @@ class Paused:
 
     def attached(self) -> None:
         """Step until the workers map the arena and there are write slots."""
-        session = self.side._session
+        session = self.side.session
         until(
             lambda: (
                 self.roles.step(IDLE) is not None
@@ -450,15 +450,15 @@ class Paused:
 
     def stores(self, name: str) -> tuple[Any, Any]:
         """The plan of a step that completes a chunk of a new request, and what it is reported."""
-        chunk = self.side._geometry.chunk_tokens
-        one = request(name, chunk + 1)
-        self.roles.scheduler.on_new_request(one)
+        chunk = self.side.geometry.chunk_tokens
+        asking = request(name, chunk + 1)
+        self.roles.scheduler.on_new_request(asking)
         until(
-            lambda: self.roles.scheduler.get_num_new_matched_tokens(one, 0)[0] is not None,
+            lambda: self.roles.scheduler.get_num_new_matched_tokens(asking, 0)[0] is not None,
             "it is answered",
         )
-        self.roles.scheduler.update_state_after_alloc(one, blocks_of(chunk), 0)
-        self.roles.scheduler._blocks_of = lambda name: blocks_of(chunk)
+        self.roles.scheduler.update_state_after_alloc(asking, blocks_of(chunk), 0)
+        self.roles.scheduler.bind_kv_cache_manager(manager_of(lambda name: blocks_of(chunk)))
         output = SimpleNamespace(
             num_scheduled_tokens={name: chunk},
             total_num_scheduled_tokens=chunk,
@@ -475,6 +475,18 @@ class Paused:
         )
 
 
+def manager_of(get_blocks: Any) -> Any:
+    """Return vLLM's cache manager, as far as the connector uses it."""
+    return SimpleNamespace(get_blocks=get_blocks, block_pool=None, reset_prefix_cache=lambda: True)
+
+
+def reset_prefix_cache(roles: Roles) -> None:
+    """Reset the engine's prefix cache, of which nothing is left then."""
+    manager = manager_of(None)
+    roles.scheduler.bind_kv_cache_manager(manager)
+    manager.reset_prefix_cache()
+
+
 def blocks_of(tokens: int) -> Any:
     """A table of blocks for each of the engine's four groups."""
     row = [SimpleNamespace(block_id=1 + at % (BLOCKS - 1)) for at in range(tokens)]
@@ -484,10 +496,10 @@ def blocks_of(tokens: int) -> Any:
 def test_a_scheduler_role_that_is_switched_off_begins_anew(roles: Roles) -> None:
     """Connected again, under a number that no worker is done with, and it says so."""
     paused = Paused(roles)
-    said = roles.scheduler.get_kv_connector_stats()
-    assert said.data["gauges"]["quarantined"] == 0
+    stats_before = roles.scheduler.get_kv_connector_stats()
+    assert stats_before.data["gauges"]["quarantined"] == 0
     connects = roles.scheduler.counters["connects"]
-    roles.scheduler._guard.switch_off("the test says so")
+    roles.scheduler.guard.switch_off("the test says so")
     gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
     assert gauges["quarantined"] == 1
     assert gauges["quarantined_until"] == gauges["quarantined_since"] + PAUSE_SECONDS
@@ -501,7 +513,7 @@ def test_a_scheduler_role_that_is_switched_off_begins_anew(roles: Roles) -> None
         "what was told is not told again"
     )
     roles.scheduler.on_new_request(request("r"))
-    assert "r" in paused.side._requests.by_id
+    assert "r" in paused.side.requests.by_id
 
 
 def test_a_late_report_of_an_earlier_role_commits_nothing_of_the_next(roles: Roles) -> None:
@@ -509,7 +521,7 @@ def test_a_late_report_of_an_earlier_role_commits_nothing_of_the_next(roles: Rol
     paused = Paused(roles)
     paused.attached()
     old, late = paused.stores("old")
-    roles.scheduler._guard.switch_off("the test says so")
+    roles.scheduler.guard.switch_off("the test says so")
     paused.begins_anew()
     new, report = paused.stores("new")
     assert not old.stores.keys() & new.stores.keys()
@@ -524,41 +536,43 @@ def test_weights_that_change_while_a_role_is_off_are_those_of_the_next(
     roles: Roles, is_off: bool
 ) -> None:
     paused = Paused(roles)
-    old = paused.side._session.hello.namespace
+    old = paused.side.session.hello.namespace
     if is_off:
-        roles.scheduler._guard.switch_off("the test says so")
+        roles.scheduler.guard.switch_off("the test says so")
     else:
-        paused.side.reset = None
-    watch = roles.scheduler._weights
-    watch._blocks = watch.named
-    roles.worker._worker._weights.runner.model.salt.fill_(3)
-    roles.scheduler._reset("reset_prefix_cache", True)
+        paused.side.on_reset = None
+    watch = roles.scheduler.life.weights
+    watch.block_digests = watch.identity_digests
+    roles.worker.worker_role._weights.runner.model.salt.fill_(3)
+    reset_prefix_cache(roles)
     paused.begins_anew()
 
     def is_new() -> bool:
         roles.step(IDLE)
-        return bool(roles.scheduler._scheduler._session.hello.namespace != old)
+        return bool(roles.scheduler.scheduler_role.session.hello.namespace != old)
 
     until(is_new, "the new role has the new weights")
-    assert roles.scheduler._weights.is_current
+    assert roles.scheduler.life.weights.is_current
 
 
 def test_blocks_of_loads_are_counted_on_while_a_role_is_off(roles: Roles) -> None:
     """They are the engine's to give again when their request runs or ends."""
     paused = Paused(roles)
     for name in ("a", "b", "c"):
-        paused.side._room.hold(name, 4)
-    roles.scheduler._guard.switch_off("the test says so")
+        paused.side.room.hold(name, 4)
+    roles.scheduler.guard.switch_off("the test says so")
     roles.step(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     roles.scheduler.request_finished(request("b"), [])
     paused.begins_anew()
-    assert [*paused.side._room._held] == ["c"]
+    assert len(paused.side.room) == 1
+    paused.side.room.ran(("c",))
+    assert not len(paused.side.room)
 
 
 def test_a_load_that_no_worker_was_told_of_fails_with_the_next_role(roles: Roles) -> None:
     """The engine waits for it, and the pause may end before the next plan."""
     paused = Paused(roles)
-    roles.scheduler._guard.switch_off("the test says so")
+    roles.scheduler.guard.switch_off("the test says so")
     roles.scheduler.update_state_after_alloc(request("r"), blocks_of(1), 128)
     paused.now += PAUSE_SECONDS
     roles.scheduler.take_events()
@@ -572,7 +586,7 @@ def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) 
     from tests.unit.vllm.small_adapters import Worker, adapter
 
     engine = Worker()
-    roles.worker._worker.adapters = LoadedAdapters(engine.runner)
+    roles.worker.worker_role.adapters = LoadedAdapters(engine.runner)
     engine.add(adapter(1))
 
     def arrive(name: str) -> Any:
@@ -589,7 +603,7 @@ def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) 
     paused = Paused(roles)
     arrive("before")
     run("before")
-    roles.scheduler._guard.switch_off("the test says so")
+    roles.scheduler.guard.switch_off("the test says so")
     arrive("meanwhile")
     if changes:
         engine.manager.remove_adapter(1)
@@ -597,10 +611,10 @@ def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) 
     run("meanwhile")
     paused.begins_anew()
     arrive("later")
-    known = paused.side._requests.by_id["later"].adapter
+    known = paused.side.requests.by_id["later"].adapter
     assert (known.weights is None) == changes
-    roles.scheduler._guard.switch_off("the test says so, again")
-    roles.scheduler._reset("reset_prefix_cache", True)
+    roles.scheduler.guard.switch_off("the test says so, again")
+    reset_prefix_cache(roles)
     assert known.weights is not None, "the engine has no block of the old weights"
     assert not roles.faults()
 
@@ -609,10 +623,10 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
     """It offers itself only when it has; what it counted meanwhile arrives, also at no role."""
     paused = Paused(roles)
     paused.attached()
-    worker = roles.worker._worker
+    worker = roles.worker.worker_role
     arena, _ = worker.mapped[worker.boot]
-    roles.worker._guard.switch_off("the test says so")
-    roles.scheduler._guard.switch_off("the test says so, too")
+    roles.worker.guard.switch_off("the test says so")
+    roles.scheduler.guard.switch_off("the test says so, too")
     assert roles.step(IDLE).kv_connector_worker_meta.boots == {}
     assert roles.scheduler.counters["quarantined"] == 2
     attach, worker._attach = worker._attach, lambda plan: None
@@ -631,7 +645,7 @@ def declined_at_once(roles: Roles, name: str) -> dict[str, float]:
     roles.scheduler.on_new_request(asking)
     roles.step(IDLE)
     assert roles.scheduler.get_num_new_matched_tokens(asking, 0) == (0, False)
-    values = stats(roles.scheduler._socket_path)
+    values = stats(roles.scheduler.socket_path)
     assert "lookups" not in values or not values["lookups"], "the daemon was not asked"
     return values
 
@@ -651,7 +665,7 @@ def test_a_worker_that_has_no_room_to_copy_says_so(
             lambda: (
                 roles.step(IDLE) is not None
                 and bool(stats(daemon.socket_path).get("workers_unmapped"))
-                and roles.scheduler._scheduler._session.is_connected
+                and roles.scheduler.scheduler_role.session.is_connected
             ),
             "the daemon knows",
         )
@@ -666,7 +680,7 @@ def test_a_worker_that_has_no_room_to_copy_says_so(
 
 def test_a_worker_whose_device_fails_says_so_to_every_daemon(roles: Roles) -> None:
     """Also to one that it is connected to later."""
-    worker, path = roles.worker._worker, roles.scheduler._socket_path
+    worker, path = roles.worker.worker_role, roles.scheduler.socket_path
     worker.factory.pipeline = SimpleNamespace(
         is_alive=False, take_counters=dict, drain=lambda: None, close=lambda: None
     )
@@ -688,7 +702,7 @@ def test_no_hit_waits_for_a_worker_that_pauses(roles: Roles) -> None:
     """Once the pause is over and the arena is mapped, the daemon is asked again."""
     paused = Paused(roles)
     paused.attached()
-    roles.worker._guard.switch_off("the test says so")
+    roles.worker.guard.switch_off("the test says so")
     roles.step(IDLE)
     declined_at_once(roles, "r")
     assert roles.scheduler.counters["lookups_late_workers"] == 1
@@ -696,12 +710,12 @@ def test_no_hit_waits_for_a_worker_that_pauses(roles: Roles) -> None:
     paused.attached()
     roles.scheduler.on_new_request(request("s"))
     roles.step(IDLE)
-    until(lambda: stats(roles.scheduler._socket_path)["lookups"] == 1, "the daemon is asked")
+    until(lambda: stats(roles.scheduler.socket_path)["lookups"] == 1, "the daemon is asked")
 
 
 def test_after_a_sleep_the_arena_is_mapped_anew(roles: Roles) -> None:
     """The hooks of vLLM 0.33: copies have ended before memory goes, and go on afterwards."""
-    worker, session = roles.worker._worker, roles.scheduler._scheduler._session
+    worker, session = roles.worker.worker_role, roles.scheduler.scheduler_role.session
     assert worker.mapped
     roles.worker.unregister_kv_caches()
     assert not worker.mapped

@@ -67,16 +67,20 @@ class Served:
         )
         self._worker = rank.connector
         self.connector.set_xfer_handshake_metadata({0: self._worker.get_handshake_metadata()})
-        self.side: Any = self.connector._scheduler
+        self.side: Any = self.connector.scheduler_role
         row = [SimpleNamespace(block_id=1 + at) for at in range(BLOCKS - 1)]
         self.blocks = SimpleNamespace(blocks=[row] * 4)
-        self.connector._blocks_of = lambda name: self.blocks
+        self.connector.bind_kv_cache_manager(
+            SimpleNamespace(
+                get_blocks=lambda name: self.blocks, block_pool=None, reset_prefix_cache=bool
+            )
+        )
         self.report = StepReport
         until(self._is_ready, "there are write slots")
 
     def _is_ready(self) -> bool:
         self.step({})
-        return self.side._session.workers_attached() and has_write_slots(self.side)
+        return self.side.session.workers_attached() and has_write_slots(self.side)
 
     def step(self, scheduled: dict[str, int]) -> None:
         """One in which every store succeeds."""
@@ -87,7 +91,8 @@ class Served:
                 kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
             )
         )
-        weights = self.connector._weights.named[0]
+        assert self.connector.life is not None
+        weights = self.connector.life.weights.identity_digests[0]
         look = WeightsAnswer(plan.question, 0, weights, (StepLook(plan.number, 0),))
         self.connector.update_connector_output(
             SimpleNamespace(
@@ -95,7 +100,7 @@ class Served:
                 failed_recving=set(),
                 kv_connector_worker_meta=self.report(
                     plan.number,
-                    boots={self.side._session.boot: 1},
+                    boots={self.side.session.boot: 1},
                     done={run: {0} for run in plan.stores},
                     weights={0: look},
                     adapters={0: {1: b"a" * HASH_BYTES}},
@@ -138,8 +143,9 @@ class Served:
 def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
     """With the engine's hashes, and with ours."""
     with DaemonProcess(str(tmp_path_factory.mktemp("d") / "d.sock"), "16MiB") as daemon:
-        yield (made := Served(daemon, request.param))
-        made.close()
+        served = Served(daemon, request.param)
+        yield served
+        served.close()
 
 
 @st.composite
@@ -202,13 +208,15 @@ def request_of(drawn: dict[str, Any], served: Served) -> Any:
                     identifier=name,
                     mm_position=PlaceholderRange(offset=offset, length=length),
                 )
-                for name, offset, length in sorted(drawn["features"], key=lambda one: one[1])
+                for name, offset, length in sorted(
+                    drawn["features"], key=lambda feature: feature[1]
+                )
             ],
             lora_request=lora,
             cache_salt=drawn["cache_salt"],
             priority=drawn["priority"],
             session_id=drawn["session_id"],
-            block_hasher=hasher(served.side._geometry.hash_tokens, served.algorithm),
+            block_hasher=hasher(served.side.geometry.hash_tokens, served.algorithm),
         )
     return None
 
@@ -243,8 +251,8 @@ def test_no_request_is_a_fault(served: Served, drawn: dict[str, Any]) -> None:
     plain = request_of({**PLAIN, "request_id": "plain"}, served)
     served.serve(plain)
     assert not served.faults()
-    assert not served.side._requests.by_id
-    assert not served.side._requests.by_lease
+    assert not served.side.requests.by_id
+    assert not served.side.requests.by_lease
     hits = served.connector.counters.get("loads", 0)
 
     def is_served() -> bool:

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from hybridkv.client.control import ControlClient
-from hybridkv.connector.scheduler.session import DaemonSession, _described
+from hybridkv.connector.scheduler.session import DaemonSession, EngineIdentity, describe_facts
+from hybridkv.core.settings import Settings
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import FACT_MAX, PROTOCOL_VERSION, Hello, geometry_to_wire
 from tests.layouts import LAYOUTS
@@ -24,50 +25,40 @@ TAKEN = Hello(
 
 
 def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonProcess) -> None:
-    from hybridkv.connector.scheduler.role import SchedulerRole
-    from hybridkv.core.settings import Settings
-
     counters: Counter[str] = Counter()
-    scheduler = SchedulerRole(
-        Settings(server=f"unix://{daemon.socket_path}", lookup_timeout_ms=60_000, audit=0.0),
-        GEOMETRY,
-        b"n" * 32,
-        "e",
-        daemon.socket_path,
-        2048,
-        counters,
-        1000,
-    )
+    server = f"unix://{daemon.socket_path}"
+    settings = Settings(server=server, lookup_timeout_ms=60_000, audit=0.0)
+    scheduler = requests.make_role(settings, GEOMETRY, b"n" * 32, counters)
     numbers = itertools.count()
 
     def asks() -> int | None:
-        """What a new request is offered."""
+        """Return the tokens that a new request is offered."""
         tokens = 3 * GEOMETRY.chunk_tokens
         named = b"".join(bytes([at % 256]) * 32 for at in range(tokens // GEOMETRY.hash_tokens))
         request = requests.request(f"r{next(numbers)}", tokens, named)
-        scheduler.arrived(request)
-        offer = scheduler.matched(request, 0)
-        scheduler.finished(request.request_id)
+        scheduler.on_new_request(request)
+        offer: int | None = scheduler.offer_hit(request, 0)
+        scheduler.on_finished(request.request_id)
         return offer
 
-    def until(counter: str, more: int) -> None:
+    def until(counter: str, least: int) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while counters[counter] < more:
+        while counters[counter] < least:
             assert time.monotonic() < deadline, f"{counter}: {counters}"
             asks()
 
-    with ControlClient(daemon.socket_path, hello=TAKEN) as other:
+    with ControlClient(daemon.socket_path, hello=TAKEN) as control:
         until("lookups", 1)
         assert asks() is None, "the answer is on its way"
-        scheduler.identify(b"o" * 32, {})
+        scheduler.identify(EngineIdentity(b"o" * 32, {}))
         until("losses", 1)
         assert counters["refused_identify"] == 1
-        assert other.stats().values["sessions"] == 1
+        assert control.stats().values["sessions"] == 1
         assert asks() == 0
         assert counters["lookups_no_daemon"] > 0
-        scheduler.identify(b"p" * 32, {})
+        scheduler.identify(EngineIdentity(b"p" * 32, {}))
         until("lookups", counters["lookups"] + 1)
-        assert other.stats().values["sessions"] == 2
+        assert control.stats().values["sessions"] == 2
     scheduler.close()
 
 
@@ -103,8 +94,8 @@ def test_a_refused_greeting_is_a_line_of_the_log(
 
 def test_a_long_fact_says_what_is_set_in_it_and_ends_with_its_hash() -> None:
     off = {f"option_{number}": False for number in range(99)}
-    told = [_described({"settings": {**off, "one": one}})["settings"] for one in ("a", "b")]
-    assert told[0] != told[1]
-    assert told[0].startswith('{"one": "a"}... sha256:')
-    assert all(len(text) <= FACT_MAX for text in told)
-    assert _described({"settings": ["word" * 999]})["settings"].startswith('["wordword')
+    texts = [describe_facts({"settings": {**off, "x": value}})["settings"] for value in "ab"]
+    assert texts[0] != texts[1]
+    assert texts[0].startswith('{"x": "a"}... sha256:')
+    assert all(len(text) <= FACT_MAX for text in texts)
+    assert describe_facts({"settings": ["word" * 999]})["settings"].startswith('["wordword')

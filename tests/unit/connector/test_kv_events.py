@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.settings import parse_settings
 from hybridkv.wire.messages import Found, Removed
 from tests.layouts import LAYOUTS
+from tests.unit.connector.requests import make_role
 
 pytestmark = pytest.mark.engine
 
@@ -55,12 +57,14 @@ def make_events() -> tuple[Any, Counter[str]]:
 
 
 def store(events: Any, tracked: Any, *chunks: int) -> list[Any]:
-    """Every group's objects of some chunks; the events of it."""
+    """Commit every group's objects of some chunks; returns the events."""
     from hybridkv.connector.scheduler.stores import StoredObjects
 
-    events.stored([StoredObjects(tracked, index, chunks) for index in range(len(GEOMETRY.groups))])
-    taken: list[Any] = events.take()
-    return taken
+    events.on_stored(
+        [StoredObjects(tracked, index, chunks) for index in range(len(GEOMETRY.groups))]
+    )
+    fresh: list[Any] = events.take()
+    return fresh
 
 
 def names_of(tracked: Any, first: int, last: int) -> list[Any]:
@@ -95,30 +99,30 @@ def test_an_event_has_the_engines_hashes_tokens_and_parent() -> None:
     assert second.parent_block_hash == first.block_hashes[-1]
     assert second.token_ids == tokens[2 * CHUNK : 3 * CHUNK]
     assert counters == {"chunks_announced": 3}
-    events.lost()
+    events.withdraw_all()
     (gone,) = events.take()
     assert (gone.medium, gone.group_idx) == ("CPU", None)
     assert gone.block_hashes == names_of(tracked, 0, 3 * BLOCKS)
     assert counters["chunks_withdrawn"] == 3
 
 
-def test_blocks_that_two_chunks_share_are_told_of_once_and_stay_with_the_other() -> None:
+def test_blocks_that_two_chunks_share_are_announced_once_and_stay_with_the_second() -> None:
     events, _ = make_events()
-    one = make_request("a", [*range(CHUNK)])
-    other = make_request("b", [*range(2 * BLOCK + 8), *range(1000, 1000 + CHUNK)])
-    (first,) = store(events, one, 0)
+    first_prompt = make_request("a", [*range(CHUNK)])
+    second_prompt = make_request("b", [*range(2 * BLOCK + 8), *range(1000, 1000 + CHUNK)])
+    (first,) = store(events, first_prompt, 0)
     assert len(first.block_hashes) == BLOCKS
-    (second,) = store(events, other, 0)
-    assert second.block_hashes == names_of(other, 2, BLOCKS)
+    (second,) = store(events, second_prompt, 0)
+    assert second.block_hashes == names_of(second_prompt, 2, BLOCKS)
     assert second.parent_block_hash == first.block_hashes[1]
-    assert second.token_ids == other.request.all_token_ids[2 * BLOCK : CHUNK]
+    assert second.token_ids == second_prompt.request.all_token_ids[2 * BLOCK : CHUNK]
     full = 1
-    events.removed(Removed(0, key(one, 0), bytes([full])))
+    events.on_removed(Removed(0, key(first_prompt, 0), bytes([full])))
     (gone,) = events.take()
     assert gone.block_hashes == first.block_hashes[2:]
-    events.removed(Removed(0, key(other, 0), bytes([full])))
+    events.on_removed(Removed(0, key(second_prompt, 0), bytes([full])))
     (gone,) = events.take()
-    assert gone.block_hashes == names_of(other, 0, BLOCKS)
+    assert gone.block_hashes == names_of(second_prompt, 0, BLOCKS)
 
 
 def test_a_hit_needs_every_group() -> None:
@@ -126,14 +130,14 @@ def test_a_hit_needs_every_group() -> None:
 
     events, _ = make_events()
     tracked = make_request("r", [*range(2 * CHUNK)])
-    events.stored([StoredObjects(tracked, 1, (0, 1))])
+    events.on_stored([StoredObjects(tracked, 1, (0, 1))])
     assert events.take() == []
-    events.stored([StoredObjects(tracked, 0, (1,))])
+    events.on_stored([StoredObjects(tracked, 0, (1,))])
     (both,) = events.take()
     assert both.block_hashes == names_of(tracked, 0, 2 * BLOCKS), (
         "a window of 100 tokens is in the second chunk"
     )
-    events.removed(Removed(0, key(tracked, 1), b"\0"))
+    events.on_removed(Removed(0, key(tracked, 1), b"\0"))
     (gone,) = events.take()
     assert sorted(gone.block_hashes) == sorted(both.block_hashes), (
         "no hit ends with the first chunk"
@@ -144,12 +148,12 @@ def test_what_a_lookup_saw_is_announced() -> None:
     events, _ = make_events()
     tracked = make_request("r", [*range(2 * CHUNK + 1)])
     tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 2)
-    events.found(tracked, Found(1, 1, 1, [b"\1\0", b"\1\1"], b"", b""))
+    events.on_found(tracked, Found(1, 1, 1, [b"\1\0", b"\1\1"], b"", b""))
     (seen,) = events.take()
     assert seen.block_hashes == names_of(tracked, 0, BLOCKS)
-    events.removed(Removed(0, b"x" * HASH_BYTES + key(tracked, 0), b"\1\x09"))
+    events.on_removed(Removed(0, b"x" * HASH_BYTES + key(tracked, 0), b"\1\x09"))
     assert events.take() == [], "an object that nobody knows, and a group that there is not"
-    events.removed(Removed(0, b"", b"", everything=True))
+    events.on_removed(Removed(0, b"", b"", everything=True))
     (gone,) = events.take()
     assert gone.block_hashes == seen.block_hashes
 
@@ -167,45 +171,46 @@ def test_what_only_a_tier_has_is_announced_as_storage() -> None:
     tokens = [*range(100, 100 + 3 * CHUNK)]
     tracked = make_request("r", tokens, salt="s", adapter="tuned")
     (stored,) = store(events, tracked, 0, 1, 2)
-    events.removed(below(tracked, (2, 0), (2, 1), (1, 1)))
-    told = [(type(one).__name__, one.medium, one.block_hashes) for one in events.take()]
+    events.on_removed(below(tracked, (2, 0), (2, 1), (1, 1)))
+    queued = events.take()
+    summary = [(type(event).__name__, event.medium, event.block_hashes) for event in queued]
     second, third = names_of(tracked, BLOCKS, 2 * BLOCKS), names_of(tracked, 2 * BLOCKS, 3 * BLOCKS)
-    assert told == [
+    assert summary == [
         ("BlockStored", "STORAGE", third),
         ("BlockRemoved", "CPU", third),
         ("BlockStored", "STORAGE", second),
         ("BlockRemoved", "CPU", second),
     ]
     tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 3)
-    events.found(tracked, Found(1, 1, 2, [b"\1\1\0", b"\1\1\0"], b"", b""))
+    events.on_found(tracked, Found(1, 1, 2, [b"\1\1\0", b"\1\1\0"], b"", b""))
     stored, removed = events.take()
     assert (stored.medium, stored.block_hashes) == ("CPU", second), "it came up again"
     assert (removed.medium, removed.block_hashes) == ("STORAGE", second)
-    events.removed(below(tracked, (2, 0), in_tier=False))
+    events.on_removed(below(tracked, (2, 0), in_tier=False))
     (gone,) = events.take()
     assert (gone.medium, gone.block_hashes) == ("STORAGE", third), "the tier evicted it"
-    events.removed(below(tracked, (0, 1), in_tier=False))
+    events.on_removed(below(tracked, (0, 1), in_tier=False))
     (gone,) = events.take()
     assert gone.medium == "CPU"
     assert sorted(gone.block_hashes) == sorted(names_of(tracked, 0, 2 * BLOCKS))
-    assert not events._blocks
-    assert not events._kept_tokens
+    assert not events.blocks
+    assert not events.kept_tokens
 
 
 def test_storage_events_say_what_those_of_ram_said() -> None:
     from hybridkv.connector.scheduler.kv_events import EventGroup
 
     events, _ = make_events()
-    events._group = EventGroup(1, "full_attention")
+    events.group = EventGroup(1, "full_attention")
     tracked = make_request("r", [*range(100, 100 + 2 * CHUNK)], salt="s", adapter="tuned")
     (in_ram,) = store(events, tracked, 0, 1)
     assert (in_ram.group_idx, in_ram.kv_cache_spec_kind) == (1, "full_attention")
-    events.removed(below(tracked, (0, 1)))
+    events.on_removed(below(tracked, (0, 1)))
     storage, removed = events.take()
     assert (storage.medium, removed.medium, removed.group_idx) == ("STORAGE", "CPU", 1)
     storage.medium = "CPU"
     assert storage == in_ram
-    events.lost()
+    events.withdraw_all()
     (gone,) = events.take()
     assert (gone.medium, gone.block_hashes) == ("STORAGE", in_ram.block_hashes)
 
@@ -219,13 +224,13 @@ def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(
     (stored,) = store(events, tracked, 0, 1)
     assert len(stored.token_ids) == 2 * CHUNK
     assert counters["chunks_not_kept"] == 1
-    events.removed(below(tracked, (1, 0), (0, 0)))
-    assert [(one.medium, type(one).__name__) for one in events.take()] == [
+    events.on_removed(below(tracked, (1, 0), (0, 0)))
+    assert [(event.medium, type(event).__name__) for event in events.take()] == [
         ("CPU", "BlockRemoved"),
         ("STORAGE", "BlockStored"),
         ("CPU", "BlockRemoved"),
     ]
-    assert len(events._blocks) == 1
+    assert len(events.blocks) == 1
 
 
 def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
@@ -233,15 +238,15 @@ def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
     from hybridkv.connector.scheduler.announced import AnnouncedChunks
 
     events, counters = make_events()
-    events._in_ram = AnnouncedChunks(GEOMETRY, chunks_max=2)
-    events._anywhere = AnnouncedChunks(GEOMETRY, chunks_max=1)
+    events.in_ram = AnnouncedChunks(GEOMETRY, chunks_max=2)
+    events.anywhere = AnnouncedChunks(GEOMETRY, chunks_max=1)
     tracked = make_request("r", [*range(3 * CHUNK)])
     (stored,) = store(events, tracked, 0, 1, 2)
     assert stored.block_hashes == names_of(tracked, 0, 2 * BLOCKS)
     assert counters["chunks_not_shown"] == 1
     assert counters["chunks_not_kept"] == 1
-    events.removed(below(tracked, (1, 1), (0, 1)))
-    assert [(one.medium, type(one).__name__) for one in events.take()] == [
+    events.on_removed(below(tracked, (1, 1), (0, 1)))
+    assert [(event.medium, type(event).__name__) for event in events.take()] == [
         ("CPU", "BlockRemoved"),
         ("STORAGE", "BlockStored"),
         ("CPU", "BlockRemoved"),
@@ -250,33 +255,23 @@ def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
 
 def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     """As where vLLM's own functions refuse a request; what the daemon says goes on being heard."""
-    from hybridkv.connector.scheduler.role import SchedulerRole
     from hybridkv.connector.scheduler.stores import StoredObjects
-    from hybridkv.core.settings import parse_settings
 
-    events, counters = make_events()
-    side = SchedulerRole(
-        parse_settings({}),
-        GEOMETRY,
-        b"n" * 32,
-        "e",
-        f"{tmp_path}/none.sock",
-        2048,
-        counters,
-        1000,
-        events=events,
-    )
+    counters: Counter[str] = Counter()
+    settings = parse_settings({"server": f"unix://{tmp_path}/none.sock"})
+    side = make_role(settings, GEOMETRY, b"n" * 32, counters, publishes_events=True)
+    events = side.events
     tracked = make_request("r", [*range(2 * CHUNK)])
     (stored,) = store(events, tracked, 0)
     broken = make_request("s", [*range(CHUNK)])
     broken.request = SimpleNamespace(num_tokens=CHUNK, block_hashes=[b"h" * 32] * BLOCKS)
-    side._events.update(
-        lambda events: events.stored([StoredObjects(broken, index, (0,)) for index in (0, 1)])
+    side.events.update(
+        lambda events: events.on_stored([StoredObjects(broken, index, (0,)) for index in (0, 1)])
     )
     assert counters["fault_kv_events"] == 1
-    (gone,) = side.step_ended()
+    (gone,) = side.on_step_end()
     assert set(stored.block_hashes) <= set(gone.block_hashes)
-    assert side.step_ended() == side.withdraw() == []
+    assert side.on_step_end() == side.final_events() == []
     side.close()
 
 
@@ -303,6 +298,8 @@ def test_nothing_is_named_by_a_token_that_is_not_computed() -> None:
     tracked.request.append_output_token_ids([7])
     events, _ = make_events()
     assert len(store(events, tracked, 0)) == 1
-    other = make_request("r", [*range(2 * CHUNK - 1), 8])
+    corrected = make_request("r", [*range(2 * CHUNK - 1), 8])
     tracked.request._all_token_ids[-1] = 8
-    assert tracked.chunk_hashes(GEOMETRY, 1, 1) == ChunkHashChain(other.request, CHUNK).names(1, 1)
+    assert tracked.chunk_hashes(GEOMETRY, 1, 1) == ChunkHashChain(corrected.request, CHUNK).names(
+        1, 1
+    )

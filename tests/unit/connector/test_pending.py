@@ -41,8 +41,6 @@ def slow(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[str]]:
     """The scheduler role, a request whose prompt the directory has, and the role's counters."""
-    from hybridkv.connector.scheduler.role import SchedulerRole
-
     counters: Counter[str] = Counter()
     settings: Settings = parse_settings(
         {
@@ -52,34 +50,32 @@ def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[str]]:
             "audit": "off",
         }
     )
-    scheduler = SchedulerRole(
-        settings, GEOMETRY, IDENTITY, "e", slow.socket_path, 2048, counters, 1000
-    )
+    scheduler = requests.make_role(settings, GEOMETRY, IDENTITY, counters)
     tokens = CHUNKS * GEOMETRY.chunk_tokens + 1
     names = b"".join(hashes(1, CHUNKS))
     request = requests.request("r", tokens, names)
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while scheduler._session.link.welcome is None:
-        scheduler._poll(time.monotonic())
+    while scheduler.session.link.welcome is None:
+        scheduler.poll(time.monotonic())
         assert time.monotonic() < deadline
     return scheduler, request, counters
 
 
 def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: DaemonProcess) -> None:
     scheduler, request, counters = connected(slow)
-    scheduler.arrived(request)
+    scheduler.on_new_request(request)
     until(
-        lambda: scheduler.matched(request, 0) is None and counters["lookups_promoted"] == 1,
+        lambda: scheduler.offer_hit(request, 0) is None and counters["lookups_promoted"] == 1,
         "the daemon reads",
     )
-    assert scheduler.matched(request, (CHUNKS - 1) * GEOMETRY.chunk_tokens) is None, (
+    assert scheduler.offer_hit(request, (CHUNKS - 1) * GEOMETRY.chunk_tokens) is None, (
         "a chunk more is worth it"
     )
     with ControlClient(slow.socket_path) as control:
         assert control.stats().values["lookups_waiting"] == 1
-        assert scheduler.matched(request, CHUNKS * GEOMETRY.chunk_tokens) == 0
+        assert scheduler.offer_hit(request, CHUNKS * GEOMETRY.chunk_tokens) == 0
         assert counters["lookups_outrun"] == 1
-        scheduler.finished("r")
+        scheduler.on_finished("r")
         until(lambda: not control.stats().values["lookups_waiting"], "nobody waits any more")
     scheduler.close()
 
@@ -87,22 +83,22 @@ def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: Daem
 def test_who_was_not_chosen_lets_go_before_its_answer_is_there(slow: DaemonProcess) -> None:
     """Another connector loads (D13): no lookup waits in the daemon, and no answer holds a lease."""
     scheduler, request, counters = connected(slow)
-    scheduler.arrived(request)
+    scheduler.on_new_request(request)
     until(
-        lambda: scheduler.matched(request, 0) is None and counters["lookups_promoted"] == 1,
+        lambda: scheduler.offer_hit(request, 0) is None and counters["lookups_promoted"] == 1,
         "the daemon reads",
     )
     with ControlClient(slow.socket_path) as control:
         assert control.stats().values["lookups_waiting"] == 1
-        scheduler.allocated(request, (), 0)
-        scheduler._session.link.flush(time.monotonic())
+        scheduler.on_allocated(request, lambda: (), 0)
+        scheduler.session.link.flush(time.monotonic())
         until(lambda: not control.stats().values["lookups_waiting"], "nobody waits any more")
         until(
             lambda: not control.stats().values["tier_disk_jobs_running"],
             "what was begun has come up",
         )
-        scheduler._poll(time.monotonic())
+        scheduler.poll(time.monotonic())
         assert control.stats().values["leases"] == 0
-        assert scheduler.matched(request, 0) == 0
-        assert not scheduler._requests.by_lease
+        assert scheduler.offer_hit(request, 0) == 0
+        assert not scheduler.requests.by_lease
     scheduler.close()

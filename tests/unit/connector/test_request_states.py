@@ -36,8 +36,8 @@ class Tracking:
         self.requests.by_id["r"] = self.tracked
         room.hold("r", 1)
 
-    def then(self, event: RequestEvent) -> RequestState:
-        """The state after an event."""
+    def after(self, event: RequestEvent) -> RequestState:
+        """Return the state after an event."""
         self.requests.advance(self.tracked, event, 0.0)
         return self.tracked.state
 
@@ -45,19 +45,39 @@ class Tracking:
 def test_an_event_that_the_table_does_not_name_changes_nothing() -> None:
     for state, event in itertools.product(RequestState, RequestEvent):
         if (state, event) not in TRANSITIONS:
-            one = Tracking(state)
-            lease = one.requests.open_lease(one.tracked)
-            assert one.then(event) is state
-            assert one.tracked.lookup.lease == lease
-            assert not one.sent
-            assert one.requests.by_id == {"r": one.tracked}
-            assert len(one.requests.room) == 1
+            tracking = Tracking(state)
+            lease = tracking.requests.open_lease(tracking.tracked)
+            assert tracking.after(event) is state
+            assert tracking.tracked.lookup.lease == lease
+            assert not tracking.sent
+            assert tracking.requests.by_id == {"r": tracking.tracked}
+            assert len(tracking.requests.room) == 1
+            assert tracking.requests.counters == {f"transition_ignored_{state}_{event}": 1}
+
+
+def test_events_of_an_ordinary_life_are_in_the_table() -> None:
+    """Otherwise the counter of ignored events would grow with every request."""
+    loaded = [RequestEvent.ALLOCATED, RequestEvent.PLANNED, RequestEvent.LOADED]
+    # The engine reports blocks without a load when a request runs, also after its load.
+    runs = RequestEvent.SETTLED
+    for events in (
+        [RequestEvent.SETTLED, runs, RequestEvent.FINISHED],
+        [*loaded, runs, RequestEvent.RESUMED, RequestEvent.SETTLED, runs, RequestEvent.FINISHED],
+        [*loaded[:2], RequestEvent.FAILED, runs, RequestEvent.FINISHED],
+        [*loaded[:1], RequestEvent.FINISHED, *loaded[1:]],
+        [*loaded[:2], RequestEvent.FINISHED, RequestEvent.FAILED],
+    ):
+        tracking = Tracking()
+        for event in events:
+            tracking.after(event)
+        assert tracking.tracked.state is RequestState.DONE
+        assert not tracking.requests.counters
 
 
 def test_done_is_final_and_reached_from_every_state_by_finishing() -> None:
     for state in RequestState:
-        assert Tracking(RequestState.DONE).then(RequestEvent.FINISHED) is RequestState.DONE
-        after = Tracking(state).then(RequestEvent.FINISHED)
+        assert Tracking(RequestState.DONE).after(RequestEvent.FINISHED) is RequestState.DONE
+        after = Tracking(state).after(RequestEvent.FINISHED)
         if state in (RequestState.LOADING, RequestState.WAITING_FOR_LOAD):
             assert after is RequestState.DRAINING
         elif state is not RequestState.DRAINING:
@@ -67,31 +87,31 @@ def test_done_is_final_and_reached_from_every_state_by_finishing() -> None:
 @given(st.lists(st.sampled_from(RequestEvent)))
 def test_a_lease_is_always_let_go(events: list[RequestEvent]) -> None:
     """After FINISHED, with no load in flight, the lease is released and the request forgotten."""
-    one = Tracking()
-    opened = [one.requests.open_lease(one.tracked)]
+    tracking = Tracking()
+    opened = [tracking.requests.open_lease(tracking.tracked)]
     for event in events:
-        before = one.tracked.state
-        state = one.then(event)
+        before = tracking.tracked.state
+        state = tracking.after(event)
         if state is RequestState.PREFETCHING and before is not state:
-            opened.append(one.requests.open_lease(one.tracked))
+            opened.append(tracking.requests.open_lease(tracking.tracked))
         is_held = state not in (RequestState.READY, RequestState.BYPASS, RequestState.DONE)
-        assert one.tracked.lookup.lease == (opened[-1] if is_held else 0)
-        assert one.requests.by_lease == ({opened[-1]: one.tracked} if is_held else {})
-        released = [sent.lease for sent in one.sent if isinstance(sent, Release)]
+        assert tracking.tracked.lookup.lease == (opened[-1] if is_held else 0)
+        assert tracking.requests.by_lease == ({opened[-1]: tracking.tracked} if is_held else {})
+        released = [sent.lease for sent in tracking.sent if isinstance(sent, Release)]
         assert released == opened[: len(opened) - is_held], "each once"
         is_done = state is RequestState.DONE
-        assert one.requests.by_id == ({} if is_done else {"r": one.tracked})
-        assert len(one.requests.room) == (not is_done)
-        told = [sent.request_id for sent in one.sent if isinstance(sent, ReportRequest)]
-        assert told == ["r"] * is_done
+        assert tracking.requests.by_id == ({} if is_done else {"r": tracking.tracked})
+        assert len(tracking.requests.room) == (not is_done)
+        reports = [sent.request_id for sent in tracking.sent if isinstance(sent, ReportRequest)]
+        assert reports == ["r"] * is_done
     if RequestEvent.FINISHED in events:
-        assert one.tracked.state in (RequestState.DRAINING, RequestState.DONE)
+        assert tracking.tracked.state in (RequestState.DRAINING, RequestState.DONE)
 
 
 @given(st.lists(st.sampled_from(RequestEvent)))
 def test_a_failed_request_is_never_offered_again(events: list[RequestEvent]) -> None:
     """A connector that offers a hit again after a failure makes vLLM loop for ever."""
-    one = Tracking(RequestState.LOADING)
-    one.then(RequestEvent.FAILED)
+    tracking = Tracking(RequestState.LOADING)
+    tracking.after(RequestEvent.FAILED)
     for event in events:
-        assert one.then(event) in (RequestState.BYPASS, RequestState.DONE)
+        assert tracking.after(event) in (RequestState.BYPASS, RequestState.DONE)

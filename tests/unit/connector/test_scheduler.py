@@ -14,6 +14,7 @@ import pytest
 
 from hybridkv.connector.scheduler.hits import LOAD_SECONDS_MAX
 from hybridkv.connector.scheduler.requests import RequestState, explain_request
+from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.connector.stats import cell_of
 from hybridkv.core.keys import HASH_BYTES
@@ -45,7 +46,6 @@ class Rig:
         attached: bool = True,
     ) -> None:
         from hybridkv.connector.messages import StepReport
-        from hybridkv.connector.scheduler.role import SchedulerRole
 
         self.counters: Counter[str] = Counter()
         server = f"unix://{daemon.socket_path}"
@@ -57,9 +57,7 @@ class Rig:
                 **(settings or {}),
             }
         )
-        self.side = SchedulerRole(
-            parsed, GEOMETRY, IDENTITY, "e", daemon.socket_path, 2048, self.counters, 1000
-        )
+        self.side = requests.make_role(parsed, GEOMETRY, IDENTITY, self.counters)
         self._socket_path = daemon.socket_path
         self._gauges: dict[str, float] = {}
         until(self._welcomed, "the daemon greets")
@@ -68,8 +66,8 @@ class Rig:
             self.step({})
 
     def _welcomed(self) -> bool:
-        self.side._poll(time.monotonic())
-        return self.side._session.link.welcome is not None
+        self.side.poll(time.monotonic())
+        return self.side.session.link.welcome is not None
 
     def request(self, prompt: int, tokens: int, name: str = "r", preemptions: int = 0) -> Any:
         """A prompt's first `tokens` tokens as vLLM knows them."""
@@ -81,7 +79,7 @@ class Rig:
         offers: list[int] = []
 
         def asked() -> bool:
-            offer = self.side.matched(request, local)
+            offer = self.side.offer_hit(request, local)
             offers.extend([] if offer is None else [offer])
             return bool(offers)
 
@@ -97,9 +95,9 @@ class Rig:
     ) -> Any:
         """One step: the plan, after which the workers are attached and report `finished` loads."""
         plan = self.planned(scheduled, tables)
-        report = self.report(plan.number, {self.side._session.boot: 1})
-        self.side.reported(set(finished), set(failed), report)
-        assert not self.side.step_ended()
+        report = self.report(plan.number, {self.side.session.boot: 1})
+        self.side.on_report(set(finished), set(failed), report)
+        assert not self.side.on_step_end()
         return plan
 
     def planned(self, scheduled: dict[str, int], tables: Any = None) -> Any:
@@ -109,15 +107,15 @@ class Rig:
             total_num_scheduled_tokens=sum(scheduled.values()),
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
         )
-        return self.side.planned(output, lambda _: tables)
+        return self.side.plan_step(output, lambda _: tables)
 
     def await_slots(self) -> None:
         """Return once there are write slots of each size: the first answer may have none."""
 
         def has_slots() -> bool:
-            self.side._poll(time.monotonic())
-            if self.side._session.is_connected:
-                self.side._reserve(time.monotonic())
+            self.side.poll(time.monotonic())
+            if self.side.session.is_connected:
+                self.side.reserve_slots(time.monotonic())
             return requests.has_write_slots(self.side)
 
         until(has_slots, "there are write slots")
@@ -143,21 +141,21 @@ def tables(tokens: int) -> list[list[int]]:
 
 @pytest.fixture
 def rig(daemon: DaemonProcess) -> Iterator[Rig]:
-    """Prompt 1 is stored."""
+    """A role over a daemon that has the first chunks of prompt 1."""
     with Client(daemon.socket_path) as client:
         client.store(1, STORED)
-        made = Rig(daemon)
-        yield made
-        made.side.close()
+        rig = Rig(daemon)
+        yield rig
+        rig.side.close()
 
 
 def loading(rig: Rig, name: str = "r", local: int = 0) -> Any:
     """A request whose load the workers were told of."""
     request = rig.request(1, STORED * CHUNK + 1, name)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     offer = rig.offered(request, local)
     assert offer == STORED * CHUNK - local
-    rig.side.allocated(request, tables(STORED * CHUNK + 1), offer)
+    rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), offer)
     ((planned, load),) = rig.step({}).loads.items()
     assert planned == name
     assert [op for run in load.runs for op in run.ops()], "workers go through the plan first"
@@ -174,13 +172,13 @@ def test_a_daemon_that_stays_away_is_one_line_of_the_log(
     daemon.process.send_signal(signal.SIGSTOP)
     try:
         for index in range(100):
-            rig.side._session.send(Lookup(index, index, bytes(1 << 20)), time.monotonic())
+            rig.side.session.send(Lookup(index, index, bytes(1 << 20)), time.monotonic())
         until(lambda: _poll(rig) or rig.counters["losses"] >= 3, "it is greeted in vain")
     finally:
         daemon.process.send_signal(signal.SIGCONT)
         ours.removeHandler(caplog.handler)
-    told = {record.created: record.getMessage() for record in caplog.records}
-    assert len([line for line in told.values() if "lost the daemon" in line]) == 1
+    lines = {record.created: record.getMessage() for record in caplog.records}
+    assert len([line for line in lines.values() if "lost the daemon" in line]) == 1
 
 
 def test_a_lease_is_held_until_the_load_has_ended(rig: Rig) -> None:
@@ -195,7 +193,7 @@ def test_a_lease_is_held_until_the_load_has_ended(rig: Rig) -> None:
 def test_the_lookup_of_a_waiting_request_leaves_with_the_plan(rig: Rig) -> None:
     """The engine asks about it once others are done; tiers below RAM are asked meanwhile."""
     before = rig.value("lookups")
-    rig.side.arrived(rig.request(1, STORED * CHUNK + 1))
+    rig.side.on_new_request(rig.request(1, STORED * CHUNK + 1))
     assert rig.value("lookups") == before, "an arrival sends nothing"
     rig.planned({})
     until(lambda: rig.value("lookups") == before + 1, "the daemon is asked")
@@ -208,7 +206,7 @@ def test_the_daemon_is_not_blamed_for_the_engines_pause(
     from hybridkv.connector.scheduler import role
 
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     pause = 10 * LOOKUP_SECONDS
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + pause, time_ns=time.time_ns)
     monkeypatch.setattr(role, "time", later)
@@ -218,19 +216,19 @@ def test_the_daemon_is_not_blamed_for_the_engines_pause(
 
 def test_a_lease_that_nothing_is_loaded_under_is_let_go_at_once(rig: Rig) -> None:
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert rig.offered(request)
     assert rig.value("leases") == 1
-    rig.side.allocated(request, tables(STORED * CHUNK + 1), 0)
+    rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), 0)
     rig.step({})
     until(lambda: not rig.value("leases"), "the engine took nothing of it")
-    other = rig.request(1, STORED * CHUNK + 1, "aborted")
-    rig.side.arrived(other)
-    assert rig.offered(other)
-    rig.side.finished("aborted")
+    aborted = rig.request(1, STORED * CHUNK + 1, "aborted")
+    rig.side.on_new_request(aborted)
+    assert rig.offered(aborted)
+    rig.side.on_finished("aborted")
     rig.step({})
     until(lambda: not rig.value("leases"), "it was aborted before it had blocks")
-    assert "aborted" not in rig.side._requests.by_id
+    assert "aborted" not in rig.side.requests.by_id
 
 
 def test_a_hit_is_what_is_beyond_the_engines_own(rig: Rig) -> None:
@@ -246,36 +244,39 @@ def test_a_hit_is_what_is_beyond_the_engines_own(rig: Rig) -> None:
     ):
         name = f"{tokens} {local}"
         request = rig.request(1, tokens, name)
-        rig.side.arrived(request)
+        rig.side.on_new_request(request)
         assert rig.offered(request, local) == offer
-        rig.side.finished(name)
+        rig.side.on_finished(name)
 
 
 def test_asking_again_asks_nobody_and_changes_nothing(rig: Rig) -> None:
     """vLLM asks in every step until it has blocks (C22, C36, D3)."""
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     offers = {rig.offered(request) for _ in range(5)}
     assert offers == {STORED * CHUNK}
     assert rig.counters["lookups"] == 1
     assert rig.value("lookups") == 1
-    rig.side.allocated(request, tables(STORED * CHUNK + 1), STORED * CHUNK)
+    rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), STORED * CHUNK)
     rig.step({})
     rig.step({}, finished=("r",))
-    rig.side.allocated(request, tables(STORED * CHUNK + 1), 0)
-    assert rig.side._requests.by_id["r"].state is RequestState.READY
+    rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), 0)
+    assert rig.side.requests.by_id["r"].state is RequestState.READY
     assert not rig.step({}).failed
 
 
 def test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone(rig: Rig) -> None:
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
-    rig.side.allocated(request, tables(STORED * CHUNK + 1), rig.offered(request))
+    rig.side.on_new_request(request)
+    rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), rig.offered(request))
     output = SimpleNamespace(
         num_scheduled_tokens={}, total_num_scheduled_tokens=0, kv_connector_block_state=None
     )
     before = copy.deepcopy(output)
-    first, second = rig.side.planned(output, lambda _: []), rig.side.planned(output, lambda _: [])
+    first, second = (
+        rig.side.plan_step(output, lambda _: []),
+        rig.side.plan_step(output, lambda _: []),
+    )
     assert output == before
     assert (list(first.loads), list(second.loads)) == (["r"], [])
     runs = first.loads["r"].runs
@@ -288,8 +289,8 @@ def test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone(rig: Rig) -
 def test_a_resumed_request_is_looked_up_with_what_it_has_generated(rig: Rig) -> None:
     """Its hashes are read where the engine keeps them (C17, C39)."""
     request = rig.request(1, 2 * CHUNK)
-    rig.side.arrived(request)
-    rig.side.allocated(request, tables(2 * CHUNK), rig.offered(request))
+    rig.side.on_new_request(request)
+    rig.side.on_allocated(request, lambda: tables(2 * CHUNK), rig.offered(request))
     rig.step({})
     rig.step({}, finished=("r",))
     grown = rig.request(1, STORED * CHUNK + 1, preemptions=1)
@@ -303,22 +304,22 @@ def test_a_load_proves_nothing_of_the_blocks_of_a_later_hit(rig: Rig) -> None:
     """It was loaded, preempted before it ran, and hits blocks of another prompt of that length."""
     request = loading(rig)
     rig.step({}, finished=("r",))
-    tracked = rig.side._requests.by_id["r"]
-    assert tracked.load.restored == (0, STORED * CHUNK)
+    tracked = rig.side.requests.by_id["r"]
+    assert tracked.load.restored == range(STORED * CHUNK)
     request.num_preemptions = 1
     assert not rig.offered(request, STORED * CHUNK)
-    assert tracked.load.restored == (0, 0)
+    assert tracked.load.restored == range(0)
 
 
 def test_a_request_that_nobody_knows_is_a_miss(rig: Rig) -> None:
     """And where the engine waits for its load all the same, the load fails (C38)."""
     unknown = rig.request(1, STORED * CHUNK + 1, "unknown")
-    assert rig.side.matched(unknown, 0) == 0
-    rig.side.allocated(unknown, tables(STORED * CHUNK + 1), 0)
+    assert rig.side.offer_hit(unknown, 0) == 0
+    rig.side.on_allocated(unknown, lambda: tables(STORED * CHUNK + 1), 0)
     assert not rig.step({}).failed
-    rig.side.allocated(unknown, tables(STORED * CHUNK + 1), CHUNK)
+    rig.side.on_allocated(unknown, lambda: tables(STORED * CHUNK + 1), CHUNK)
     assert rig.step({}, finished=("unknown",)).failed == ["unknown"]
-    rig.side.finished("unknown")
+    rig.side.on_finished("unknown")
 
 
 def test_a_failed_load_is_never_offered_again_and_stored_anew(rig: Rig) -> None:
@@ -327,7 +328,7 @@ def test_a_failed_load_is_never_offered_again_and_stored_anew(rig: Rig) -> None:
     rig.step({}, finished=("r",), failed=("r",))
     assert rig.counters["loads_failed"] == 1
     request.num_preemptions = 1
-    assert rig.side.matched(request, 0) == 0
+    assert rig.side.offer_hit(request, 0) == 0
     until(lambda: not rig.value("leases"), "it is released")
     rig.await_slots()
     plan = rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1))
@@ -335,23 +336,23 @@ def test_a_failed_load_is_never_offered_again_and_stored_anew(rig: Rig) -> None:
     assert stored == {(index, 0) for index in range(len(GEOMETRY.groups))}
 
 
-@pytest.mark.parametrize("part", ["_stores.planned", "_room.ran", "_flush"])
+@pytest.mark.parametrize("part", ["stores.plan_stores", "room.ran", "lookups.on_flush"])
 def test_the_loads_of_a_plan_that_a_fault_ends_fail(rig: Rig, part: str) -> None:
     """No worker sees that plan, so none would report the loads in it (C38)."""
     request, unknown = (rig.request(1, STORED * CHUNK + 1, name) for name in ("r", "unknown"))
-    rig.side.arrived(request)
-    rig.side.allocated(request, tables(STORED * CHUNK + 1), rig.offered(request))
-    rig.side.allocated(unknown, tables(STORED * CHUNK + 1), CHUNK)
-    rig.side._session.attached_ranks = None
+    rig.side.on_new_request(request)
+    rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), rig.offered(request))
+    rig.side.on_allocated(unknown, lambda: tables(STORED * CHUNK + 1), CHUNK)
+    rig.side.session.attached_ranks = None
     where, _, name = part.rpartition(".")
-    broken = getattr(rig.side, where) if where else rig.side
+    broken = getattr(rig.side, where)
     setattr(broken, name, lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         rig.planned({"another": 1}, tables(1))
     delattr(broken, name)
-    assert sorted(rig.side.emergency(()).failed) == ["r", "unknown"]
+    assert sorted(rig.side.plan_after_fault(()).failed) == ["r", "unknown"]
     rig.step({}, finished=("r",), failed=("r",))
-    assert rig.side.emergency(()).failed == []
+    assert rig.side.plan_after_fault(()).failed == []
 
 
 def test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan(rig: Rig) -> None:
@@ -396,9 +397,9 @@ def test_groups_that_limit_a_hit_are_counted(
     rig: Rig, masks: tuple[bytes, ...], hit: int, limits: dict[str, int]
 ) -> None:
     """Where groups disagree the hit is the least of them, and those are counted (B35)."""
-    rig.side.arrived(rig.request(2, STORED * CHUNK + 1))
-    lease = rig.side._requests.by_id["r"].lookup.lease
-    rig.side._lookups.take_found(Found(lease, lease, hit, [*masks], b"", b""), 0.0)
+    rig.side.on_new_request(rig.request(2, STORED * CHUNK + 1))
+    lease = rig.side.requests.by_id["r"].lookup.lease
+    rig.side.lookups.on_found(Found(lease, lease, hit, [*masks], b"", b""), 0.0)
     prefix = "hits_limited_by_"
     counted = {
         name.removeprefix(prefix): count
@@ -412,22 +413,22 @@ def test_groups_that_limit_a_hit_are_counted(
 def test_a_lookup_asks_for_no_more_than_a_hit_may_have(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon looks at BATCH_MAX // groups chunks; no group is blamed for those behind them."""
+    """The daemon looks at BATCH_MAX // groups chunks; no group is blamed for later chunks."""
     monkeypatch.setattr("hybridkv.wire.messages.BATCH_MAX", 2 * len(GEOMETRY.groups))
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert rig.offered(request) == 2 * CHUNK
-    explanation = explain_request(GEOMETRY, rig.side._requests.by_id["r"])
+    explanation = explain_request(GEOMETRY, rig.side.requests.by_id["r"])
     assert (explanation.asked_chunks, explanation.hit_chunks) == (2, 2)
     assert {group.lacks for group in explanation.groups} == {None}
     # With match units of a quarter of a chunk, three tails end inside each.
-    lookups, sent = rig.side._lookups, list[Any]()
+    lookups, sent = rig.side.lookups, list[Any]()
     unit = CHUNK // 4
-    lookups._with_tails = True
-    lookups._geometry = replace(GEOMETRY, hash_tokens=unit, alignment_tokens=unit)
-    monkeypatch.setattr(rig.side._session, "send", lambda message, now: sent.append(message))
+    lookups.with_tails = True
+    lookups.geometry = replace(GEOMETRY, hash_tokens=unit, alignment_tokens=unit)
+    monkeypatch.setattr(rig.side.session, "send", lambda message, now: sent.append(message))
     names = b"".join(hashes(2, STORED * 4))
-    rig.side.arrived(requests.request("s", STORED * CHUNK + 1, names))
+    rig.side.on_new_request(requests.request("s", STORED * CHUNK + 1, names))
     (lookup,) = sent
     assert (len(lookup.hashes), len(lookup.tails)) == (2 * HASH_BYTES, 2 * 3 * HASH_BYTES)
 
@@ -439,45 +440,43 @@ def test_a_load_that_does_not_end_is_named_once_and_shown(
     loading(rig, "slow")
     loading(rig, "quick")
     assert rig.gauge("loads_overdue") == 0
-    rig.side._loads.loading["slow"].load.allocated_at -= LOAD_SECONDS_MAX + 1
+    rig.side.loads.loading["slow"].load.allocated_at -= LOAD_SECONDS_MAX + 1
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)
     try:
         assert [rig.gauge("loads_overdue") for _ in range(3)] == [1, 1, 1]
     finally:
         ours.removeHandler(caplog.handler)
-    told = {record.created: record.getMessage() for record in caplog.records}
-    (line,) = told.values()
+    lines = {record.created: record.getMessage() for record in caplog.records}
+    (line,) = lines.values()
     assert line.startswith("hybridkv: the load of slow has not ended for 10 s")
-    rig.side.finished("slow")
+    rig.side.on_finished("slow")
     assert rig.gauge("loads_overdue") == 1, "the engine still waits for it"
     rig.step({}, finished=("slow", "quick"))
     assert rig.gauge("loads_overdue") == 0
-    assert not rig.side._loads.loading
+    assert not rig.side.loads.loading
 
 
 def test_patience_is_what_computing_takes_and_has_a_cap(daemon: DaemonProcess) -> None:
     """D18: 2.0 s and 0.1 s per Ki tokens while the speed of prefill is not known."""
     rig = Rig(daemon, {"load_timeout_seconds": 12})
-    assert rig.side._lookups.patience.of(0) == (2.0, 0)
-    assert rig.side._lookups.patience.of(10 << 10) == (3.0, 0)
-    rig.side._lookups.patience.prefill.speed = Speed(1000.0, 0.0)
-    assert rig.side._lookups.patience.of(500) == (0.5, 1000)
-    assert rig.side._lookups.patience.of(1 << 20) == (12.0, 1000)
+    assert rig.side.lookups.patience.wait_for(0) == (2.0, 0)
+    assert rig.side.lookups.patience.wait_for(10 << 10) == (3.0, 0)
+    rig.side.lookups.patience.prefill.speed = Speed(1000.0, 0.0)
+    assert rig.side.lookups.patience.wait_for(500) == (0.5, 1000)
+    assert rig.side.lookups.patience.wait_for(1 << 20) == (12.0, 1000)
     rig.side.close()
 
 
 def test_the_speed_of_prefill_is_measured_step_by_step(rig: Rig) -> None:
     request = rig.request(2, 9 * CHUNK)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert rig.offered(request) == 0
     rig.step({"r": 1}, tables(9 * CHUNK))
-    assert rig.side._lookups.patience.prefill.speed == Speed(), (
-        "a step of a few tokens says nothing"
-    )
+    assert rig.side.lookups.patience.prefill.speed == Speed(), "a step of a few tokens says nothing"
     began = time.monotonic()
     rig.step({"r": 4 * CHUNK}, tables(9 * CHUNK))
-    rate, most = rig.side._lookups.patience.prefill.speed.per_second, 4 * CHUNK / 1e-4
+    rate, most = rig.side.lookups.patience.prefill.speed.per_second, 4 * CHUNK / 1e-4
     assert min(most, 4 * CHUNK / (time.monotonic() - began)) <= rate <= most
 
 
@@ -500,13 +499,13 @@ def test_the_speed_of_prefill_is_that_of_its_own_step(
             total_num_scheduled_tokens=tokens,
             kv_connector_block_state=state,
         )
-        return int(rig.side.planned(output, lambda _: []).number)
+        return int(rig.side.plan_step(output, lambda _: []).number)
 
     def speed(number: int, after: float) -> float:
         nonlocal now
         now += after
-        rig.side.reported(set(), set(), rig.report(number, {rig.side._session.boot: 1}))
-        return float(rig.side._lookups.patience.prefill.speed.per_second)
+        rig.side.on_report(set(), set(), rig.report(number, {rig.side.session.boot: 1}))
+        return float(rig.side.lookups.patience.prefill.speed.per_second)
 
     decode, prefill = planned(16), planned(4096)
     assert speed(decode, 0.01) == 0.0, "a report of another step says nothing of this one"
@@ -517,7 +516,7 @@ def test_the_speed_of_prefill_is_that_of_its_own_step(
 
 
 def _poll(rig: Rig) -> bool:
-    rig.side._poll(time.monotonic())
+    rig.side.poll(time.monotonic())
     return False
 
 
@@ -535,7 +534,7 @@ def test_the_deadline_is_the_lookups_own(daemon: DaemonProcess) -> None:
         offers = []
         for number in range(4):
             request = rig.request(1, STORED * CHUNK + 1, f"r{number}")
-            rig.side.arrived(request)
+            rig.side.on_new_request(request)
             began = time.monotonic()
             offers.append(rig.offered(request))
             assert time.monotonic() - began < DEADLINE_SECONDS / 4
@@ -553,85 +552,85 @@ def test_the_deadline_is_the_lookups_own(daemon: DaemonProcess) -> None:
 def test_a_fault_while_blocks_are_given_fails_the_load_once(rig: Rig) -> None:
     """A second report, while the request runs, would end the engine."""
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     offer = rig.offered(request)
-    broken = rig.side._room.most_blocks
-    rig.side._room.most_blocks = lambda tokens: 1 // 0  # type: ignore[method-assign]
+    broken = rig.side.room.most_blocks
+    rig.side.room.most_blocks = lambda tokens: 1 // 0
     with pytest.raises(ZeroDivisionError):
-        rig.side.allocated(request, tables(STORED * CHUNK + 1), offer)
-    rig.side._room.most_blocks = broken  # type: ignore[method-assign]
-    rig.side.must_fail("r", offer)
+        rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), offer)
+    rig.side.room.most_blocks = broken
+    rig.side.fail_load("r", offer)
     assert rig.step({}, finished=("r",), failed=("r",)).failed == ["r"]
-    assert rig.side.emergency(()).failed == []
-    assert rig.side._requests.by_id["r"].state is RequestState.BYPASS
-    rig.side.finished("r")
-    assert not rig.side._requests.by_id
+    assert rig.side.plan_after_fault(()).failed == []
+    assert rig.side.requests.by_id["r"].state is RequestState.BYPASS
+    rig.side.on_finished("r")
+    assert not rig.side.requests.by_id
 
 
 def test_a_side_that_is_switched_off_gives_back_what_it_held(rig: Rig) -> None:
     """Its workers say that they are done with all its greetings: none is greeted with any more."""
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert rig.offered(request)
     assert rig.value("leases") == 1
-    greeted = rig.side._session.link.greetings
-    plan = rig.side.quit(())
+    greeted = rig.side.session.link.greetings
+    plan = rig.side.plan_while_off(())
     assert plan.session == greeted + 1
     until(lambda: rig.value("sessions") == 0 or rig.value("leases") == 0, "no worker copies")
-    assert rig.side._session.link.welcome is None
+    assert rig.side.session.link.welcome is None
 
 
 def test_a_miss_does_not_wait_for_workers(rig: Rig) -> None:
     request = rig.request(2, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     until(
-        lambda: _poll(rig) or rig.side._requests.by_id["r"].lookup.found is not None,
+        lambda: _poll(rig) or rig.side.requests.by_id["r"].lookup.found is not None,
         "it is answered",
     )
-    rig.side._session.attached_ranks = {}
-    assert rig.side.matched(request, 0) == 0
+    rig.side.session.attached_ranks = {}
+    assert rig.side.offer_hit(request, 0) == 0
 
 
 def test_a_hit_does_not_wait_for_workers_that_cannot_map_the_arena(rig: Rig) -> None:
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     until(
-        lambda: _poll(rig) or rig.side._requests.by_id["r"].lookup.found is not None,
+        lambda: _poll(rig) or rig.side.requests.by_id["r"].lookup.found is not None,
         "it is answered",
     )
-    rig.side.reported(set(), set(), rig.report(counters={"attach_failed": 1}))
-    assert rig.side.matched(request, 0) == 0
+    rig.side.on_report(set(), set(), rig.report(counters={"attach_failed": 1}))
+    assert rig.side.offer_hit(request, 0) == 0
     assert rig.counters["lookups_late_workers"] == 1
     rig.step({})
     assert loading(rig, "s"), "they map it after all"
-    rig.side.reported(set(), set(), rig.report())
+    rig.side.on_report(set(), set(), rig.report())
     waits = rig.request(1, STORED * CHUNK + 1, "t")
-    rig.side.arrived(waits)
-    assert rig.side.matched(waits, 0) is None, "that they could not once is over"
+    rig.side.on_new_request(waits)
+    assert rig.side.offer_hit(waits, 0) is None, "that they could not once is over"
 
 
 @pytest.mark.parametrize("why", ["workers", "weights"])
 def test_nothing_is_looked_up_while_nothing_can_be_loaded(rig: Rig, why: str) -> None:
     """The daemon reads no tiers for it. A request that is asked about later is looked up then."""
     before = rig.value("lookups")
-    session, watch = rig.side._session, rig.side._weights
+    session, watch = rig.side.session, rig.side.weights
     request, later = (rig.request(1, STORED * CHUNK + 1, name) for name in ("r", "s"))
     if why == "workers":
-        rig.side.reported(set(), set(), rig.report(is_disabled=True))
+        rig.side.on_report(set(), set(), rig.report(is_disabled=True))
     else:
-        watch._blocks = None
-    rig.side.arrived(request)
-    rig.side.arrived(later)
+        watch.is_stale = True
+    rig.side.on_new_request(request)
+    rig.side.on_new_request(later)
     rig.planned({})
-    assert rig.side.matched(request, 0) == 0
+    assert rig.side.offer_hit(request, 0) == 0
     reason = {"workers": "lookups_late_workers", "weights": "lookups_identity"}[why]
     assert rig.counters[reason] == 1
     assert rig.counters["lookups"] == 0
     assert rig.value("lookups") == before, "the daemon is not asked"
     if why == "workers":
-        rig.side.reported(set(), set(), rig.report(boots={session.boot: 1}))
+        rig.side.on_report(set(), set(), rig.report(boots={session.boot: 1}))
     else:
-        watch._blocks = ()
+        watch.is_stale = False
     assert rig.offered(later) == STORED * CHUNK
     assert not session.breaker.is_open
 
@@ -641,14 +640,14 @@ def test_an_unanswered_lookup_ends_when_nothing_can_be_loaded_any_more(
 ) -> None:
     """The daemon may read tiers for it; the end of its lease ends that."""
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
-    monkeypatch.setattr(rig.side._session.link, "poll", lambda now: [])
+    rig.side.on_new_request(request)
+    monkeypatch.setattr(rig.side.session.link, "poll", lambda now: [])
     rig.planned({})
-    assert rig.side.matched(request, 0) is None
-    rig.side.reported(set(), set(), rig.report(is_disabled=True))
-    assert rig.side.matched(request, 0) == 0
+    assert rig.side.offer_hit(request, 0) is None
+    rig.side.on_report(set(), set(), rig.report(is_disabled=True))
+    assert rig.side.offer_hit(request, 0) == 0
     assert rig.counters["lookups_late_workers"] == 1
-    assert not rig.side._requests.by_lease, "the lease is let go"
+    assert not rig.side.requests.by_lease, "the lease is let go"
 
 
 def connector_of(rig: Rig) -> Any:
@@ -657,12 +656,8 @@ def connector_of(rig: Rig) -> Any:
     from hybridkv.vllm.hook_guard import HookGuard
 
     connector: Any = HybridKVConnector.__new__(HybridKVConnector)
-    connector._guard, connector._scheduler, connector._worker = (
-        HookGuard("scheduler"),
-        rig.side,
-        None,
-    )
-    connector._weights = rig.side._weights
+    connector.guard, connector.life = HookGuard("scheduler"), rig.side.life
+    connector.scheduler_role, connector.worker_role = rig.side, None
     return connector
 
 
@@ -671,11 +666,11 @@ def test_a_connector_that_is_switched_off_ends_its_session(rig: Rig) -> None:
     request = rig.request(1, STORED * CHUNK + 1)
     connector.on_new_request(request)
     until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
-    connector._guard.switch_off("the test says so")
-    greeted = rig.side._session.link.greetings
+    connector.guard.switch_off("the test says so")
+    greeted = rig.side.session.link.greetings
     idle = SimpleNamespace(num_scheduled_tokens={})
     assert [connector.build_connector_meta(idle).session for _ in range(2)] == [greeted + 1] * 2
-    assert rig.side._session.link.welcome is None
+    assert rig.side.session.link.welcome is None
     until(lambda: not rig.value("leases"), "no worker copies")
 
 
@@ -685,7 +680,7 @@ def test_a_fault_while_the_cache_is_reset_switches_the_connector_off(rig: Rig) -
     request = rig.request(1, STORED * CHUNK + 1)
     connector.on_new_request(request)
     until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
-    rig.side.reset = None  # type: ignore[method-assign,assignment]
+    rig.side.on_reset = None
     assert connector.reset_cache()
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
 
@@ -697,37 +692,40 @@ def answered(digest: str, *steps: int) -> dict[int, WeightsAnswer]:
 
 def test_a_reset_that_says_nothing_to_connectors_is_seen(rig: Rig) -> None:
     """vLLM tells them with `reset_connector` alone; the same weights hit again at once."""
-    connector, watch = connector_of(rig), rig.side._weights
+    connector, watch = connector_of(rig), rig.side.weights
     vars(watch).update(vars(WeightsWatch(("a",))))
     manager = SimpleNamespace(get_blocks=None, block_pool=None, reset_prefix_cache=lambda: True)
     connector.bind_kv_cache_manager(manager)
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert rig.offered(request) == STORED * CHUNK
     assert manager.reset_prefix_cache()
-    assert rig.side.matched(request, 0) is None, "nobody knows the weights"
+    assert rig.side.offer_hit(request, 0) is None, "nobody knows the weights"
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-    plan = rig.side.planned(output, lambda _: [])
+    plan = rig.side.plan_step(output, lambda _: [])
     assert (plan.question, plan.eras) == (1, ())
-    boots = {rig.side._session.boot: 1}
-    rig.side.reported(set(), set(), rig.report(boots=boots, weights=answered("a")))
-    assert rig.side.matched(request, 0) == STORED * CHUNK
-    rig.side.finished("r")
+    boots = {rig.side.session.boot: 1}
+    rig.side.on_report(set(), set(), rig.report(boots=boots, weights=answered("a")))
+    assert rig.side.offer_hit(request, 0) == STORED * CHUNK
+    rig.side.on_finished("r")
 
 
 def test_other_weights_are_named_by_the_hook_that_tells_the_daemon(rig: Rig) -> None:
     """After a fault of that hook nothing is looked up under the old name, or taken for known."""
-    watch, link = rig.side._weights, rig.side._session.link
+    from hybridkv.connector.scheduler.fallbacks import RoleFallback
+    from hybridkv.vllm.hook_guard import HookGuard
+
+    watch, link = rig.side.weights, rig.side.session.link
     vars(watch).update(vars(WeightsWatch(("a",), lambda digests: {"weights": digests})))
-    old = rig.side._session.hello.namespace
+    old = rig.side.session.hello.namespace
     report = rig.report(weights={0: WeightsAnswer(0, 1, "b")})
-    rig.side.overheard(report)
+    RoleFallback(rig.side, HookGuard("scheduler")).on_report(set(), set(), report)
     assert not watch.is_current
-    assert rig.side._session.hello.namespace == old
+    assert rig.side.session.hello.namespace == old
     greetings = link.greetings
-    rig.side.reported(set(), set(), report)
+    rig.side.on_report(set(), set(), report)
     assert watch.is_current
-    assert rig.side._session.hello.namespace != old
+    assert rig.side.session.hello.namespace != old
     assert link.greetings == greetings, "the session goes on"
 
 
@@ -737,43 +735,43 @@ def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
 ) -> None:
     """A prompt's windows and states stand in the engine for one step only."""
     rig = Rig(daemon)
-    watch = rig.side._weights
+    watch = rig.side.weights
     vars(watch).update(vars(WeightsWatch(("a",))))
     watch.facts_of = lambda digests: {"weights": digests}
     rig.await_slots()
-    rig.side.reset(True)
-    assert rig.side.has_pending(), "the workers have not been asked"
+    rig.side.on_reset(True)
+    assert rig.side.has_pending_work(), "the workers have not been asked"
     request = rig.request(2, STORED * CHUNK + 1)
-    rig.side.arrived(request)
-    until(lambda: _poll(rig) or rig.side.matched(request, 0) == 0, "a miss is no doubt")
-    rig.side.allocated(request, [], 0)
+    rig.side.on_new_request(request)
+    until(lambda: _poll(rig) or rig.side.offer_hit(request, 0) == 0, "a miss is no doubt")
+    rig.side.on_allocated(request, lambda: [], 0)
     plan = rig.planned({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
     assert plan.stores
     assert not plan.eras
-    done, boots = {number: {0} for number in plan.stores}, {rig.side._session.boot: 1}
+    done, boots = {number: {0} for number in plan.stores}, {rig.side.session.boot: 1}
     answer = answered("", plan.number)
-    rig.side.reported(set(), set(), rig.report(boots=boots, done=done, weights=answer))
-    assert not rig.side._changes
-    assert rig.side.has_pending(), "they are not committed"
-    rig.side.reported(set(), set(), rig.report(boots=boots, weights=answered(weights)))
-    assert {type(message) for message in rig.side._changes} == {Commit if weights == "a" else Free}
-    assert not rig.side.has_pending()
+    rig.side.on_report(set(), set(), rig.report(boots=boots, done=done, weights=answer))
+    assert not rig.side.changes
+    assert rig.side.has_pending_work(), "they are not committed"
+    rig.side.on_report(set(), set(), rig.report(boots=boots, weights=answered(weights)))
+    assert {type(message) for message in rig.side.changes} == {Commit if weights == "a" else Free}
+    assert not rig.side.has_pending_work()
     rig.side.close()
 
 
-def test_what_is_said_behind_the_loss_of_a_connection_is_not_taken(rig: Rig) -> None:
+def test_replies_after_the_loss_of_a_connection_are_not_taken(rig: Rig) -> None:
     """Slots of a session that has ended are somebody else's."""
-    taken: list[Any] = []
+    taken_replies: list[Any] = []
 
-    def take(reply: Any, now: float) -> None:
-        taken.append(reply)
-        rig.side._session.link._lose("the test says so", now)
+    def on_reply(reply: Any, now: float) -> None:
+        taken_replies.append(reply)
+        rig.side.session.link.reset("the test says so", now)
 
-    said: list[Any] = ["what loses it", "what comes behind"]
-    rig.side._session.link.poll = lambda now: said  # type: ignore[method-assign]
-    rig.side._take = take  # type: ignore[method-assign]
-    rig.side._poll(time.monotonic())
-    assert taken == ["what loses it"]
+    replies: list[Any] = ["the reply that loses it", "the next reply"]
+    rig.side.session.link.poll = lambda now: replies
+    rig.side.on_reply = on_reply
+    rig.side.poll(time.monotonic())
+    assert taken_replies == ["the reply that loses it"]
 
 
 def test_what_was_computed_before_a_weight_update_is_committed_under_the_old_name(
@@ -787,15 +785,15 @@ def test_what_was_computed_before_a_weight_update_is_committed_under_the_old_nam
     ):
         rig.await_slots()
         request = rig.request(2, STORED * CHUNK + 1)
-        rig.side.arrived(request)
+        rig.side.on_new_request(request)
         assert rig.offered(request) == 0
-        rig.side.allocated(request, [], 0)
+        rig.side.on_allocated(request, lambda: [], 0)
         plan = rig.planned({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
         assert plan.stores
         done = {number: {0} for number in plan.stores}
-        rig.side.reported(set(), set(), rig.report(boots={rig.side._session.boot: 1}, done=done))
-        rig.side.identify(b"o" * 32, {})
-        rig.side.step_ended()
+        rig.side.on_report(set(), set(), rig.report(boots={rig.side.session.boot: 1}, done=done))
+        rig.side.identify(EngineIdentity(b"o" * 32, {}))
+        rig.side.on_step_end()
         until(lambda: old.values().get("objects_stored", 0) > 0, "they are committed")
         found = old.answer(old.ask(2, STORED))
         assert found.chunks == STORED
@@ -812,13 +810,13 @@ def test_the_first_step_of_an_engine_is_stored(daemon: DaemonProcess) -> None:
     rig.await_slots()
     for name, stores in (("first", True), ("second", False)):
         request = rig.request(2, STORED * CHUNK + 1, name)
-        rig.side.arrived(request)
+        rig.side.on_new_request(request)
         assert rig.offered(request) == 0
-        rig.side.allocated(request, [], 0)
+        rig.side.on_allocated(request, lambda: [], 0)
         plan = rig.planned({name: STORED * CHUNK}, tables(STORED * CHUNK + 1))
         assert bool(plan.stores) == stores
         assert plan.boot
-        rig.side.reported(set(), set(), None)
+        rig.side.on_report(set(), set(), None)
     rig.side.close()
 
 
@@ -832,25 +830,25 @@ def test_an_engine_steps_until_its_last_stores_are_committed(
     connector = connector_of(rig)
     assert not connector.has_pending_push_work()
     request = rig.request(2, STORED * CHUNK + 1)
-    rig.side.arrived(request)
+    rig.side.on_new_request(request)
     assert rig.offered(request) == 0
-    rig.side.allocated(request, [], 0)
+    rig.side.on_allocated(request, lambda: [], 0)
     plan = rig.step({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
     assert plan.stores
-    rig.side.finished("r")
+    rig.side.on_finished("r")
     rig.step({})
     assert connector.has_pending_push_work()
     first, *others = ({number: {0}} for number in plan.stores)
-    report = rig.report(boots={rig.side._session.boot: 1}, done=first)
-    rig.side.reported(set(), set(), report)
+    report = rig.report(boots={rig.side.session.boot: 1}, done=first)
+    rig.side.on_report(set(), set(), report)
     assert connector.has_pending_push_work() == bool(others)
     now = time.monotonic() + role.PUSH_SECONDS
     with monkeypatch.context() as patch:
         patch.setattr(role, "time", SimpleNamespace(monotonic=lambda: now))
         assert not connector.has_pending_push_work()
     for done in others:
-        rig.side.reported(set(), set(), rig.report(boots={rig.side._session.boot: 1}, done=done))
+        rig.side.on_report(set(), set(), rig.report(boots={rig.side.session.boot: 1}, done=done))
     assert not connector.has_pending_push_work()
-    rig.side.step_ended()
+    rig.side.on_step_end()
     until(lambda: rig.value("objects_stored") > STORED, "they are committed")
     until(lambda: rig.value("tokens_stored") == STORED * CHUNK, "each chunk is counted once")

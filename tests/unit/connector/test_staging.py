@@ -9,7 +9,7 @@ import pytest
 
 from hybridkv.connector.messages import StepReport
 from hybridkv.connector.scheduler.requests import TrackedRequest
-from hybridkv.connector.scheduler.stores import StorePlanner
+from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.core.copies import NULL_BLOCK, CopyRun
 from hybridkv.core.coverage import slot_shapes, stored_counts
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -36,7 +36,8 @@ class Prefill:
         self.geometry = geometry
         self.staging_bytes = staging_bytes
         self.counters: Counter[str] = Counter()
-        self.planner = StorePlanner(geometry, STEP_TOKENS, True, self.counters, staging_bytes)
+        limits = StoreLimits(STEP_TOKENS, staging_bytes=staging_bytes)
+        self.planner = StorePlanner(geometry, limits, self.counters)
         tokens = PROMPT_TOKENS + generated
         self.request = SimpleNamespace(
             num_tokens=PROMPT_TOKENS,
@@ -73,7 +74,7 @@ class Prefill:
             self.planner.credits.granted(shape, slots * 8, slots * 8, 0.0)
         state = SimpleNamespace(boundary_state_offloads={"r": offers})
         output = SimpleNamespace(num_scheduled_tokens={"r": tokens}, kv_connector_block_state=state)
-        runs = self.planner.planned(output, {"r": self.tracked}, lambda _: tables)
+        runs = self.planner.plan_stores(output, {"r": self.tracked}, lambda _: tables)
         request.num_computed_tokens = end
         ranks = set(range(geometry.ranks))
         self.reports.append(StepReport(done=dict.fromkeys(runs, ranks)))
@@ -83,10 +84,10 @@ class Prefill:
             chunks = range(run.span.first_chunk, run.span.first_chunk + run.objects)
             self.stored |= {StoredObject(run.span.group_index, chunk) for chunk in chunks}
         report = self.reports.popleft()
-        ended = [self.planner._storing[number].run for number in report.done]
+        ended = [self.planner.storing[number].run for number in report.done]
         ended_ids = {id(run) for run in ended}
         self.inflight = [run for run in self.inflight if id(run) not in ended_ids]
-        self.planner.reported(report, lambda step: True)
+        self.planner.on_report(report, lambda step: True)
         return sum(run.objects for run in runs.values())
 
     def stored_of(self, group_index: int) -> int:
@@ -215,7 +216,7 @@ def test_a_lost_daemon_gives_no_staging_back() -> None:
     geometry = LAYOUTS["qwen3"]
     prefill = Prefill(geometry, step_bytes(geometry), 1, 0)
     assert prefill.step(STEP_TOKENS)
-    prefill.planner.lost()
+    prefill.planner.on_connection_lost()
     assert prefill.step(STEP_TOKENS) == 0
     assert prefill.counters["stores_no_staging"] == 1
     assert prefill.planner.committed == []

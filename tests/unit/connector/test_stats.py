@@ -27,6 +27,7 @@ ELSEWHERE = {
     "attach_failed",
     "workers_disabled",
     "removals_overflowed",
+    "transition_ignored_state",
     "switched_off",
     "quarantined",
     "begun_anew",
@@ -115,15 +116,15 @@ def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: lis
     before = scraped.values()
     last: Step = ([], [], steps[-1][2] if steps else 0, True)
     for counted, seen, gauge, is_sent in [*steps, last]:
-        for name, more in counted:
-            counters[name] += more
+        for name, added in counted:
+            counters[name] += added
         for name, value in seen:
             meter.observe(name, value)
             observed[name] += 1
-        taken = meter.take({"loads_pending": gauge})
-        assert taken is None or not taken.is_empty()
-        if taken is not None:
-            kept = taken if kept is None else kept.aggregate(taken)
+        fresh = meter.take({"loads_pending": gauge})
+        assert fresh is None or not fresh.is_empty()
+        if fresh is not None:
+            kept = fresh if kept is None else kept.aggregate(fresh)
         if kept is None or not is_sent:
             continue
         frames = MsgpackEncoder().encode(SchedulerStats(kv_connector_stats=kept.to_dict()))
@@ -343,14 +344,14 @@ def test_every_counter_lands_in_one_family() -> None:
         st.sampled_from(("ram", "disk", "disk2", "s3", "s32", "valkey", "mooncake")),
         st.integers(-3, 500),
     ),
-    more=st.sampled_from((0, 0, 0, 1, -1)),
+    excess=st.sampled_from((0, 0, 0, 1, -1)),
 )
-def test_sources_make_up_what_is_loaded(by_tier: dict[str, int], more: int) -> None:
+def test_sources_make_up_what_is_loaded(by_tier: dict[str, int], excess: int) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from hybridkv.connector.connector import hit_sources
 
-    tokens = max(0, sum(by_tier.values()) + more)
+    tokens = max(0, sum(by_tier.values()) + excess)
     sources = hit_sources(by_tier, tokens)
     assert sum(sources.values()) == tokens
     assert all(part > 0 for part in sources.values())

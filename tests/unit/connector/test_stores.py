@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 
 from hybridkv.connector.messages import StepReport
 from hybridkv.connector.scheduler.requests import DraftedTokens, TrackedRequest, block_tables
-from hybridkv.connector.scheduler.stores import StorePlanner
+from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes
@@ -40,7 +40,7 @@ class Watched(list[Any]):
 def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
     geometry = LAYOUTS["gemma3"]
     step = STEP_CHUNKS * geometry.chunk_tokens
-    stores = StorePlanner(geometry, step, True, Counter())
+    stores = StorePlanner(geometry, StoreLimits(step), Counter())
     request = SimpleNamespace(num_tokens=STEPS * step, num_prompt_tokens=STEPS * step)
     request.block_hashes = [
         bytes([number % 256]) * 32 for number in range(STEPS * step // geometry.hash_tokens)
@@ -65,7 +65,7 @@ def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
             num_scheduled_tokens={"r": step},
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
         )
-        runs = stores.planned(
+        runs = stores.plan_stores(
             output, {"r": tracked}, lambda _: block_tables(SimpleNamespace(blocks=groups))
         )
         assert sum(run.objects for run in runs.values()) == STEP_CHUNKS * len(geometry.groups)
@@ -82,7 +82,7 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
     geometry = LAYOUTS[name]
     chunks = 20
     tokens = chunks * geometry.chunk_tokens
-    stores = StorePlanner(geometry, tokens, True, Counter())
+    stores = StorePlanner(geometry, StoreLimits(tokens), Counter())
     request = SimpleNamespace(
         num_tokens=tokens,
         num_prompt_tokens=prompt_chunks * geometry.chunk_tokens + 1,
@@ -104,12 +104,12 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
         num_scheduled_tokens={"r": tokens},
         kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
     )
-    runs = stores.planned(
+    runs = stores.plan_stores(
         output, {"r": tracked}, lambda _: block_tables(SimpleNamespace(blocks=groups))
     )
     report = StepReport(done={number: set(range(geometry.ranks)) for number in runs})
     seen = set()
-    for commit in stores.reported(report, lambda step: True):
+    for commit in stores.on_report(report, lambda step: True):
         assert isinstance(commit, Commit)
         assert unpack_u64(commit.tenants).tolist() == [77]
         (index,) = unpack_u64(commit.groups)
@@ -151,8 +151,8 @@ class Step:
             self.geometry = replace(self.geometry, hash_tokens=unit, alignment_tokens=unit)
         self.tokens = chunks * self.geometry.chunk_tokens
         self.counters: Counter[str] = Counter()
-        planned = self.geometry, self.tokens, True, self.counters
-        self.stores = StorePlanner(*planned, with_tails=bool(unit))
+        limits = StoreLimits(self.tokens, with_tails=bool(unit))
+        self.stores = StorePlanner(self.geometry, limits, self.counters)
         self.request = SimpleNamespace(
             request_id="r",
             num_tokens=self.tokens,
@@ -192,7 +192,7 @@ class Step:
             num_scheduled_tokens={"r": scheduled}, kv_connector_block_state=state
         )
         tables = block_tables(SimpleNamespace(blocks=self.tables))
-        runs = self.stores.planned(output, {"r": self.tracked}, lambda _: tables, number)
+        runs = self.stores.plan_stores(output, {"r": self.tracked}, lambda _: tables, number)
         chunks: dict[int, set[int]] = {index: set() for index in range(len(self.tables))}
         for run in runs.values():
             chunks[run.span.group_index] |= set(
@@ -253,7 +253,7 @@ def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
-def test_a_state_is_named_when_the_token_behind_it_is_sampled(is_sampled: bool) -> None:
+def test_a_state_is_named_when_the_token_after_it_is_sampled(is_sampled: bool) -> None:
     """A drafter's names look ahead, and the engine offers a state in the step that computes it."""
     step = Step("qwen3next", 4, lookahead=1)
     chunk, request = step.geometry.chunk_tokens, step.request
@@ -265,15 +265,16 @@ def test_a_state_is_named_when_the_token_behind_it_is_sampled(is_sampled: bool) 
         request.all_token_ids, request.num_tokens = tokens, len(tokens)
     named = step.tracked.chunk_hashes(step.geometry, 0, 2) if is_sampled else b""
     ranks = set(range(step.geometry.ranks))
-    report = StepReport(done=dict.fromkeys([*step.stores._storing], ranks))
-    messages = step.stores.reported(report, lambda step: True)
-    states = [one for one in messages if isinstance(one, Commit) and one.groups == pack_u64([0])]
-    assert [one.parents + one.hashes for one in states] == ([named] if is_sampled else [])
-    freed = [one for one in messages if isinstance(one, Free)]
+    report = StepReport(done=dict.fromkeys([*step.stores.storing], ranks))
+    messages = step.stores.on_report(report, lambda step: True)
+    commits = [message for message in messages if isinstance(message, Commit)]
+    states = [commit for commit in commits if commit.groups == pack_u64([0])]
+    assert [commit.parents + commit.hashes for commit in states] == ([named] if is_sampled else [])
+    freed = [message for message in messages if isinstance(message, Free)]
     assert len(freed) == (not is_sampled), "without a name it is given back"
 
 
-def test_a_state_behind_what_the_drafter_computed_is_not_stored() -> None:
+def test_a_state_after_what_the_drafter_computed_is_not_stored() -> None:
     """Nothing could be hit there."""
     step = Step("qwen3next", 4, lookahead=1)
     chunk = step.geometry.chunk_tokens
@@ -299,10 +300,10 @@ def test_what_is_not_stored_for_want_of_proof_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("unit", [0, 64])
-def test_nothing_is_stored_behind_what_a_lookup_can_find(
+def test_nothing_is_stored_after_what_a_lookup_can_find(
     monkeypatch: pytest.MonkeyPatch, unit: int
 ) -> None:
-    """The daemon looks at BATCH_MAX // groups chunks; what is behind them is counted once."""
+    """The daemon looks at BATCH_MAX // groups chunks; later chunks are counted once."""
     monkeypatch.setattr("hybridkv.wire.messages.BATCH_MAX", 3 * 2 + 2)
     step = Step("qwen3next", 4, unit=unit)
     chunk = step.geometry.chunk_tokens
@@ -326,10 +327,10 @@ def test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk() -> None:
     step.stored(end, offers[:1])
     assert step.counters["tails_stored"] == 0, "a group has no state there"
     assert step.stored(end, offers) == {0: {2}, 1: {2}, 2: {2}}
-    tails = [one for one in step.stores._storing.values() if one.tail_tokens]
-    assert [[*one.run.span.blocks] for one in tails] == [[50], [60], [3]]
+    tails = [storing for storing in step.stores.storing.values() if storing.tail_tokens]
+    assert [[*tail.run.span.blocks] for tail in tails] == [[50], [60], [3]]
     hashes = step.request.block_hashes
-    assert {one.hashes for one in tails} == {hashes[2 * 4 - 1] + hashes[2 * 4 + 1]}
+    assert {tail.hashes for tail in tails} == {hashes[2 * 4 - 1] + hashes[2 * 4 + 1]}
     assert not any(step.stored(end, offers).values()), "offered again"
     found = Step("qwen3next", 4, unit=64)
     found.tracked.lookup.tails = hashes[2 * 4] + hashes[2 * 4 + 1]
@@ -366,8 +367,8 @@ def test_what_a_step_computed_is_committed_if_it_had_the_adapter_of_its_plan(loa
     assert step.stored(tokens, number=2) == {0: {0}}
     adapters.planned(2, ["r"])
     adapters.reported(2, {0: {1: loaded} if loaded else {}})
-    report = StepReport(done={run: {0} for run in step.stores._storing})
-    messages = step.stores.reported(report, lambda step: True)
+    report = StepReport(done={run: {0} for run in step.stores.storing})
+    messages = step.stores.on_report(report, lambda step: True)
     assert [type(message) for message in messages] == [Commit if loaded == OLD else Free]
     if loaded == OLD:
         (commit,) = messages
@@ -390,5 +391,5 @@ def test_what_was_planned_with_another_adapter_than_the_present_one_is_not_commi
     adapters.planned(2, ["r"])
     adapters.reported(2, {0: {1: NEW}})
     assert step.tracked.has_hashes()
-    report = StepReport(done={run: {0} for run in step.stores._storing})
-    assert [type(message) for message in step.stores.reported(report, lambda step: True)] == [Free]
+    report = StepReport(done={run: {0} for run in step.stores.storing})
+    assert [type(message) for message in step.stores.on_report(report, lambda step: True)] == [Free]

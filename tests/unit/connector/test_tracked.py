@@ -22,7 +22,7 @@ class Block:
 
     @property
     def block_id(self) -> int:
-        """The id."""
+        """Return the id and count the read."""
         Block.reads += 1
         return self._block_id
 
@@ -52,8 +52,8 @@ def test_a_load_has_the_blocks_of_when_it_was_planned_and_reads_them_when_it_is_
     assert Block.reads < whole / 2, "a hook looked at more than the ends and a window"
     for table in blocks:
         table[:] = [Block(0)] * len(table)
-    _, told = planned_load("gpu_blocks")
-    assert [[*run.ops()] for run in runs] == [[*run.ops()] for run in told]
+    _, expected = planned_load("gpu_blocks")
+    assert [[*run.ops()] for run in runs] == [[*run.ops()] for run in expected]
     sent = pickle.loads(pickle.dumps(runs))
     assert [[*run.ops()] for run in sent] == [[*run.ops()] for run in runs]
     assert all(type(run.span.blocks) is list for run in sent)

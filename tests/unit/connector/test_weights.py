@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 SEED = 20261126
 
 
-def said(
+def answers_of(
     question: int, *digests: str, era: int = 0, steps: tuple[int, ...] = ()
 ) -> dict[int, WeightsAnswer]:
     """What all ranks answer; `steps` ran in this era."""
@@ -38,41 +38,41 @@ def said(
 def test_after_a_reset_all_ranks_are_heard_before_anything_is_offered() -> None:
     watch = WeightsWatch(("a", "b"))
     assert watch.is_current
-    watch.reset(True)
+    watch.on_reset(True)
     assert not watch.is_current
-    assert watch.heard(said(0, "a", "b")) is None, "an answer to an older question"
+    assert watch.on_answers(answers_of(0, "a", "b")) is None, "an answer to an older question"
     assert not watch.is_current
-    assert watch.heard({0: WeightsAnswer(1, 0, "a")}) is None
+    assert watch.on_answers({0: WeightsAnswer(1, 0, "a")}) is None
     assert not watch.is_current, "the other rank has not answered"
-    watch.heard({1: WeightsAnswer(1, 0, "b")})
+    watch.on_answers({1: WeightsAnswer(1, 0, "b")})
     assert watch.is_current, "the same weights, and so the same identity"
-    watch.reset(True)
+    watch.on_reset(True)
     for _ in range(2):
-        assert watch.heard(said(2, "a", "c", era=1)) == ("a", "c")
+        assert watch.on_answers(answers_of(2, "a", "c", era=1)) == ("a", "c")
         assert not watch.is_current, "the daemon does not know yet"
     watch.is_identified = True
-    assert watch.heard(said(2, "a", "c", era=1)) is None
+    assert watch.on_answers(answers_of(2, "a", "c", era=1)) is None
     assert watch.is_current
-    assert watch.named == ("a", "c")
+    assert watch.identity_digests == ("a", "c")
     assert watch.eras == (1, 1)
 
 
 def test_weights_that_change_after_a_reset_was_answered() -> None:
     """A trainer resets first, and updates by its own code; nothing was computed between."""
     watch = WeightsWatch(("a",))
-    watch.planned(1)
-    watch.heard(said(0, "a", steps=(1,)))
-    watch.reset(True)
-    watch.heard(said(1, "a"))
+    watch.on_step_planned(1)
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
+    watch.on_reset(True)
+    watch.on_answers(answers_of(1, "a"))
     assert watch.is_current, "nothing has changed yet"
-    watch.planned(2, loads_for=watch.eras, computes=False)
-    watch.planned(3)
-    watch.heard(said(1, "", era=1, steps=(2,)))
+    watch.on_step_planned(2, loads_for=watch.eras, computes=False)
+    watch.on_step_planned(3)
+    watch.on_answers(answers_of(1, "", era=1, steps=(2,)))
     assert not watch.is_current, "what was looked up is of the old weights"
     assert not watch.is_stale, "and was not loaded"
-    watch.heard(said(1, "", era=1, steps=(3,)))
+    watch.on_answers(answers_of(1, "", era=1, steps=(3,)))
     assert not watch.is_proven(3)
-    assert watch.heard(said(1, "b", era=1)) == ("b",)
+    assert watch.on_answers(answers_of(1, "b", era=1)) == ("b",)
     watch.is_identified = True
     assert watch.is_proven(3)
 
@@ -80,43 +80,43 @@ def test_weights_that_change_after_a_reset_was_answered() -> None:
 @pytest.mark.parametrize("written", ["computed", "loaded"])
 def test_blocks_of_other_weights_are_cached_by_nobody(written: str) -> None:
     watch = WeightsWatch(("a",))
-    watch.planned(1, loads_for=(0,), computes=written == "computed")
+    watch.on_step_planned(1, loads_for=(0,), computes=written == "computed")
     assert not watch.is_proven(1), "nobody has said which weights it had"
-    watch.heard(said(0, "a", steps=(1,)))
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
     assert watch.is_proven(1)
-    watch.heard(said(0, "", era=1))
+    watch.on_answers(answers_of(0, "", era=1))
     assert not watch.is_current, "they changed, and are being read"
-    watch.heard(said(0, "a", era=1))
+    watch.on_answers(answers_of(0, "a", era=1))
     assert watch.is_current, "to the same"
-    assert watch.heard(said(0, "b", era=2)) is None
+    assert watch.on_answers(answers_of(0, "b", era=2)) is None
     assert watch.is_stale
-    assert watch.heard(said(0, "a", era=3)) is None
+    assert watch.on_answers(answers_of(0, "a", era=3)) is None
     assert watch.is_stale, "steps may have run in between"
-    watch.reset(False)
-    watch.heard(said(1, "a", era=3))
+    watch.on_reset(False)
+    watch.on_answers(answers_of(1, "a", era=3))
     assert watch.is_stale, "blocks were in use, so they are still there"
-    watch.reset(True)
-    assert watch.heard(said(2, "b", era=4)) == ("b",)
+    watch.on_reset(True)
+    assert watch.on_answers(answers_of(2, "b", era=4)) == ("b",)
 
 
 @pytest.mark.parametrize("eras", [(0, 0), (0, 1), (1, 1), (1, 2)])
 def test_two_resets_in_a_row_while_requests_run(eras: tuple[int, int]) -> None:
     """What ran between them is the identity's if the workers saw one weight in all these steps."""
     watch = WeightsWatch(("a",))
-    watch.planned(1)
-    watch.heard(said(0, "a", steps=(1,)))
-    watch.reset(False)
-    watch.planned(2)
-    watch.heard(said(1, "", era=eras[0], steps=(2,)))
-    watch.reset(False)
-    watch.planned(3)
+    watch.on_step_planned(1)
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
+    watch.on_reset(False)
+    watch.on_step_planned(2)
+    watch.on_answers(answers_of(1, "", era=eras[0], steps=(2,)))
+    watch.on_reset(False)
+    watch.on_step_planned(3)
     assert not watch.is_proven(3)
-    watch.heard(said(2, "", era=eras[1], steps=(3,)))
-    assert watch.heard(said(2, "a", era=eras[1])) is None
+    watch.on_answers(answers_of(2, "", era=eras[1], steps=(3,)))
+    assert watch.on_answers(answers_of(2, "a", era=eras[1])) is None
     is_known = eras[0] == eras[1]
     assert (watch.is_current, watch.is_stale) == (is_known, not is_known)
-    watch.reset(True)
-    watch.heard(said(3, "a", era=eras[1]))
+    watch.on_reset(True)
+    watch.on_answers(answers_of(3, "a", era=eras[1]))
     assert watch.is_current, "nothing of what was computed in doubt is left"
 
 
@@ -127,14 +127,14 @@ def test_steps_around_which_a_rank_did_not_look(era: int, digest: str, is_known:
     """As after a fault in a worker: the step is of its neighbours' weights, or of nobody's."""
     watch = WeightsWatch(("a", "c"))
     for number in (1, 2, 3):
-        watch.planned(number)
-    watch.heard(said(0, "a", "c", steps=(1,)))
+        watch.on_step_planned(number)
+    watch.on_answers(answers_of(0, "a", "c", steps=(1,)))
     assert watch.is_proven(1)
     assert not watch.is_proven(2)
     look = StepLook(2, 0)
-    watch.heard({0: WeightsAnswer(0, 0, "a"), 1: WeightsAnswer(0, 0, "c", (look,))})
+    watch.on_answers({0: WeightsAnswer(0, 0, "a"), 1: WeightsAnswer(0, 0, "c", (look,))})
     assert not watch.is_proven(2)
-    watch.heard(
+    watch.on_answers(
         {
             0: WeightsAnswer(0, era, digest, (StepLook(3, era),)),
             1: WeightsAnswer(0, 0, "c", (StepLook(3, 0),)),
@@ -146,37 +146,37 @@ def test_steps_around_which_a_rank_did_not_look(era: int, digest: str, is_known:
 
 def test_weights_that_change_in_a_step_are_nobodys() -> None:
     watch = WeightsWatch(("a",))
-    watch.planned(1)
-    watch.heard(said(0, "a", steps=(1,)))
-    watch.planned(2)
-    watch.heard({0: WeightsAnswer(0, 1, "", (StepLook(2, 1),))})
+    watch.on_step_planned(1)
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
+    watch.on_step_planned(2)
+    watch.on_answers({0: WeightsAnswer(0, 1, "", (StepLook(2, 1),))})
     assert not watch.is_stale, "they are perhaps being read"
-    watch.heard({0: WeightsAnswer(0, 2, "", (StepLook(3, 2),))})
+    watch.on_answers({0: WeightsAnswer(0, 2, "", (StepLook(3, 2),))})
     assert watch.is_stale
 
 
 def test_a_repeated_report_changes_nothing() -> None:
     watch = WeightsWatch(("a",))
-    old = said(0, "", era=1)
-    watch.heard(old)
-    assert watch.heard(said(0, "b", era=1, steps=(1,))) == ("b",)
+    old = answers_of(0, "", era=1)
+    watch.on_answers(old)
+    assert watch.on_answers(answers_of(0, "b", era=1, steps=(1,))) == ("b",)
     watch.is_identified = True
-    watch.heard(old)
-    watch.heard(said(0, "a", steps=(1,)))
+    watch.on_answers(old)
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
     assert watch.is_current
 
 
 def test_steps_that_no_worker_speaks_of_are_forgotten_as_unknown() -> None:
     watch = WeightsWatch(("a",))
     for number in range(1, STEPS_MAX + 1):
-        watch.planned(number)
+        watch.on_step_planned(number)
     assert not watch.is_stale
-    watch.planned(STEPS_MAX + 1)
+    watch.on_step_planned(STEPS_MAX + 1)
     assert watch.is_stale
 
 
 class Model(torch.nn.Module):
-    """One parameter."""
+    """A model with one parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,25 +213,24 @@ class LateSentinel:
         return self._late[-1]
 
     def arrive(self) -> None:
-        """All that were taken."""
+        """Let all looks arrive that were taken."""
         for look in self._late:
             look.has_arrived = True
 
 
 @dataclass
 class LateLook:
-    """As WeightsLook."""
+    """A look, as WeightsLook, that says nothing before it has arrived."""
 
     seen: bytes
     has_arrived: bool = False
 
     def digest(self) -> bytes | None:
-        """Once it has arrived."""
         return self.seen if self.has_arrived else None
 
 
 class SlowWeights(EngineWeights):
-    """A reading lasts until `end_reading`."""
+    """Weights whose reading takes until `end_reading` is called."""
 
     def _begin_reading(self, previous: Any) -> None:
         self.reading = type(self.reading)(self.question, self.era) if self.reading else None
@@ -292,10 +291,10 @@ class SimulatedEngine:
             self._runner.model.weight.data.fill_(value)
 
     def reset(self, *, is_empty: bool) -> None:
-        """As SchedulerRole.reset."""
+        """Do what SchedulerRole.on_reset does."""
         if is_empty:
             self._blocks.clear()
-        self._watch.reset(is_empty)
+        self._watch.on_reset(is_empty)
         self._abort()
 
     def end_reading(self) -> None:
@@ -318,7 +317,7 @@ class SimulatedEngine:
         self._number += 1
         question, eras = watch.question, watch.eras
         loads, stores = bool(eras) and rng.random() < 0.5, not watch.is_stale
-        watch.planned(self._number, loads_for=eras if loads else ())
+        watch.on_step_planned(self._number, loads_for=eras if loads else ())
         if rng.random() < 0.95:
             self._has_changed = False
             weights.step(self._number, question)
@@ -341,7 +340,9 @@ class SimulatedEngine:
         weights.compare()
         if loads and agrees and weights.era == begun:
             self._counts["loaded"] += 1
-            assert self._blocks <= {watch.named[0]}, "a block that is loaded here would be a lie"
+            assert self._blocks <= {watch.identity_digests[0]}, (
+                "a block that is loaded here would be a lie"
+            )
         self._blocks |= content
         written = SimulatedObject(set(self._blocks), self._number) if is_stored else None
         self._reports.append(SimulatedReport(weights.answer(), written))
@@ -353,9 +354,9 @@ class SimulatedEngine:
         self._weights.compare()
 
     def _report(self, report: SimulatedReport) -> None:
-        """As SchedulerRole.reported."""
+        """Do what SchedulerRole.on_report does with the weights."""
         watch, was_stale = self._watch, self._watch.is_stale
-        is_other = watch.heard({0: report.answer}) is not None
+        is_other = watch.on_answers({0: report.answer}) is not None
         # The hook that tells the daemon of it may fail.
         watch.is_identified = watch.is_identified or self._rng.random() < 0.8
         self._held += [report.written] if report.written else []
@@ -367,7 +368,7 @@ class SimulatedEngine:
         self._counts["held"] += len(self._held)
         self._counts["committed"] += len(proven)
         assert watch.is_identified or not proven
-        assert all(stored.content == set(watch.named) for stored in proven), "a lie"
+        assert all(stored.content == set(watch.identity_digests) for stored in proven), "a lie"
 
     def _abort(self) -> None:
         """Nothing that is being written, or was, is committed."""
@@ -399,19 +400,17 @@ def test_no_order_of_events_names_blocks_after_other_weights() -> None:
 
 
 class Copier:
-    """Copies nothing, at once."""
+    """A copier that copies nothing and succeeds at once."""
 
     def store(self, ops: Any, done: Any) -> None:
-        """All well."""
         for op in ops:
             done(op, True)
 
     def load(self, ops: Any, done: Any) -> None:
-        """Well."""
         done(None)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Free nothing: there is nothing to free."""
 
 
 def worker_role() -> Any:

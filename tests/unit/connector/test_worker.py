@@ -50,9 +50,9 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
     worker = worker_role()
     map_arena(worker, Broken())
     connector: Any = HybridKVConnector.__new__(HybridKVConnector)
-    connector._guard = HookGuard("worker")
-    connector._uncounted = Deltas(connector._guard.counters)
-    connector._worker, connector._scheduler = worker, None
+    connector.guard = HookGuard("worker")
+    connector._uncounted = Deltas(connector.guard.counters)
+    connector.worker_role, connector.scheduler_role = worker, None
 
     def step(plan: Any) -> tuple[Any, Any]:
         connector._connector_metadata = plan
@@ -69,7 +69,7 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
             {"a"},
             set(),
         )
-    assert not connector._guard.healthy
+    assert not connector.guard.healthy
     report = connector.build_connector_worker_meta()
     assert report.boots == {}
     assert report.aggregate(StepReport()).is_disabled

@@ -39,7 +39,7 @@ assert PIECE_BYTES % _BLOCK_BYTES == 0
 
 
 @triton.jit(do_not_specialize=["entries", "table"])
-def copy_blocks_kernel(  # type: ignore[no-untyped-def]  # Triton compiles annotations as well
+def copy_blocks_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # for Triton
     entries,
     table,
     ENTRY: tl.constexpr,

@@ -1,11 +1,11 @@
-"""Live audits: which hits are audited, and what follows from what the workers find.
+"""Live audits: which hits are audited, and what follows from the verdicts of the workers.
 
     offered   the daemon has named stored objects of a chunk that the engine may compute
     begun     the engine computes the chunk, which is stored once more, as after a miss
     compared  the workers compare both slots of each object before the new one is committed
 
-There is one audit at a time. A request loses at most one chunk of its hit by it, and waits for
-nothing. What is stored for an audit is a duplicate, which the daemon gives back.
+There is one audit at a time. Its request loses at most one chunk of its hit, and waits for nothing.
+The objects that are stored for an audit are duplicates, whose slots the daemon takes back.
 """
 
 import logging
@@ -28,22 +28,22 @@ from hybridkv.wire.messages import FACT_MAX, AuditOffer, Found, Release, ReportA
 logger = logging.getLogger("vllm.hybridkv")
 
 AUDIT_STEPS_MAX = 32
-"""Steps after that which computed the chunk, in which its objects may still be stored: slots may
-be short, and not every recurrent layer's state is kept."""
+"""Steps in which the objects of a chunk that was computed may still be stored. Slots may be short,
+and not every recurrent layer's state is kept."""
 AUDIT_SECONDS_MAX = 60.0  # The longest that workers may take to compare an object.
 
 
 @dataclass(eq=False, slots=True)
 class AuditedObject:
-    """One object of the chunk that is stored for the second time."""
+    """One object of the chunk, which is stored for the second time."""
 
     run: CopyRun
-    place: int  # In the run.
+    place: int  # The object's number in the run.
     pair: ObjectPair
-    is_stored: bool = False  # Whether all ranks have written it.
-    sent_at: float = 0.0  # When the workers were told to compare, in monotonic seconds.
+    is_stored: bool = False  # True once all ranks have written it.
+    sent_at: float = 0.0  # When the workers got the pair to compare, in monotonic seconds.
     verdicts: dict[int, AuditVerdict] = field(default_factory=dict)  # By rank.
-    verdict: AuditVerdict | None = None  # Of all ranks; None until it is over.
+    verdict: AuditVerdict | None = None  # The verdict of all ranks; None until it is known.
 
 
 @dataclass(eq=False, slots=True)
@@ -53,23 +53,23 @@ class Audit:
     tracked: TrackedRequest
     identity: bytes
     offer: AuditOffer
-    lease: int  # What keeps the stored objects of the chunk where they are.
-    found: Found | None = None  # The hit that the request has instead; None until it is begun.
+    lease: int  # The lease that keeps the stored objects of the chunk in their slots.
+    found: Found | None = None  # The shorter hit that the request has; None until it has it.
     steps: int = 0  # Steps since the chunk was computed.
     objects: dict[int, AuditedObject] = field(default_factory=dict)
-    """By the number of the store run that each is in."""
+    """The chunk's objects by the number of the store run that each is in."""
 
-    def stored(self, group_index: int) -> SlotRef | None:
-        """The slot of a group's stored object; None where there is none."""
+    def stored_slot(self, group_index: int) -> SlotRef | None:
+        """Return the slot of a group's stored object; None where there is no object."""
         at = group_index * U64
         (offset,) = unpack_u64(self.offer.offsets[at : at + U64])
         (generation,) = unpack_u64(self.offer.generations[at : at + U64])
         return SlotRef(offset, generation) if generation else None
 
     def is_complete(self, groups: int) -> bool:
-        """Whether every object that is stored was compared."""
-        over = {item.pair.group_index for item in self.objects.values() if item.verdict}
-        return all(index in over or self.stored(index) is None for index in range(groups))
+        """Return True if every stored object of the chunk was compared."""
+        compared = {item.pair.group_index for item in self.objects.values() if item.verdict}
+        return all(index in compared or self.stored_slot(index) is None for index in range(groups))
 
 
 class Audits:
@@ -81,67 +81,71 @@ class Audits:
         self._geometry = requests.geometry
         self._counters = requests.counters
         self.budget = budget
-        self._audit: Audit | None = None
+        self.current: Audit | None = None
+        """The audit that is going on."""
 
     @property
     def identity(self) -> bytes:
-        """That of the session."""
+        """The identity that the session has at the daemon."""
         return self._session.hello.namespace or b""
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether an audit has differed: nothing is loaded or stored under this identity."""
+        """Whether an audit has differed. Nothing is loaded or stored under this identity then."""
         return self.identity in self.budget.cut_off
 
     def lease_for_lookup(self, tracked: TrackedRequest) -> int:
-        """The number of the lease by which a lookup asks for an audit; 0 = none is due.
+        """Return the number of the lease by which a lookup asks for an audit; 0 = none is due.
 
-        Prompts with images are left out: what an encoder made of them differs by more than the last
-        bits in the first layer.
+        Prompts with images are left out: outputs of an encoder differ by more than the last bits in
+        the first layer.
         """
-        if self._audit is not None or getattr(tracked.request, "mm_features", None):
+        if self.current is not None or getattr(tracked.request, "mm_features", None):
             return 0
         if not self.budget.is_due(self.identity):
             return 0
         return self._requests.next_lease()
 
-    def answered(self, tracked: TrackedRequest, found: Found, now: float) -> None:
-        """Keep what an answer offers to audit, or end its lease."""
+    def on_answer(self, tracked: TrackedRequest, found: Found, now: float) -> None:
+        """Keep the audit that an answer offers, or end the lease of the offer."""
         offer = found.audit
         if offer is None:
             return
         packed = len(self._geometry.groups) * U64
         is_sound = len(offer.offsets) == packed == len(offer.generations) and not found.tail
         is_near = offer.chunk in (found.chunks, found.chunks - 1)
-        if self._audit is None and is_sound and is_near and not self.is_cut_off:
-            self._audit = Audit(tracked, self.identity, offer, offer.lease)
+        if self.current is None and is_sound and is_near and not self.is_cut_off:
+            self.current = Audit(tracked, self.identity, offer, offer.lease)
         else:
             self._release(offer.lease, now)
 
-    def refused(self, found: Found, now: float) -> None:
-        """End the lease of an answer that nobody waits for."""
+    def on_unwanted_answer(self, found: Found, now: float) -> None:
+        """End the audit lease of an answer that no request waits for."""
         if found.audit is not None:
             self._release(found.audit.lease, now)
 
     def begin(self, tracked: TrackedRequest, local_tokens: int, now: float) -> None:
-        """Give a request the shorter hit, if it is to be audited and the engine has not more.
+        """Give the audited request the shorter hit, unless the engine itself has the chunk.
 
-        The engine asks about a request again and again; only the first time changes something.
+        The engine asks about a request again and again. Only its first question changes something.
         """
-        audit, found = self._audit, tracked.lookup.found
+        audit, found = self.current, tracked.lookup.found
         if audit is None or audit.tracked is not tracked or audit.found or found is None:
             return
         chunk = audit.offer.chunk
         if local_tokens > chunk * self._geometry.chunk_tokens:
-            # The chunk, or its beginning, is the engine's own: nobody would compute it.
+            # The engine has the chunk or its beginning, and would not compute it.
             self._drop(now)
             return
         masks = [mask[:chunk] + b"\0" + mask[chunk + 1 :] for mask in found.masks]
         if chunk < found.chunks:
             lookup, offer = tracked.lookup, audit.offer
-            slots = offer.shorter_offsets, offer.shorter_generations
             found = replace(
-                found, chunks=chunk, masks=masks, offsets=slots[0], generations=slots[1]
+                found,
+                chunks=chunk,
+                masks=masks,
+                offsets=offer.shorter_offsets,
+                generations=offer.shorter_generations,
             )
             # From here on the load has the lease of the shorter hit, and the audit the other.
             self._requests.by_lease.pop(lookup.lease, None)
@@ -152,13 +156,13 @@ class Audits:
         tracked.lookup.found = audit.found = found
         self.budget.spent_tokens += self._geometry.chunk_tokens
 
-    def began(self, tracked: TrackedRequest, number: int, run: CopyRun) -> None:
-        """A store run of whole chunks has begun, which may have an object to compare."""
-        audit = self._audit
+    def on_store_begun(self, tracked: TrackedRequest, number: int, run: CopyRun) -> None:
+        """Note the object to compare in a store run of whole chunks, if it has one."""
+        audit = self.current
         if audit is None or audit.found is None or audit.tracked is not tracked:
             return
         span, place = run.span, audit.offer.chunk - run.span.first_chunk
-        stored = audit.stored(span.group_index)
+        stored = audit.stored_slot(span.group_index)
         if stored is None or not 0 <= place < run.objects:
             return
         at = place * U64
@@ -169,11 +173,11 @@ class Audits:
         audit.objects[number] = AuditedObject(run, place, pair)
 
     def must_wait(self, run: CopyRun, unstored: frozenset[int]) -> bool:
-        """Whether a run that all ranks have reported must not be committed before it is compared.
+        """Return True if a run that all ranks have reported must be compared before its commit.
 
-        `unstored` are its objects that some rank did not write.
+        `unstored` has the places in the run of objects that some rank did not write.
         """
-        objects = self._audit.objects.values() if self._audit is not None else ()
+        objects = self.current.objects.values() if self.current is not None else ()
         item = next((item for item in objects if item.run is run), None)
         if item is None or item.verdict is not None:
             return False
@@ -184,24 +188,24 @@ class Audits:
         return True
 
     def put_into(self, plan: StepPlan, now: float) -> None:
-        """Tell the workers what to compare, and end an audit that nothing more will come of."""
-        audit = self._audit
+        """Add the pairs to compare to a plan, and end an audit that has no more to wait for."""
+        audit = self.current
         if audit is None:
             return
         request = audit.tracked.request
         if request.num_computed_tokens >= (audit.offer.chunk + 1) * self._geometry.chunk_tokens:
             audit.steps += 1
         self.settle(now)
-        if self._audit is not audit:
+        if self.current is not audit:
             return
         for number, item in audit.objects.items():
             if item.is_stored and not item.sent_at and item.verdict is None:
                 item.sent_at = now
                 plan.audits[number] = item.pair
 
-    def take(self, report: StepReport, now: float) -> bool:
-        """Take what the workers found; whether the engine is cut off by it."""
-        audit = self._audit
+    def on_report(self, report: StepReport, now: float) -> bool:
+        """Take the verdicts of the workers. Returns True if the engine is cut off by them."""
+        audit = self.current
         if audit is None:
             return False
         for number, verdicts in report.audits.items():
@@ -215,8 +219,8 @@ class Audits:
         return self.is_cut_off
 
     def settle(self, now: float) -> None:
-        """End the audit if it is over."""
-        audit = self._audit
+        """End the present audit if it is over."""
+        audit = self.current
         if audit is None:
             return
         tracked = audit.tracked
@@ -241,24 +245,24 @@ class Audits:
                 return
         self._finish(audit, verdict, now)
 
-    def reset(self, now: float) -> None:
-        """What the engine computes from here on may be of other weights."""
-        if self._audit is not None:
+    def on_reset(self, now: float) -> None:
+        """Drop the audit, because the engine may compute with other weights from here on."""
+        if self.current is not None:
             self._drop(now)
 
-    def identify(self, now: float) -> None:
-        """The weights are others: the next hit is audited."""
-        self.reset(now)
+    def on_new_identity(self, now: float) -> None:
+        """Drop the audit, and make one due for the new weights."""
+        self.on_reset(now)
         self.budget.identify()
 
-    def lost(self) -> None:
-        """The connection is lost, and every lease with it."""
-        self._audit = None
+    def on_connection_lost(self) -> None:
+        """Forget the audit. With the connection the daemon has ended its lease."""
+        self.current = None
 
     def count_prefill(self, tracked: TrackedRequest) -> None:
-        """A request ended: count the prompt tokens that were computed."""
-        had = (tracked.local_seen or 0) + tracked.load.total[0]
-        self.budget.prefilled_tokens += max(0, tracked.request.num_prompt_tokens - had)
+        """Count the prompt tokens that the engine computed for a request that ended."""
+        cached_tokens = (tracked.local_seen or 0) + tracked.load.loaded_tokens
+        self.budget.prefilled_tokens += max(0, tracked.request.num_prompt_tokens - cached_tokens)
 
     def _finish(self, audit: Audit, verdict: AuditVerdict, now: float) -> None:
         tracked = audit.tracked
@@ -285,7 +289,7 @@ class Audits:
         self._drop(now)
 
     def _drop(self, now: float) -> None:
-        audit, self._audit = self._audit, None
+        audit, self.current = self.current, None
         if audit is not None:
             self._release(audit.lease, now)
 

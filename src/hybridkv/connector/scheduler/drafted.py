@@ -1,17 +1,19 @@
-"""Which of the engine's blocks hold what the drafter computes for the tokens that name them.
+"""Which of the engine's blocks hold the drafter's KV for the tokens that name them.
 
-The engine names a block by the tokens up to its end. What a drafter leaves in it may depend on the
-token behind that, and is missing where vLLM did not run the drafter. The engine's own prefix cache
-gives such blocks to other prompts, which costs them accepted drafts. Nothing of it may be stored::
+The engine names a block by the tokens up to the block's end. The drafter's KV in the block may
+depend on the next token as well, and is missing where vLLM did not run the drafter. The engine's
+own prefix cache gives such blocks to other prompts, whose drafts are then rejected more often. None
+of these blocks may be stored::
 
     tokens     0                     proven                                      computed
     blocks     | own or marked blocks  | not the drafter's for these tokens          |
     stored     | whole chunks       |  - - - never - - -
 
-Every block has a *mark*: what its tokens and the token behind it, or the image there, were when a
-request computed or loaded it. A request whose prompt begins with blocks of the engine's cache
-compares their marks with its own tokens. From the first block that differs on, nothing of the
-request is stored: a drafter of several layers reads what it has written before.
+Every block has a *mark*. It is a hash of the block's name and of the next token, or of the image
+there, at the time when a request computed or loaded the block. A request whose prompt begins with
+blocks of the engine's cache compares their marks with its own tokens. From the first block that
+differs on, nothing of the request is stored, because a drafter of several layers reads its own
+earlier KV.
 """
 
 import logging
@@ -40,15 +42,15 @@ class DraftedBlocks:
         """`blocks`: the engine's block ids are 0 to `blocks` - 1."""
         self._drafter = drafter
         self._geometry = geometry
-        self._groups = [one for one in geometry.groups if one.kind is not GroupKind.RECURRENT]
-        """Those in which a drafter can have layers. A state is what its tokens say in any case."""
+        self._groups = [group for group in geometry.groups if group.kind is not GroupKind.RECURRENT]
+        """The groups in which a drafter can have layers. A state depends on its tokens alone."""
         self._marks = array("q", bytes(_MARK_BYTES * blocks))
-        """A mark for each block id, of whatever group has the block now; 0 = none."""
+        """A mark for each block id, in whatever group the block is now; 0 = it has no mark."""
 
-    def missed(self, requests: Mapping[str, TrackedRequest]) -> None:
-        """Steps were computed of which nothing is known: no block is proven.
+    def on_unobserved_steps(self, requests: Mapping[str, TrackedRequest]) -> None:
+        """Delete all marks, because the engine computed steps that were not observed.
 
-        What was proven before comes from the engine's own cache, which goes on to hit it.
+        Blocks that were proven before stay in the engine's own cache, which goes on to hit them.
         """
         if any(self._marks):
             logger.warning(
@@ -61,10 +63,10 @@ class DraftedBlocks:
             if tracked.drafted is not None:
                 tracked.drafted.proven = 0
 
-    def step(self, output: Any, requests: Mapping[str, TrackedRequest], tables: Tables) -> None:
-        """Take vLLM's SchedulerOutput of a step: what its requests compute and may store."""
+    def on_step(self, output: Any, requests: Mapping[str, TrackedRequest], tables: Tables) -> None:
+        """Update marks and the requests' DraftedTokens from vLLM's SchedulerOutput of a step."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        starts = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         ends = {name: start + scheduled[name] for name, start in starts.items()}
         drafter = self._drafter
@@ -79,12 +81,12 @@ class DraftedBlocks:
     def _advance(
         self, tracked: TrackedRequest, start: int, end: int, is_drafted: bool, tables: Tables
     ) -> None:
-        """A request's step over [start, end), of which the last may be drafts."""
+        """Take a request's step over the tokens [start, end). The last of them may be drafts."""
         request, drafted, table = tracked.request, tracked.drafted, None
         known = request.num_tokens
         if drafted is None or drafted.preemptions != request.num_preemptions:
             table = tables(request.request_id)
-            drafted = tracked.drafted = self._begun(tracked, start, table)
+            drafted = tracked.drafted = self._start_tracking(tracked, start, table)
         if not is_drafted:
             # With asynchronous scheduling `start` counts drafts that may be rejected yet.
             drafted.proven = min(drafted.proven, start, known - 1)
@@ -100,23 +102,25 @@ class DraftedBlocks:
             drafted.begun = -(-computed // unit) * unit
 
     def _is_stale(self, request: Any, end: int) -> bool:
-        """Whether a step that ends inside a prompt takes another token for the one behind it.
+        """Return True if a step that ends inside a prompt takes a wrong token for the next one.
 
-        An image that begins there may not be encoded yet. vLLM then takes the token in its places,
+        An image that begins there may not be encoded yet. vLLM then takes the placeholder token,
         which is the same for all images.
         """
         if self._drafter.is_stale_at_ends or not self._drafter.lookahead_tokens:
             return self._drafter.is_stale_at_ends
         return any(feature.mm_position.offset == end for feature in request.mm_features)
 
-    def _begun(
+    def _start_tracking(
         self, tracked: TrackedRequest, start: int, tables: Sequence[Sequence[int]]
     ) -> DraftedTokens:
-        """A request runs from `start` on; before that are the engine's own hit and its load."""
+        """Return the state of a request that runs from token `start` on.
+
+        The tokens before `start` are the engine's own hit and the request's load.
+        """
         request, proven = tracked.request, _ALL
-        first, end = tracked.load.restored
-        tracked.load.restored = 0, 0
-        local = first if end == start else start
+        restored, tracked.load.restored = tracked.load.restored, range(0)
+        local = restored.start if restored.stop == start else start
         for group in self._groups:
             size = group.tokens_per_block
             marks = self._marks_of(request, group, range(local // size))
@@ -127,14 +131,17 @@ class DraftedBlocks:
                 if block != NULL_BLOCK and self._marks[block] != mark:
                     proven = min(proven, number * size)
                     break
-        # A chunk's hash covers the token behind it, so what was loaded is proven.
+        # A chunk's hash covers the next token, so all tokens that were loaded are proven.
         self._compute(request, tables, local, start, start)
         return DraftedTokens(request.num_preemptions, proven, marked=start, begun=start)
 
     def _compute(
         self, request: Any, tables: Sequence[Sequence[int]], start: int, end: int, storable: int
     ) -> None:
-        """Mark the blocks of tokens [start, end) that end within `storable`, and no others."""
+        """Mark the blocks of tokens [start, end) that end within `storable` tokens.
+
+        The other blocks of these tokens lose their marks.
+        """
         for group in self._groups:
             size = group.tokens_per_block
             numbers = range(start // size, -(-end // size))
@@ -146,7 +153,7 @@ class DraftedBlocks:
                 self._marks[block] = mark
 
     def _marks_of(self, request: Any, group: Group, numbers: range) -> list[int]:
-        """Of a request's whole blocks in a group, with these numbers."""
+        """Return the marks of a request's whole blocks in a group that have these numbers."""
         if not numbers:
             return []
         size, unit = group.tokens_per_block, self._geometry.hash_tokens

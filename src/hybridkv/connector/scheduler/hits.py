@@ -1,4 +1,4 @@
-"""Hits: what is looked up, what is offered to the engine, and its loads from blocks to their end.
+"""Hits: the lookups of requests, the offers to the engine, and their loads.
 
 A prompt waits for tiers below RAM no longer than computing it takes (D18).
 """
@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybridkv.connector.messages import LoadPlan, StepPlan
 from hybridkv.connector.scheduler.audits import Audits
@@ -29,13 +30,21 @@ from hybridkv.core.speed import PrefillSpeed
 from hybridkv.core.tails import first_tail_chunk, tail_names
 from hybridkv.vllm.adapters import Adapter
 from hybridkv.vllm.block_room import ROOM_SECONDS
-from hybridkv.wire.messages import Found, Lookup, Pending, Release
+from hybridkv.wire.messages import Decline, Found, Lookup, Pending, Release
 
 logger = logging.getLogger("vllm.hybridkv")
 
-RAM = "ram"  # The tier that every load reads; the tiers below it have names of their own.
-_WAITING = (RequestState.WAITING_FOR_LOAD, RequestState.LOADING, RequestState.DRAINING)
-LOAD_SECONDS_MAX = 10.0  # A load copies memory; one that takes longer is taken for one that hangs.
+RAM = "ram"  # The tier that every load reads. The tiers below it have names of their own.
+_STATES_WITH_LOAD = (RequestState.WAITING_FOR_LOAD, RequestState.LOADING, RequestState.DRAINING)
+LOAD_SECONDS_MAX = 10.0  # A load copies memory. A load that takes longer is reported as overdue.
+
+
+class TierWait(NamedTuple):
+    """How long a prompt may wait for tiers below RAM."""
+
+    seconds: float
+    tokens_per_second: int
+    """The speed of prefill, which tiers are compared with; 0 = they are not compared."""
 
 
 @dataclass
@@ -43,24 +52,21 @@ class Patience:
     """How long requests wait for tiers below RAM, by the speed of prefill."""
 
     policy: LoadPolicy
-    most_seconds: float  # The value of `Settings.load_timeout_seconds`.
+    seconds_max: float  # The value of `Settings.load_timeout_seconds`.
     prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
 
-    def of(self, tokens: int) -> tuple[float, int]:
-        """(seconds that a prompt of `tokens` tokens may wait, tokens per second of prefill).
-
-        Tiers are judged by that speed; 0 = it is not known, or they are not to be judged.
-        """
+    def wait_for(self, tokens: int) -> TierWait:
+        """Return how long a prompt of `tokens` tokens may wait."""
         if self.policy is LoadPolicy.NEVER:
-            return 0.0, 0
+            return TierWait(0.0, 0)
         if self.policy is LoadPolicy.ALWAYS:
-            return self.most_seconds, 0
-        rate = int(self.prefill.speed.per_second)
-        return min(self.most_seconds, self.prefill.seconds(tokens)), rate
+            return TierWait(self.seconds_max, 0)
+        seconds = min(self.seconds_max, self.prefill.seconds(tokens))
+        return TierWait(seconds, int(self.prefill.speed.per_second))
 
 
 class Lookups:
-    """The lookups of one engine. `now` is monotonic seconds."""
+    """The lookups of one engine, and the offers that follow. `now` is monotonic seconds."""
 
     def __init__(
         self,
@@ -71,108 +77,108 @@ class Lookups:
         audits: Audits,
         with_tails: bool = False,
     ) -> None:
-        """`with_tails`: hits may end inside a chunk (core.tails)."""
+        self.with_tails = with_tails
+        """True if hits may end inside a chunk (core.tails)."""
         self._weights = weights
         self._audits = audits
-        self._with_tails = with_tails
         self.patience = Patience(settings.load_policy, settings.load_timeout_seconds)
         self._answer_seconds = settings.lookup_timeout_ms / 1e3
-        self._most_seconds = min(self._answer_seconds, settings.load_timeout_seconds)
+        self._seconds_max = min(self._answer_seconds, settings.load_timeout_seconds)
         self._requests = requests
-        self._geometry = requests.geometry
+        self.geometry = requests.geometry
         self._session = requests.session
         self._counters = requests.counters
         self._events = events
         self.queued: list[TrackedRequest] = []
         """Requests whose lookups leave with the next flush of the link."""
 
-    def begin(self, tracked: TrackedRequest, now: float) -> None:
+    def look_up(self, tracked: TrackedRequest, now: float) -> None:
         """Look a request up for the first time, or again after its preemption."""
         lookup = tracked.lookup
         lookup.found, lookup.pending, lookup.sent = None, None, False
-        lookup.deadline = now + self._most_seconds
+        lookup.deadline = now + self._seconds_max
         self._send(tracked, now)
 
     def offer(self, tracked: TrackedRequest, local_tokens: int, now: float) -> int | None:
-        """Tokens beyond `local_tokens` to load; None = not known yet, so the engine asks again."""
+        """Return the tokens beyond `local_tokens` to load; None = the engine is to ask again."""
         found, request = tracked.lookup.found, tracked.request
         if found is None:
             return self._unanswered(tracked, local_tokens, now)
         if self._audits.is_cut_off:
-            self._requests.settle(tracked, "lookups_audit", now)
+            self._requests.settle(tracked, Decline.AUDIT, now)
             return 0
         self._audits.begin(tracked, local_tokens, now)
-        tokens = tracked.lookup.hit_tokens(self._geometry)
+        tokens = tracked.lookup.hit_tokens(self.geometry)
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
         if tracked.adapter is not None and tracked.adapter.weights != tracked.lookup.adapter:
-            return self._begin_anew(tracked, tracked.adapter, now)
+            return self._look_up_again(tracked, tracked.adapter, now)
         if not self._weights.is_current:
-            return self._wait(tracked, now, "weights")
+            return self._wait(tracked, now, Decline.IDENTITY)
         if not self._session.workers_attached():
-            return self._wait(tracked, now, "workers")
+            return self._wait(tracked, now, Decline.LATE_WORKERS)
         if not self._requests.room.has_room(request.request_id, request.num_tokens + 1):
-            return self._wait(tracked, now, "room")
+            return self._wait(tracked, now, Decline.LATE_ROOM)
         tracked.load.local_tokens = local_tokens
         return tokens - local_tokens
 
-    def _begin_anew(self, tracked: TrackedRequest, adapter: Adapter, now: float) -> int | None:
-        """The engine has other weights of the adapter since the lookup; look these up in its time.
+    def _look_up_again(self, tracked: TrackedRequest, adapter: Adapter, now: float) -> int | None:
+        """Look a request up with the adapter's new weights, within the deadline that it has.
 
-        As `offer`.
+        The engine has replaced the adapter's weights since the lookup. Returns what `offer` does.
         """
         deadline = tracked.lookup.deadline
         if now >= deadline:
-            self._requests.settle(tracked, "lookups_adapter", now, adapter.refusal)
+            self._requests.settle(tracked, Decline.ADAPTER, now, adapter.refusal)
             return 0
         self._requests.release(tracked, now)
-        self.begin(tracked, now)
+        self.look_up(tracked, now)
         tracked.lookup.deadline = min(tracked.lookup.deadline, deadline)
         return None if tracked.is_prefetching else 0
 
-    def take_pending(self, pending: Pending, now: float) -> None:
-        """The daemon lives, and reads tiers for a request."""
+    def on_pending(self, pending: Pending, now: float) -> None:
+        """Wait longer for a lookup, because the daemon reads tiers for it."""
         self._session.breaker = self._session.breaker.succeeded()
         tracked = self._requests.by_lease.get(pending.lease)
         if tracked is not None and tracked.is_prefetching:
             tracked.lookup.deadline = now + pending.wait_ms / 1e3 + self._answer_seconds
-            if len(pending.masks) == len(self._geometry.groups):
+            if len(pending.masks) == len(self.geometry.groups):
                 tracked.lookup.pending = pending
             self._counters["lookups_promoted"] += 1
 
-    def take_found(self, found: Found, now: float) -> None:
-        """An answer; the lease of one that nobody waits for any more ends at once."""
+    def on_found(self, found: Found, now: float) -> None:
+        """Keep the answer to a lookup. If its request does not wait any more, end its lease."""
         self._session.breaker = self._session.breaker.succeeded()
         tracked = self._requests.by_lease.get(found.lease)
-        is_sound = len(found.masks) == len(self._geometry.groups)
+        is_sound = len(found.masks) == len(self.geometry.groups)
         if tracked is None or not tracked.is_prefetching or not is_sound:
             self._requests.by_lease.pop(found.lease, None)
             self._session.send(Release(found.lease), now)
-            self._audits.refused(found, now)
+            self._audits.on_unwanted_answer(found, now)
             return
         tracked.lookup.found = tracked.lookup.answer = found
         self._requests.meter.observe("lookup_wait_seconds", now - tracked.lookup.sent_at)
-        self._events.update(lambda events: events.found(tracked, found))
+        self._events.update(lambda events: events.on_found(tracked, found))
         if not found.chunks:
             # A miss opens no lease.
             tracked.lookup.lease = 0
             del self._requests.by_lease[found.lease]
-        self._audits.answered(tracked, found, now)
+        self._audits.on_answer(tracked, found, now)
         self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
         if not found.tail and found.chunks * HASH_BYTES < len(tracked.lookup.hashes):
             self._count_limits(found)
 
     def _count_limits(self, found: Found) -> None:
-        """Count the groups that have less than others, and so are why the hit is no longer."""
-        groups = [group for group, _ in lacking(self._geometry, found.masks, found.chunks + 1)]
-        if len(groups) < len(self._geometry.groups):
+        """Count the groups that lack the next chunk while others have it: they limit the hit."""
+        groups = [group for group, _ in lacking(self.geometry, found.masks, found.chunks + 1)]
+        if len(groups) < len(self.geometry.groups):
             for name in [f"{group.gid}:{group.kind}" for group in groups]:
                 self._counters[f"hits_limited_by_{name}"] += 1
 
-    def flushed(self, now: float) -> None:
-        """Everything queued leaves now, and deadlines begin now.
+    def on_flush(self, now: float) -> None:
+        """Begin the deadlines of queued lookups, because all that is queued leaves now.
 
-        A paused engine takes no steps: how long a lookup was queued is not the daemon's delay.
+        A paused engine takes no steps. The time that a lookup was queued is not the daemon's delay.
         """
         for tracked in self.queued:
             tracked.lookup.deadline += now - tracked.lookup.sent_at
@@ -180,54 +186,55 @@ class Lookups:
         self.queued.clear()
 
     def _send(self, tracked: TrackedRequest, now: float, is_asked: bool = False) -> None:
-        """Send the lookup, settle the request, or do neither.
+        """Send the lookup, settle the request, or leave it for a later call.
 
-        Neither is done before a report says whether the adapter is loaded, if one is on its way.
-        While nothing could be loaded, neither is done before the engine asks about the request
-        (`is_asked`): that may be over by then.
+        It is left while a report is on its way that says whether the adapter is loaded. It is also
+        left while nothing could be loaded, until the engine asks about the request (`is_asked`):
+        the obstacle may be over by then.
         """
         request, adapter, session = tracked.request, tracked.adapter, self._session
-        chunks_max = hit_chunks_max(self._geometry)
-        chunks = min(self._geometry.whole_chunks(request.num_tokens - 1), chunks_max)
-        with_tails = self._with_tails and request.num_tokens > self._geometry.hash_tokens
-        declined = detail = ""
+        chunks_max = hit_chunks_max(self.geometry)
+        chunks = min(self.geometry.whole_chunks(request.num_tokens - 1), chunks_max)
+        with_tails = self.with_tails and request.num_tokens > self.geometry.hash_tokens
+        reason: Decline | None = None
+        detail = ""
         if not chunks and not with_tails:
-            declined = "lookups_too_short"
+            reason = Decline.TOO_SHORT
         elif getattr(request, "skip_reading_prefix_cache", False):
-            declined = "lookups_unwanted"
-        elif vain := self._why_vain():
+            reason = Decline.UNWANTED
+        elif obstacle := self._obstacle():
             if not is_asked:
                 return
-            declined = vain
+            reason = obstacle
         elif adapter is not None and (adapter.is_reloaded or not tracked.has_hashes()):
             if adapter.is_awaited:
                 return
-            declined, detail = "lookups_adapter", adapter.refusal
+            reason, detail = Decline.ADAPTER, adapter.refusal
         elif not session.is_connected:
-            declined = "lookups_no_daemon"
+            reason = Decline.NO_DAEMON
         elif not session.breaker.allows(now):
-            declined = "lookups_breaker_open"
-        if declined:
-            self._requests.settle(tracked, declined, now, detail)
+            reason = Decline.BREAKER_OPEN
+        if reason:
+            self._requests.settle(tracked, reason, now, detail)
             return
         lookup, lease = tracked.lookup, self._requests.open_lease(tracked)
         session.breaker = session.breaker.asked(now)
         lookup.adapter = adapter.weights if adapter is not None else None
-        lookup.hashes = tracked.chunk_hashes(self._geometry, 0, chunks)
+        lookup.hashes = tracked.chunk_hashes(self.geometry, 0, chunks)
         if with_tails:
             known = request.block_hashes
-            tokens = min(request.num_tokens, chunks_max * self._geometry.chunk_tokens)
-            first = lookup.tails_from = first_tail_chunk(self._geometry, tokens)
-            names = tail_names(self._geometry, known, first, tokens)
+            tokens = min(request.num_tokens, chunks_max * self.geometry.chunk_tokens)
+            first = lookup.tails_from = first_tail_chunk(self.geometry, tokens)
+            names = tail_names(self.geometry, known, first, tokens)
             lookup.tails = tracked.tail_hashes(names)
-        lookup.sent_at, lookup.deadline = now, now + self._most_seconds
-        seconds, rate = self.patience.of(chunks * self._geometry.chunk_tokens)
+        lookup.sent_at, lookup.deadline = now, now + self._seconds_max
+        wait = self.patience.wait_for(chunks * self.geometry.chunk_tokens)
         message = Lookup(
             lease,
             lease,
             lookup.hashes,
-            wait_ms=round(seconds * 1e3),
-            tokens_per_second=rate,
+            wait_ms=round(wait.seconds * 1e3),
+            tokens_per_second=wait.tokens_per_second,
             tails=lookup.tails,
             tails_from=lookup.tails_from,
             audit_lease=self._audits.lease_for_lookup(tracked),
@@ -236,67 +243,72 @@ class Lookups:
         self.queued.append(tracked)
         self._counters["lookups"] += 1
 
-    def _why_vain(self) -> str:
-        """The reason for which no hit could be loaded now; empty where one could."""
+    def _obstacle(self) -> Decline | None:
+        """Return the reason for which no hit could be loaded now; None = one could."""
         session = self._session
         if not session.is_connected:
-            return ""
+            return None
         if self._weights.is_stale:
-            return "lookups_identity"
+            return Decline.IDENTITY
         if self._audits.is_cut_off:
-            return "lookups_audit"
-        return "lookups_late_workers" if session.unmapped == session.boot else ""
+            return Decline.AUDIT
+        return Decline.LATE_WORKERS if session.unmapped == session.boot else None
 
     def _unanswered(self, tracked: TrackedRequest, local_tokens: int, now: float) -> int | None:
         lookup, pending = tracked.lookup, tracked.lookup.pending
-        if pending is not None and pending.chunks * self._geometry.chunk_tokens <= local_tokens:
-            # No tier can add to what the engine has. What RAM has need not be stored again.
+        if pending is not None and pending.chunks * self.geometry.chunk_tokens <= local_tokens:
+            # Tiers cannot give more than the engine has. Objects in RAM need not be stored again.
             lookup.found = Found(0, 0, 0, pending.masks, b"", b"")
             self._counters["lookups_outrun"] += 1
             self._requests.advance(tracked, RequestEvent.SETTLED, now)
             return 0
         if not lookup.sent:
             self._send(tracked, now, is_asked=True)
-        elif vain := self._why_vain():
-            self._requests.settle(tracked, vain, now)
+        elif obstacle := self._obstacle():
+            self._requests.settle(tracked, obstacle, now)
         if not tracked.is_prefetching:
             return 0
-        return self._wait(tracked, now, "answer" if tracked.has_hashes() else "adapter")
+        has_hashes = tracked.has_hashes()
+        return self._wait(tracked, now, Decline.LATE_ANSWER if has_hashes else Decline.LATE_ADAPTER)
 
-    def _wait(self, tracked: TrackedRequest, now: float, reason: str) -> int | None:
-        """None until the deadline has passed; then the request is settled and offered 0 tokens."""
+    def _wait(self, tracked: TrackedRequest, now: float, reason: Decline) -> int | None:
+        """Return None, so that the engine asks again, or settle the request and return 0.
+
+        It is settled, for this reason, once its deadline has passed or waiting is of no use.
+        """
         lookup = tracked.lookup
-        more = ROOM_SECONDS if reason == "room" else 0.0
-        if reason == "weights":
-            # While they are read a request waits no longer than it takes to compute it.
-            patience, _ = self.patience.of(tracked.request.num_tokens)
-            more = -math.inf if self._weights.is_stale else patience
-        is_vain = reason == "workers" and self._session.unmapped == self._session.boot
-        may_wait = (lookup.sent or reason == "adapter") and not is_vain
-        if may_wait and now < lookup.deadline + more:
+        extra_seconds = ROOM_SECONDS if reason is Decline.LATE_ROOM else 0.0
+        if reason is Decline.IDENTITY:
+            # While weights are read a request waits no longer than it takes to compute it.
+            patience = self.patience.wait_for(tracked.request.num_tokens).seconds
+            extra_seconds = -math.inf if self._weights.is_stale else patience
+        is_vain = reason is Decline.LATE_WORKERS and self._session.unmapped == self._session.boot
+        may_wait = (lookup.sent or reason is Decline.LATE_ADAPTER) and not is_vain
+        if may_wait and now < lookup.deadline + extra_seconds:
             return None
-        if reason == "answer":
+        if reason is Decline.LATE_ANSWER:
             self._session.breaker = self._session.breaker.failed(now)
             self._requests.meter.observe("lookup_wait_seconds", now - lookup.sent_at)
-        declined = "lookups_identity" if reason == "weights" else f"lookups_late_{reason}"
-        self._requests.settle(tracked, declined, now)
+        self._requests.settle(tracked, reason, now)
         return 0
 
 
 @dataclass(eq=False)
 class LoadPlanner:
-    """Every load of one engine, from the blocks that it gets to its end."""
+    """All loads of one engine, each from the blocks that it gets to its end."""
 
     requests: RequestRegistry
-    to_plan: list[TrackedRequest] = field(default_factory=list)
     to_fail: list[str] = field(default_factory=list)
+    """Requests that wait for a load which nobody planned; the next plan fails them."""
+    to_plan: list[TrackedRequest] = field(default_factory=list)
+    """Requests whose loads go into the next plan."""
     loading: dict[str, TrackedRequest] = field(default_factory=dict)
-    """Every load that the workers have not ended, the oldest first."""
+    """Requests whose loads have not ended, by id, the oldest first."""
 
-    def allocated(
+    def on_allocated(
         self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], tokens: int, now: float
     ) -> None:
-        """The engine has blocks for `tokens` tokens of the offer."""
+        """Prepare a load, because the engine has blocks for `tokens` tokens of the offer."""
         request_id, load = tracked.request.request_id, tracked.load
         self.requests.advance(tracked, RequestEvent.ALLOCATED, now)
         if tracked.state is not RequestState.WAITING_FOR_LOAD:
@@ -307,30 +319,35 @@ class LoadPlanner:
             if found is None or local + tokens != tracked.lookup.hit_tokens(geometry):
                 raise PlanError(f"the engine took {local + tokens} tokens of another offer")
             served = [tables[group.gid] for group in geometry.groups]
-            slots = found.offsets, found.generations
-            runs = plan_load(geometry, found.chunks, local, served, *slots)
+            runs = plan_load(
+                geometry=geometry,
+                hit_chunks=found.chunks,
+                local_tokens=local,
+                tables=served,
+                offsets=found.offsets,
+                generations=found.generations,
+            )
             load.plan = LoadPlan(self.requests.session.boot, runs, tracked.lookup.adapter)
         except PlanError as error:
-            self.requests.counters["plan_failed"] += 1
-            tracked.why = "plan_failed", str(error)
+            self.requests.decline(tracked, Decline.PLAN_FAILED, str(error))
             logger.warning("hybridkv: %s is computed: %s", request_id, error)
             load.plan = LoadPlan("", ())
         load.tokens, load.allocated_at = tokens, now
         self.requests.room.hold(request_id, tracked.request.num_tokens + 1)
-        load.handed_over = load.is_overdue = False
+        load.is_handed_over = load.is_overdue = False
         self.to_plan.append(tracked)
         self.loading[request_id] = tracked
 
-    def must_fail(self, request_id: str) -> None:
-        """The engine waits for a load of this request; it fails unless it is planned already."""
+    def fail_load(self, request_id: str) -> None:
+        """Fail the load that the engine waits for, unless the next plan already has it."""
         tracked = self.requests.by_id.get(request_id)
         if tracked is None or tracked not in self.to_plan:
             self.to_fail.append(request_id)
             if tracked is not None:
-                tracked.load.handed_over = True
+                tracked.load.is_handed_over = True
 
     def put_into(self, plan: StepPlan, now: float) -> None:
-        """Add every load that has blocks by now, and every request whose load must fail."""
+        """Add all loads that have blocks to a plan, and all requests whose load must fail."""
         plan.failed += self.to_fail
         for tracked in self.to_plan:
             if tracked.load.plan.runs and tracked.state is not RequestState.DRAINING:
@@ -339,26 +356,29 @@ class LoadPlanner:
                 plan.failed.append(tracked.request.request_id)
             self.requests.advance(tracked, RequestEvent.PLANNED, now)
 
-    def handed_over(self) -> None:
-        """The workers get the plan that `put_into` made."""
+    def on_handed_over(self) -> None:
+        """Forget what the last `put_into` added, because the workers get that plan."""
         for tracked in self.to_plan:
-            tracked.load.handed_over = True
-        self.to_plan, self.to_fail = [], []
+            tracked.load.is_handed_over = True
+        self.to_plan.clear()
+        self.to_fail.clear()
 
     def give_up(self) -> list[str]:
-        """The requests that wait for a load that no worker knows of: they must fail now."""
-        failed, self.to_fail, self.to_plan = self.to_fail, [], []
+        """Forget all loads that no worker knows of. Returns their requests, which must fail now."""
+        failed = [*self.to_fail]
+        self.to_fail.clear()
+        self.to_plan.clear()
         for tracked in self.requests.by_id.values():
-            if tracked.state in _WAITING and not tracked.load.handed_over:
-                tracked.load.handed_over = True
+            if tracked.state in _STATES_WITH_LOAD and not tracked.load.is_handed_over:
+                tracked.load.is_handed_over = True
                 failed.append(tracked.request.request_id)
         return failed
 
     def count_overdue(self, now: float) -> int:
-        """Loads that are older than LOAD_SECONDS_MAX; each is named in the log once.
+        """Return the number of loads older than LOAD_SECONDS_MAX, and log each of them once.
 
-        They are not failed: the engine would give their blocks to others, and a copy that goes on
-        would write there.
+        They are not failed: the engine would give their blocks to other requests, and a copy that
+        goes on would write there.
         """
         overdue = 0
         for request_id, tracked in self.loading.items():
@@ -371,13 +391,13 @@ class LoadPlanner:
                 logger.warning(text, request_id, LOAD_SECONDS_MAX)
         return overdue
 
-    def ended(self, tracked: TrackedRequest, failed: bool, now: float) -> None:
-        """The workers reported the end of a load."""
+    def on_load_end(self, tracked: TrackedRequest, has_failed: bool, now: float) -> None:
+        """Count a load whose end the workers reported, and release its lease."""
         self.loading.pop(tracked.request.request_id, None)
-        if failed:
-            self.requests.decline(tracked, "loads_failed")
-            self.requests.release(tracked, now, None)
-            # What was wrong there is computed now. It is stored again although it was found.
+        if has_failed:
+            self.requests.decline(tracked, Decline.LOAD_FAILED)
+            self.requests.release(tracked, now, has_failed=True)
+            # The engine computes all of it now, and it is stored again although it was found.
             tracked.lookup.found = None
             tracked.next_chunk = [0] * len(self.requests.geometry.groups)
             tracked.stored_states.clear()
@@ -385,7 +405,7 @@ class LoadPlanner:
             return
         geometry, counters = self.requests.geometry, self.requests.counters
         load, loaded_bytes = tracked.load, 0
-        load.restored = load.local_tokens, load.local_tokens + load.tokens
+        load.restored = range(load.local_tokens, load.local_tokens + load.tokens)
         if tracked.adapter is not None:
             tracked.adapter.blocks.add(load.plan.adapter)
         for run in load.plan.runs:
@@ -402,12 +422,13 @@ class LoadPlanner:
         request_id, size = tracked.request.request_id, format_size(loaded_bytes)
         text = "hybridkv: loaded %d tokens, %s, for %s in %.1f ms"
         logger.debug(text, load.tokens, size, request_id, 1e3 * seconds)
-        load.total = load.total[0] + load.tokens, load.total[1] + loaded_bytes
-        self.requests.release(tracked, now, (load.tokens, loaded_bytes))
+        load.loaded_tokens += load.tokens
+        load.loaded_bytes += loaded_bytes
+        self.requests.release(tracked, now, loaded_tokens=load.tokens, loaded_bytes=loaded_bytes)
         self.requests.advance(tracked, RequestEvent.LOADED, now)
 
     def tiers_of(self, tracked: TrackedRequest) -> dict[str, int]:
-        """The tokens of the request's load by the tier that they come from."""
+        """Return the tokens of the request's load by the tier that they come from."""
         found = tracked.lookup.found
         tiers = found.tiers if found is not None else {}
         return tokens_by_tier(tracked.load.tokens, self.requests.geometry.chunk_tokens, tiers)
@@ -416,19 +437,21 @@ class LoadPlanner:
 def tokens_by_tier(
     loaded_tokens: int, chunk_tokens: int, promoted: Mapping[str, int]
 ) -> dict[str, int]:
-    """Non-zero tokens of one load by tier; their sum is `loaded_tokens`.
+    """Return the tokens of one load by tier, without zeros. Their sum is `loaded_tokens`.
 
     `promoted` has the chunks of the hit that were promoted for it, by tier, prefix first
-    (Found.tiers). They are taken for the last chunks of the hit: RAM evicts suffixes before
-    prefixes, and the load leaves out the prefix that the engine has itself.
+    (Found.tiers). They count as the last chunks of the hit: RAM evicts suffixes before prefixes,
+    and the load leaves out the prefix that the engine has itself.
+
+    `tokens_by_tier(750, 100, {"disk": 3, "s3": 1}) -> {"s3": 100, "disk": 300, "ram": 350}`
     """
     tokens: dict[str, int] = {}
     left = max(0, loaded_tokens)
     for tier, chunks in reversed(list(promoted.items())):
-        given = min(left, max(0, chunks) * chunk_tokens)
-        if given:
-            tokens[tier] = given
-        left -= given
+        tier_tokens = min(left, max(0, chunks) * chunk_tokens)
+        if tier_tokens:
+            tokens[tier] = tier_tokens
+        left -= tier_tokens
     if left:
         tokens[RAM] = tokens.get(RAM, 0) + left
     return tokens

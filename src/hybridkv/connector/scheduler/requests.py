@@ -1,4 +1,4 @@
-"""The requests that the scheduler role tracks, and their life inside the connector.
+"""The requests that the scheduler role tracks, and their states.
 
     PREFETCHING --allocated--> WAITING_FOR_LOAD --planned--> LOADING --loaded--> READY
          |  lookup sent on arrival; "no answer yet" = ask again               |
@@ -7,14 +7,14 @@
          finished --> DONE, but while a load waits or runs:
              --finished--> DRAINING --loaded/failed--> DONE
 
-An event that the table does not list for a state changes nothing.
+TRANSITIONS is the table. An event that it does not list for a state changes nothing and is counted.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridkv.connector.messages import LoadPlan
 from hybridkv.connector.scheduler.session import DaemonSession
@@ -31,7 +31,7 @@ from hybridkv.wire import messages as wire
 
 
 class RequestState(StrEnum):
-    """Where a request stands."""
+    """The states of a request in the connector; the drawing above has their order."""
 
     PREFETCHING = "prefetching"
     WAITING_FOR_LOAD = "waiting_for_load"
@@ -43,9 +43,10 @@ class RequestState(StrEnum):
 
 
 class RequestEvent(StrEnum):
-    """What the engine or the workers report."""
+    """An event in a request's life, from the engine, the daemon or the workers."""
 
-    SETTLED = "settled"  # The answer is no: a miss, too late, or nothing beyond the local hit.
+    SETTLED = "settled"
+    """Nothing is loaded: a miss, a late answer, or nothing beyond the engine's own hit."""
     ALLOCATED = "allocated"  # The engine has blocks for an external hit.
     PLANNED = "planned"  # The load plan left for the workers.
     LOADED = "loaded"
@@ -64,6 +65,7 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.WAITING_FOR_LOAD, RequestEvent.FAILED): RequestState.BYPASS,
     # The engine holds the request until the workers report it, whatever happens to the lease.
     (RequestState.WAITING_FOR_LOAD, RequestEvent.FINISHED): RequestState.DRAINING,
+    (RequestState.DRAINING, RequestEvent.PLANNED): RequestState.DRAINING,
     (RequestState.LOADING, RequestEvent.LOADED): RequestState.READY,
     (RequestState.LOADING, RequestEvent.FAILED): RequestState.BYPASS,
     (RequestState.LOADING, RequestEvent.FINISHED): RequestState.DRAINING,
@@ -72,13 +74,16 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.READY, RequestEvent.RESUMED): RequestState.PREFETCHING,
     (RequestState.READY, RequestEvent.FINISHED): RequestState.DONE,
     (RequestState.BYPASS, RequestEvent.FINISHED): RequestState.DONE,
+    # The engine reports blocks without a load for every request that is computed.
+    (RequestState.READY, RequestEvent.SETTLED): RequestState.READY,
+    (RequestState.BYPASS, RequestEvent.SETTLED): RequestState.BYPASS,
 }
-LEASELESS = (RequestState.READY, RequestState.BYPASS, RequestState.DONE)
-"""A request that comes to one of these states lets go of its lease."""
+STATES_WITHOUT_LEASE = (RequestState.READY, RequestState.BYPASS, RequestState.DONE)
+"""A request that enters one of these states releases its lease."""
 
 
 def hit_chunks_max(geometry: Geometry) -> int:
-    """The most chunks of a hit: the daemon looks at no more of a lookup (wire.Found)."""
+    """Return the most chunks that a hit can have: the daemon looks at no more (wire.Found)."""
     return wire.BATCH_MAX // len(geometry.groups)
 
 
@@ -87,19 +92,19 @@ class RequestLookup:
     """A request's last lookup. Times are monotonic seconds."""
 
     hashes: bytes = b""  # The chunk hashes that were looked up; empty until a lookup was sent.
-    tails: bytes = b""  # The names of tails that were looked up (core.tails),
-    tails_from: int = 0  # and the chunk that the first of them ends inside.
+    tails: bytes = b""  # The names of tails that were looked up (core.tails).
+    tails_from: int = 0  # The chunk that the first of these tails ends inside.
     adapter: AdapterWeights | None = None  # The LoRA adapter that the names are of.
     sent: bool = False
     sent_at: float = 0.0
     deadline: float = 0.0
     lease: int = 0  # The lease that the answer opens; 0 = none.
     pending: wire.Pending | None = None  # The daemon's first reply where its answer takes longer.
-    found: wire.Found | None = None  # The answer, until it is found out to be wrong.
-    answer: wire.Found | None = None  # The last answer of all, for `hybridkv explain`.
+    found: wire.Found | None = None  # The answer, as long as it is known to hold.
+    answer: wire.Found | None = None  # The last answer that came, for `hybridkv explain`.
 
     def hit_tokens(self, geometry: Geometry) -> int:
-        """The tokens of the hit that was found; 0 = none."""
+        """Return the tokens of the hit that was found; 0 = none."""
         if self.found is None:
             return 0
         if self.found.tail:
@@ -107,45 +112,56 @@ class RequestLookup:
         return self.found.chunks * geometry.chunk_tokens
 
     def tail_found(self) -> bytes:
-        """The name of the tail that the hit ends with; empty = it ends with a chunk."""
+        """Return the name of the tail that the hit ends with; empty = it ends with a chunk."""
         tail = self.found.tail if self.found is not None else 0
         return self.tails[(tail - 1) * HASH_BYTES : tail * HASH_BYTES] if tail else b""
 
 
 @dataclass(eq=False, slots=True)
 class RequestLoad:
-    """A request's last load."""
+    """A request's last load, and the sums of all its loads."""
 
     plan: LoadPlan = LoadPlan("", ())
-    local_tokens: int = 0  # Tokens of the engine's own hit, behind which the load begins.
+    local_tokens: int = 0  # Tokens of the engine's own hit; the load begins after them.
     tokens: int = 0
     allocated_at: float = 0.0  # When the engine had blocks for the load, in monotonic seconds.
-    handed_over: bool = False  # Whether the workers know of the load and will report its end.
-    is_overdue: bool = False  # Whether the log has said that it does not end.
-    restored: tuple[int, int] = (0, 0)
-    """The tokens [first, end) of a load that succeeded, until the request runs."""
-    total: tuple[int, int] = (0, 0)  # (tokens, bytes) of all loads of the request that succeeded.
+    is_handed_over: bool = False  # True if the workers have the load and will report its end.
+    is_overdue: bool = False  # True if the log has a line that the load does not end.
+    restored: range = range(0)
+    """The tokens of a load that succeeded, by their numbers; empty once the request runs."""
+    loaded_tokens: int = 0  # Tokens of all loads of the request that succeeded.
+    loaded_bytes: int = 0  # Bytes of the same loads.
 
 
 @dataclass(eq=False, slots=True)
 class DraftedTokens:
-    """How far a request's blocks hold its drafter's KV, between two preemptions. All in tokens."""
+    """How far a request's blocks hold its drafter's KV, between two preemptions.
 
-    preemptions: int  # The engine's count of them when this began.
-    proven: int  # Behind this the drafter's KV is not that of the request's tokens.
-    storable: int = 0  # What was computed, is proven, and has hashes that are known.
-    marked: int = 0  # Up to here whole blocks have their marks (`drafted.DraftedBlocks`).
-    begun: int = 0  # Up to here blocks have lost the marks of what they held before.
+    Each length is the number of tokens from the request's first token on.
+    """
+
+    preemptions: int  # The engine's count of preemptions when this began.
+    proven: int  # After these tokens the drafter's KV may be that of other tokens.
+    storable: int = 0  # Tokens that were computed, are proven, and have hashes that are known.
+    marked: int = 0  # Tokens whose whole blocks have their marks (`drafted.DraftedBlocks`).
+    begun: int = 0  # Tokens whose blocks have lost the marks of what they held before.
+
+
+class StoredState(NamedTuple):
+    """A recurrent state whose store has begun."""
+
+    group_index: int
+    chunk: int  # The chunk at whose end the state stands.
 
 
 @dataclass(eq=False, slots=True)
 class TrackedRequest:
-    """One request of the engine."""
+    """One request of the engine, and everything that the connector knows of it."""
 
-    request: Any
+    request: Any  # vLLM's Request, which grows as the engine generates.
     chain: ChunkHashChain | None = None  # Makes the hashes where the engine's own cannot be used.
     adapter: Adapter | None = None
-    """The LoRA adapter; the request's chunks have no hashes while its weights are not known."""
+    """The LoRA adapter. The request's chunks have no hashes while its weights are not known."""
     adapter_hash: bytes = b""  # The identity of the weights that the last hashes were of.
     tenant: int = 0  # The number of `core.keys.tenant_of`.
     state: RequestState = RequestState.PREFETCHING
@@ -154,27 +170,26 @@ class TrackedRequest:
     preemptions: int = 0  # The engine's count when the request was last looked up.
     local_seen: int | None = None
     """Tokens of the engine's own hit when it last asked; None = it has not asked."""
-    why: tuple[str, str] = ("", "")
-    """The counter of the last decline or failure, and what is known besides."""
+    declined: wire.Decline | None = None
+    """The reason of the last decline or failure; None = there was none."""
+    decline_detail: str = ""  # A sentence that says more than the reason, or nothing.
     next_chunk: list[int] = field(default_factory=list)
     """For each group, the first chunk whose store is not settled; unused for recurrent groups."""
-    stored_states: set[tuple[int, int]] = field(default_factory=set)
-    """(group index, chunk) of recurrent states whose store has begun."""
-    stored_tail: int = 0  # The tokens of the tail whose store has begun last; 0 = none has.
-    stored: int = 0  # Objects whose store has begun.
-    shed: dict[str, int] = field(default_factory=dict)
-    """By counter, the chunk before which objects that are not stored for that reason are counted.
-    """
+    stored_states: set[StoredState] = field(default_factory=set)
+    stored_tail: int = 0  # The tokens of the last tail whose store has begun; 0 = none has.
+    stored_objects: int = 0  # Objects whose store has begun.
+    shed_chunks: dict[str, int] = field(default_factory=dict)
+    """For each counter of objects that are not stored, the chunk up to which it has counted."""
     drafted: DraftedTokens | None = None  # None = it has not run, or no drafter has layers.
-    audited: AuditVerdict | None = None  # What came of its live audit; None = nothing did.
+    audited: AuditVerdict | None = None  # The verdict of its live audit; None = there is none.
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether the request waits for its lookup, or for what the answer offers."""
+        """Whether the request waits for its lookup, or for blocks for the hit that was found."""
         return self.state is RequestState.PREFETCHING
 
     def has_hashes(self) -> bool:
-        """Whether the chunks have hashes now: not while its adapter is not known."""
+        """Return True if the chunks have hashes, which they lack while the adapter is unknown."""
         if self.adapter is None:
             return True
         weights = self.adapter.weights
@@ -183,14 +198,18 @@ class TrackedRequest:
         return weights is not None
 
     def tail_hashes(self, names: Sequence[bytes]) -> bytes:
-        """HASH_BYTES for each of some fine hashes of the engine; only where `has_hashes`."""
+        """Return the names of tails, made of the engine's hashes of match units.
+
+        There are HASH_BYTES for each. Only for a request that `has_hashes`.
+        """
         hashes = pack_hashes(names)
         return adapter_hashes(hashes, self.adapter_hash) if self.adapter_hash else hashes
 
     def chunk_hashes(self, geometry: Geometry, first: int, count: int) -> bytes:
-        """HASH_BYTES for each of `count` chunks from `first` on; only where `has_hashes`.
+        """Return the hashes of `count` chunks from `first` on, HASH_BYTES for each.
 
-        The request has the tokens of these chunks, and those behind them that their hashes cover.
+        Only for a request that `has_hashes`, and that has the tokens of these chunks and the
+        tokens after them that their hashes cover.
         """
         if self.chain is not None:
             hashes = self.chain.names(first, count)
@@ -209,7 +228,7 @@ class TrackedRequest:
 
 @dataclass
 class RequestRegistry:
-    """Every request from its arrival to its end, by its id and by its lease."""
+    """All requests from their arrival to their end, by id and by lease."""
 
     geometry: Geometry
     session: DaemonSession
@@ -221,104 +240,113 @@ class RequestRegistry:
     last_lease: int = 0
 
     def advance(self, tracked: TrackedRequest, event: RequestEvent, now: float) -> None:
-        """Take the request to its next state, if the table has one, and do what that asks for."""
-        state = TRANSITIONS.get((tracked.state, event))
-        if state is None:
+        """Take the request to the state after `event`, and do what the new state asks for.
+
+        An event that TRANSITIONS does not list for the present state is counted, and ignored.
+        """
+        state = tracked.state
+        next_state = TRANSITIONS.get((state, event))
+        if next_state is None:
+            self.counters[f"transition_ignored_{state}_{event}"] += 1
             return
-        tracked.state = state
-        if state in LEASELESS:
+        tracked.state = next_state
+        if next_state in STATES_WITHOUT_LEASE:
             self.release(tracked, now)
-        if state is RequestState.DONE:
+        if next_state is RequestState.DONE:
             self.report(tracked, now)
             self.by_id.pop(tracked.request.request_id, None)
             self.room.ran((tracked.request.request_id,))
 
-    def decline(self, tracked: TrackedRequest, reason: str, detail: str = "") -> None:
-        """Count why a request is not served, and keep the reason and what is known besides."""
-        self.counters[reason] += 1
-        tracked.why = reason, detail
+    def decline(self, tracked: TrackedRequest, reason: wire.Decline, detail: str = "") -> None:
+        """Count why a request is not served, and keep the reason for `hybridkv explain`."""
+        self.counters[reason.value] += 1
+        tracked.declined, tracked.decline_detail = reason, detail
 
-    def settle(self, tracked: TrackedRequest, reason: str, now: float, detail: str = "") -> None:
-        """Decline a request that waits for its lookup: it is computed."""
+    def settle(
+        self, tracked: TrackedRequest, reason: wire.Decline, now: float, detail: str = ""
+    ) -> None:
+        """Decline a request that waits for its lookup; the engine computes it."""
         self.decline(tracked, reason, detail)
         self.advance(tracked, RequestEvent.SETTLED, now)
 
-    def settle_all(self, reason: str, now: float) -> None:
-        """Settle every request that waits for its lookup."""
-        for tracked in [one for one in self.by_id.values() if one.is_prefetching]:
-            self.settle(tracked, reason, now)
-
     def next_lease(self) -> int:
-        """The number of a new lease."""
+        """Return the number of a new lease."""
         self.last_lease += 1
         return self.last_lease
 
     def open_lease(self, tracked: TrackedRequest) -> int:
-        """The number of a new lease, under which the request is found."""
+        """Give the request a new lease, and return the lease's number."""
         lease = tracked.lookup.lease = self.next_lease()
         self.by_lease[lease] = tracked
         return lease
 
     def release(
-        self, tracked: TrackedRequest, now: float, loaded: tuple[int, int] | None = (0, 0)
+        self,
+        tracked: TrackedRequest,
+        now: float,
+        *,
+        loaded_tokens: int = 0,
+        loaded_bytes: int = 0,
+        has_failed: bool = False,
     ) -> None:
-        """End the request's lease, if any; `loaded` are (tokens, bytes), None for a failed load."""
+        """End the request's lease, if it has one, and tell the daemon what was loaded under it."""
         lease, tracked.lookup.lease = tracked.lookup.lease, 0
         if lease:
             self.by_lease.pop(lease, None)
-            self.session.send(wire.Release(lease, *(loaded or (0, 0)), loaded is None), now)
+            self.session.send(wire.Release(lease, loaded_tokens, loaded_bytes, has_failed), now)
 
-    def lost(self, now: float) -> None:
-        """The connection is lost, with which the daemon has ended every lease."""
+    def on_connection_lost(self, now: float) -> None:
+        """Settle all requests that wait. With the connection the daemon has ended every lease."""
         self.by_lease.clear()
         for tracked in self.by_id.values():
             tracked.lookup.lease = 0
-        self.settle_all("lookups_lost", now)
+        for tracked in [request for request in self.by_id.values() if request.is_prefetching]:
+            self.settle(tracked, wire.Decline.LOST, now)
 
     def report(self, tracked: TrackedRequest, now: float) -> None:
-        """Send the daemon what became of a request that ended, for `hybridkv explain`."""
+        """Send the daemon the explanation of a request that ended, for `hybridkv explain`."""
         if self.session.is_connected:
             explanation = explain_request(self.geometry, tracked)
             self.session.send(wire.ReportRequest(wire_name(tracked), explanation), now)
 
 
 def wire_name(tracked: TrackedRequest) -> str:
-    """The request's id as messages have it; a client may choose one that is no UTF-8."""
+    """Return the request's id as messages have it. A client may choose an id that is no UTF-8."""
     request_id = str(tracked.request.request_id).encode("utf-8", "replace").decode()
     return request_id[: wire.TEXT_MAX]
 
 
 def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.RequestExplanation:
-    """The explanation of a request that ended."""
-    asked, answer = tracked.lookup.hashes, tracked.lookup.answer
-    chunks = len(asked) // HASH_BYTES
+    """Return the explanation of a request that ended, for `hybridkv explain`."""
+    hashes, answer, audited = tracked.lookup.hashes, tracked.lookup.answer, tracked.audited
+    asked_chunks = len(hashes) // HASH_BYTES
     found = answer or wire.Found(0, 0, 0, [], b"", b"")
-    whole = found.chunks - bool(found.tail)
+    whole_chunks = found.chunks - bool(found.tail)
     lacks: dict[int, int] = {}
-    if answer is not None and whole < chunks:
-        missing = lacking(geometry, found.masks, whole + 1)
+    if answer is not None and whole_chunks < asked_chunks:
+        missing = lacking(geometry, found.masks, whole_chunks + 1)
         lacks = {group.gid: chunk for group, chunk in missing}
-    declined, detail = tracked.why
     return wire.RequestExplanation(
-        tracked.request.num_prompt_tokens,
-        tracked.stored,
-        geometry.chunk_tokens,
-        chunks,
-        asked[:HASH_BYTES],
-        None if answer is None else whole,
-        len(found.masks[0]) if found.masks else 0,
-        [
+        prompt_tokens=tracked.request.num_prompt_tokens,
+        stored_objects=tracked.stored_objects,
+        chunk_tokens=geometry.chunk_tokens,
+        asked_chunks=asked_chunks,
+        first_chunk=hashes[:HASH_BYTES],
+        hit_chunks=None if answer is None else whole_chunks,
+        looked_chunks=len(found.masks[0]) if found.masks else 0,
+        groups=[
             wire.GroupPresence(group.gid, group.kind, mask.count(1), lacks.get(group.gid))
             for group, mask in zip(geometry.groups, found.masks, strict=False)
         ],
-        found.tiers,
-        found.why,
-        tracked.local_seen,
-        *tracked.load.total,
-        wire.Decline(declined) if declined else None,
-        detail[: wire.FACT_MAX],
-        tracked.audited.outcome if tracked.audited is not None else None,
-        tracked.audited.sentence[: wire.FACT_MAX] if tracked.audited is not None else "",
+        tiers=found.tiers,
+        not_read=found.why,
+        local_tokens=tracked.local_seen,
+        loaded_tokens=tracked.load.loaded_tokens,
+        loaded_bytes=tracked.load.loaded_bytes,
+        declined=tracked.declined,
+        detail=tracked.decline_detail[: wire.FACT_MAX],
+        audit=audited.outcome if audited is not None else None,
+        audit_detail=audited.sentence[: wire.FACT_MAX] if audited is not None else "",
     )
 
 
@@ -326,7 +354,7 @@ class BlockTable(Sequence[int]):
     """One group's block ids, read from the engine's blocks when they are needed.
 
     A slice keeps the blocks that the table has now. With blocks of 16 tokens a hit of 128k tokens
-    has 8,192 of them in one group, which are too many to be read in a hook.
+    has 8,192 blocks in one group. These are too many to be read in a hook.
     """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
@@ -342,10 +370,10 @@ class BlockTable(Sequence[int]):
         return iter([block.block_id for block in self._blocks])
 
     def __reduce__(self) -> tuple[type[list[int]], tuple[Sequence[int]]]:
-        """A pickled table is a list, because another process uses the ids alone."""
+        """Pickle the table as a list, because another process uses the ids alone."""
         return list, ([*self],)
 
 
 def block_tables(blocks: Any) -> list[BlockTable]:
-    """The table of each of the engine's groups, from its KVCacheBlocks."""
+    """Return the table of each of the engine's groups, from vLLM's KVCacheBlocks."""
     return [*map(BlockTable, blocks.blocks)]

@@ -1,4 +1,8 @@
-"""The scheduler role's session with the daemon: the link, the identity and the daemon's lives."""
+"""The scheduler role's session with the daemon: the link, the identity and the daemon's lives.
+
+The link greets the daemon again whenever the connection was lost. A *life* of the daemon is one
+process of it, named by `boot`.
+"""
 
 import hashlib
 import json
@@ -7,17 +11,32 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from hybridkv.client.link import Link
 from hybridkv.client.start_daemon import start_detached
 from hybridkv.core.breaker import Breaker
+from hybridkv.core.keys import fingerprint
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
 
 RESPAWN_SECONDS = 5.0  # A daemon of our own that died is started again at most this often.
+
+
+class EngineIdentity(NamedTuple):
+    """The identity of an engine's bytes: they may be reused where all of this agrees."""
+
+    namespace: bytes
+    facts: Mapping[str, object]
+    """What the namespace is the fingerprint of, for people."""
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, object]) -> "EngineIdentity":
+        """Return the identity that is made of these facts."""
+        return cls(fingerprint(facts), facts)
 
 
 @dataclass(eq=False)
@@ -26,28 +45,30 @@ class DaemonSession:
 
     socket_path: str
     hello: wire.Hello
-    facts: Mapping[str, object]
+    facts: Mapping[str, object]  # The facts of the identity in `hello`.
     daemon_options: Sequence[str] | None
-    """They start a daemon that died; None: somebody else starts it."""
-    subscribes: bool  # Whether the daemon is asked to tell which objects RAM has no more.
+    """The options that start a daemon which died; None = another program starts it."""
+    subscribes: bool  # True if the daemon is to report objects that RAM loses.
     counters: Counter[str]
     on_loss: Callable[[], None]  # Called whenever the connection is lost.
     group: int | None = None  # The daemon may be another user's, of this group.
     boot: str = ""  # The daemon's life that was greeted last; empty before the first greeting.
-    reserved_bytes: int = 0  # Bytes of the arena whose pages exist, as far as that life has said.
+    reserved_bytes: int = 0  # Bytes of the arena whose pages exist, as that life has reported.
     attached_ranks: dict[str, int] | None = None
-    """Ranks by the daemon's life that they map; None until the first step has ended."""
+    """The number of ranks that map the arena, by the daemon's life; None until the first step has
+    ended."""
     unmapped: str = ""
-    """The daemon's last life whose arena some rank could not map, or can copy nothing to and from;
-    empty once all ranks are attached."""
+    """The daemon's last life whose arena some rank could not map or cannot copy with; empty once
+    all ranks are attached."""
     breaker: Breaker = Breaker()
-    subscribed: int = 0  # The greeting after which Subscribe was sent last.
+    subscribed: int = 0  # The last greeting after which Subscribe was sent.
     respawn_at: float = 0.0
-    refusal: str = ""  # The last refusal of a greeting that the log has; empty after a greeting.
-    is_told: bool = False  # Whether the log has the loss; a daemon may be greeted in vain for long.
+    refusal: str = ""  # The last refusal of a greeting that was logged; empty after a greeting.
+    is_loss_logged: bool = False
+    """True once the loss was logged. Greetings that fail afterwards are not logged again."""
 
     def __post_init__(self) -> None:
-        self.link = Link(self.socket_path, self.hello, self._lost, self.group)
+        self.link = Link(self.socket_path, self.hello, self._on_lost, self.group)
 
     @property
     def is_connected(self) -> bool:
@@ -55,21 +76,21 @@ class DaemonSession:
         return self.link.welcome is not None
 
     def workers_attached(self) -> bool:
-        """Whether every rank maps the arena of the daemon's present life."""
+        """Return True if every rank maps the arena of the daemon's present life."""
         geometry, attached = self.hello.geometry, self.attached_ranks or {}
         return geometry is not None and attached.get(self.boot) == geometry.ranks
 
     def send(self, message: wire.Request, now: float) -> bool:
-        """Queue a message for the link's next flush; False where it is lost, which is counted."""
+        """Queue a message for the link's next flush. Returns False if it is lost, and counts it."""
         sent = self.link.queue(message, now)
         if not sent:
             self.counters[f"unsent_{type(message).__name__.lower()}"] += 1
         return sent
 
     def follow(self, now: float) -> bool:
-        """Do what the connection's state asks for; True for another life of the daemon.
+        """Do what the connection's state asks for. Returns True for a new life of the daemon.
 
-        Subscribe is sent before anything else, so that no removal goes untold.
+        Subscribe is sent before any other message, so that no removal is missed.
         """
         welcome = self.link.welcome
         refusal = self.link.refusal or ""
@@ -78,13 +99,13 @@ class DaemonSession:
             logger.warning(text, refusal)
         self.refusal = refusal
         if welcome is None:
-            # One that hangs, or is of another version, still serves the socket.
+            # A daemon that hangs, or is of another version, still serves the socket.
             is_gone = self.link.greetings and not self.link.is_served
             if is_gone and self.daemon_options is not None and now >= self.respawn_at:
                 self.respawn_at = now + RESPAWN_SECONDS
                 threading.Thread(target=self._respawn, name="hybridkv-respawn", daemon=True).start()
             return False
-        self.is_told = False
+        self.is_loss_logged = False
         if self.subscribes and self.subscribed != self.link.greetings:
             self.subscribed = self.link.greetings
             self.send(wire.Subscribe(), now)
@@ -93,20 +114,20 @@ class DaemonSession:
         self.boot, self.reserved_bytes, self.breaker = welcome.boot, 0, Breaker()
         self.counters["connects"] += 1
         logger.info("hybridkv: connected to the daemon at %s", self.socket_path)
-        return self.send(wire.ReportIdentity(_described(self.facts)), now)
+        return self.send(wire.ReportIdentity(describe_facts(self.facts)), now)
 
-    def identify(self, namespace: bytes, facts: Mapping[str, object], now: float) -> None:
-        """The engine's bytes belong to another identity from here on."""
-        self.hello = msgspec.structs.replace(self.hello, namespace=namespace)
+    def identify(self, identity: EngineIdentity, now: float) -> None:
+        """Give the engine another identity, which its bytes have from here on."""
+        self.hello = msgspec.structs.replace(self.hello, namespace=identity.namespace)
         self.link.greet_with(self.hello)
-        self.facts = facts
-        self.send(wire.Identify(1, namespace), now)
-        self.send(wire.ReportIdentity(_described(facts)), now)
+        self.facts = identity.facts
+        self.send(wire.Identify(1, identity.namespace), now)
+        self.send(wire.ReportIdentity(describe_facts(identity.facts)), now)
 
-    def _lost(self, why: str) -> None:
+    def _on_lost(self, why: str) -> None:
         self.counters["losses"] += 1
-        if self.boot and not self.is_told:
-            self.is_told = True
+        if self.boot and not self.is_loss_logged:
+            self.is_loss_logged = True
             text = "hybridkv: lost the daemon (%s); requests are computed until it is back"
             logger.warning(text, why)
         self.on_loss()
@@ -119,19 +140,26 @@ class DaemonSession:
             logger.exception("hybridkv: the daemon could not be started again")
 
 
-def _described(facts: Mapping[str, object]) -> dict[str, str]:
-    """An identity's facts as short JSON texts; a long one is cut, and ends with its hash."""
+def describe_facts(facts: Mapping[str, object]) -> dict[str, str]:
+    """Return an identity's facts as short JSON texts. A long text is cut, and ends with its hash.
+
+    A text that is cut leaves out settings that are empty or off.
+    """
     texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items()}
     for name, text in texts.items():
         if len(text) > wire.FACT_MAX:
             tail = f"... sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-            texts[name] = json.dumps(_said(facts[name]))[: wire.FACT_MAX - len(tail)] + tail
+            text = json.dumps(_without_empty(facts[name]))
+            texts[name] = text[: wire.FACT_MAX - len(tail)] + tail
     return texts
 
 
-def _said(fact: object) -> object:
-    """What somebody set of a fact: the entries that are neither empty nor off."""
+def _without_empty(fact: object) -> object:
+    """Return a fact without entries that are empty or off.
+
+    `{"a": False, "b": {"c": ""}, "d": 1} -> {"d": 1}`
+    """
     if not isinstance(fact, Mapping):
         return fact
-    said = {name: _said(value) for name, value in sorted(fact.items())}
-    return {name: value for name, value in said.items() if value}
+    entries = {name: _without_empty(value) for name, value in sorted(fact.items())}
+    return {name: value for name, value in entries.items() if value}

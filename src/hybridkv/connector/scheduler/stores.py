@@ -1,4 +1,4 @@
-"""Stores: which objects a step completes, which slots they go to, and what is committed.
+"""Stores: the objects that a step completes, their slots, and their commits.
 
 Nothing is sent from here: messages to the daemon are returned.
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hybridkv.client.credits import SlotCredits
 from hybridkv.connector.messages import StepReport
 from hybridkv.connector.scheduler.audits import Audits
-from hybridkv.connector.scheduler.requests import TrackedRequest, hit_chunks_max
+from hybridkv.connector.scheduler.requests import StoredState, TrackedRequest, hit_chunks_max
 from hybridkv.connector.scheduler.staging import StagingCredits
 from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan, storable_spans
 from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
@@ -26,27 +26,32 @@ from hybridkv.wire.messages import CHANGES_MAX, Commit, Free
 
 
 @dataclass(slots=True)
-class _StoreRun:
+class StoreRun:
     """A run that workers are writing."""
 
     run: CopyRun
     hashes: bytes
     """The hash of the chunk before the run (zeros: there is none), then those of its chunks. Empty
-    until the commit where the token behind them was not sampled yet."""
+    until the commit where the token after the last chunk was not sampled yet."""
     tracked: TrackedRequest
-    step: int  # The number of the step that computes them.
+    step: int  # The number of the step that computes the objects.
     ranks_done: frozenset[int] = frozenset()
     unstored: frozenset[int] = frozenset()
     """Places in the run of objects that some rank did not write, or that must not be committed."""
     is_lost: bool = False
-    """Whether the slots are gone with the daemon. The ranks still report the run."""
+    """True if the slots are gone with the daemon. The ranks still report the run."""
     adapter_hash: bytes = b""  # The identity of the LoRA adapter that the hashes are of.
     tail_tokens: int = 0
-    """Where the tail ends that the run has an object of (core.tails); 0 = it has whole chunks."""
+    """The tokens before the end of the tail that the run has an object of (core.tails); 0 = the run
+    has whole chunks."""
 
 
-Offer = tuple[int, int, int]
-"""A state that the engine offers: its gid, its block, and the tokens before its boundary."""
+class StateOffer(NamedTuple):
+    """A recurrent state that the engine offers. Its block holds it in this step only."""
+
+    gid: int
+    block: int
+    tokens: int  # The tokens that the state has read.
 
 
 class StoredObjects(NamedTuple):
@@ -57,34 +62,42 @@ class StoredObjects(NamedTuple):
     chunks: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """What is stored of an engine, and how much at once."""
+
+    step_tokens: int  # The most tokens of a step.
+    with_generated: bool = True  # True if generated tokens are stored too.
+    with_tails: bool = False  # True if states inside a chunk are stored too (core.tails).
+    staging_bytes: int | None = None  # The size of the smallest staging; None = no bound.
+
+
 class StorePlanner:
-    """Every store of one engine, from the step that completes an object to its commit."""
+    """All stores of one engine, each from the step that completes an object to its commit."""
 
     def __init__(
         self,
         geometry: Geometry,
-        step_tokens: int,
-        store_generated: bool,
+        limits: StoreLimits,
         counters: Counter[str],
-        staging_bytes: int | None = None,
         numbers: Iterator[int] | None = None,
-        with_tails: bool = False,
+        audits: Audits | None = None,
     ) -> None:
-        """`step_tokens`: the most tokens of a step; `staging_bytes`: see StagingCredits.
+        """`numbers` are those of runs, of which none is given twice in the life of an engine.
 
-        `numbers` go on from an earlier planner. `with_tails`: what the engine offers inside a chunk
-        is stored too (core.tails).
+        `audits` compare objects before these are committed.
         """
-        self._with_tails = with_tails
         self._geometry = geometry
-        self._chunks_max = hit_chunks_max(geometry)  # Nothing behind so many can be hit.
-        self._store_generated = store_generated
+        self._limits = limits
         self._counters = counters
+        self._numbers = numbers or count(1)
+        self._audits = audits
+        self._chunks_max = hit_chunks_max(geometry)  # No hit has chunks after so many.
         self._full_groups: list[int] = []
         self._windowed_groups: list[int] = []
         self._recurrent_groups: dict[int, int] = {}  # The index of each recurrent group by its gid.
         # As many slots as two full steps can complete objects.
-        chunks = 2 * -(-step_tokens // geometry.chunk_tokens) + 2
+        chunks = 2 * -(-limits.step_tokens // geometry.chunk_tokens) + 2
         slots: Counter[SlotShape] = Counter()
         for index, group in enumerate(geometry.groups):
             is_recurrent = group.kind is GroupKind.RECURRENT
@@ -97,61 +110,59 @@ class StorePlanner:
             for shape in slot_shapes(geometry, group):
                 slots[shape] += max(4, chunks // 4) if is_recurrent else chunks
         self.credits = SlotCredits(slots)
-        self._staging = StagingCredits(geometry, staging_bytes)
+        self.staging = StagingCredits(geometry, limits.staging_bytes)
         self._packed_indices = [pack_u64([index]) for index in range(len(geometry.groups))]
         self._block_bytes = [group.block_bytes for group in geometry.groups]
         self._parts = [geometry.parts(group) for group in geometry.groups]
-        self.numbers = numbers or count(1)
         self._step = 0  # The number of the last step that was planned.
-        self._storing: dict[int, _StoreRun] = {}
-        """By the number under which the workers report the run; no number is given twice."""
-        self._unproven: list[_StoreRun] = []
-        """Runs that all ranks have reported, of weights that may be others, or with an object that
-        a live audit compares."""
-        self.audits: Audits | None = None  # They compare objects before these are committed.
-        self.committed: list[StoredObjects] = []  # The objects that the last `reported` committed.
+        self.storing: dict[int, StoreRun] = {}
+        """The runs that ranks are writing, by the number under which the workers report each."""
+        self.unproven: list[StoreRun] = []
+        """Runs that all ranks have reported and that must wait. It is not known which weights
+        computed them, or a live audit compares an object of them."""
+        self.committed: list[StoredObjects] = []  # The objects that the last `on_report` committed.
 
-    def lost(self) -> None:
-        """The daemon is gone, and every slot with it."""
+    def on_connection_lost(self) -> None:
+        """Forget all slots, which are gone with the daemon."""
         self.credits.reset()
-        self._unproven.clear()
-        for storing in self._storing.values():
+        self.unproven.clear()
+        for storing in self.storing.values():
             storing.is_lost = True
 
     @property
     def is_awaited(self) -> bool:
         """Whether some store is not over yet."""
-        return bool(self._storing or self._unproven)
+        return bool(self.storing or self.unproven)
 
     def abort(self) -> None:
-        """Objects that are being written now must not be committed."""
-        for storing in (*self._storing.values(), *self._unproven):
+        """Let no object be committed that is being written now."""
+        for storing in (*self.storing.values(), *self.unproven):
             storing.unstored = frozenset(range(storing.run.objects))
 
-    def planned(
+    def plan_stores(
         self,
         output: Any,
         requests: dict[str, TrackedRequest],
         tables: Callable[[str], Sequence[Sequence[int]]],
         step: int = 0,
     ) -> dict[int, CopyRun]:
-        """Copies of the objects that this step completes; `step` is the number of its plan.
+        """Return the copies of the objects that this step completes, by the number of the run.
 
-        An object waits for a later step where there is no slot for it, or no room in the staging.
-        What the engine lets go of soon, windows and states, comes before all that it keeps until
-        the end of the request.
+        `step` is the number of the step's plan. An object waits for a later step where there is no
+        slot for it, or no room in the staging. The engine soon frees blocks of windows and states,
+        so these come before full attention, which it keeps until the end of the request.
         """
         self._step = step
         offers: Mapping[str, Any] = {}
         if self._recurrent_groups:
             offers = output.kv_connector_block_state.boundary_state_offloads
         windowed, full = self._windowed_groups, self._full_groups
-        if self._staging.bytes_max is None:
-            return self._planned(output, requests, tables, [*windowed, *full], offers)
-        runs = self._planned(output, requests, tables, windowed, offers)
-        return {**runs, **self._planned(output, requests, tables, full, {})}
+        if self.staging.bytes_max is None:
+            return self._plan_groups(output, requests, tables, [*windowed, *full], offers)
+        runs = self._plan_groups(output, requests, tables, windowed, offers)
+        return {**runs, **self._plan_groups(output, requests, tables, full, {})}
 
-    def _planned(
+    def _plan_groups(
         self,
         output: Any,
         requests: dict[str, TrackedRequest],
@@ -159,7 +170,7 @@ class StorePlanner:
         attention: list[int],
         offers: Mapping[str, Any],
     ) -> dict[int, CopyRun]:
-        """The runs of these attention groups, and of the states that the engine offers."""
+        """Return the runs of these attention groups, and of the states that the engine offers."""
         runs: dict[int, CopyRun] = {}
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = requests.get(request_id)
@@ -167,7 +178,7 @@ class StorePlanner:
                 continue
             request = tracked.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-            if not self._store_generated:
+            if not self._limits.with_generated:
                 tokens = min(tokens, request.num_prompt_tokens)
             state_tokens = tokens
             if tracked.drafted is not None:
@@ -178,53 +189,57 @@ class StorePlanner:
                 tokens = min(tokens, tracked.drafted.storable)
             chunks = self._geometry.whole_chunks(tokens)
             if chunks > self._chunks_max:
-                behind = self._chunks_max * self._geometry.chunk_tokens
-                self._shed(tracked, "stores_beyond_lookup", behind, tokens)
+                reachable_tokens = self._chunks_max * self._geometry.chunk_tokens
+                self._shed(tracked, "stores_beyond_lookup", reachable_tokens, tokens)
                 chunks = self._chunks_max
             completed: list[CopyRun] = []
             if attention and min(tracked.next_chunk[i] for i in attention) < chunks:
                 completed += self._attention(tracked, attention, chunks, tables(request_id))
-            offered = offers.get(request_id, ())
-            if self._with_tails and offered:
-                offered, inside = self._divided(offered)
+            states = [StateOffer(*offer) for offer in offers.get(request_id, ())]
+            if self._limits.with_tails and states:
+                states, inside = self._separate(states)
                 runs.update(self._tail(tracked, inside, tables, tokens))
-            for gid, block, boundary in offered:
-                completed += self._state(tracked, gid, block, boundary, state_tokens)
+            for offer in states:
+                completed += self._state(tracked, offer, state_tokens)
             if completed:
-                runs.update(self._begin(tracked, completed))
+                runs.update(self._number_runs(tracked, completed))
         return runs
 
     def _shed(self, tracked: TrackedRequest, counter: str, tokens: int, stop_tokens: int) -> None:
-        """Count, each once, the attention objects behind `tokens` tokens that are not stored.
+        """Count, each once, the attention objects after `tokens` tokens that are not stored.
 
-        They end within `stop_tokens`. Those that RAM had, or that were stored before, are none.
+        They end within `stop_tokens` tokens. Objects that RAM had, or that were stored before, do
+        not count.
         """
-        found, counted = tracked.lookup.found, tracked.shed.get(counter, 0)
+        found, counted = tracked.lookup.found, tracked.shed_chunks.get(counter, 0)
         start, stop = map(self._geometry.whole_chunks, (tokens, stop_tokens))
         for index in (*self._windowed_groups, *self._full_groups):
             first = max(start, counted, tracked.next_chunk[index])
             mask = found.masks[index] if found is not None else b""
             self._counters[counter] += max(0, stop - first) - mask.count(1, first, stop)
-        tracked.shed[counter] = max(counted, stop)
+        tracked.shed_chunks[counter] = max(counted, stop)
 
-    def reported(self, report: StepReport, is_proven: Callable[[int], bool]) -> list[Commit | Free]:
-        """Messages for the slots that every rank is done with.
+    def on_report(
+        self, report: StepReport, is_proven: Callable[[int], bool]
+    ) -> list[Commit | Free]:
+        """Return the messages for the slots that every rank is done with.
 
-        Slots become objects, or are freed where a rank did not write its part. They wait until it
-        `is_proven` of the step that computed them which weights did (`WeightsWatch.is_proven`).
+        Slots become objects, or are freed where a rank did not write its part. They wait until
+        `is_proven` says of the step that computed them that the weights are known
+        (`WeightsWatch.is_proven`).
         """
-        over, self._unproven = [*self._unproven, *self._over(report)], []
+        ended, self.unproven = [*self.unproven, *self._end_runs(report)], []
         self.committed = []
         messages: list[Commit | Free] = []
-        for storing in over:
+        for storing in ended:
             if not is_proven(storing.step):
-                self._unproven.append(storing)
+                self.unproven.append(storing)
                 continue
             adapter = storing.tracked.adapter
             if adapter and not adapter.has_computed(storing.adapter_hash, storing.step):
                 storing.unstored = frozenset(range(storing.run.objects))
-            if self.audits is not None and self.audits.must_wait(storing.run, storing.unstored):
-                self._unproven.append(storing)
+            if self._audits is not None and self._audits.must_wait(storing.run, storing.unstored):
+                self.unproven.append(storing)
                 continue
             storing.hashes = storing.hashes or self._hashes(storing.tracked, storing.run)
             if not storing.hashes:
@@ -233,77 +248,87 @@ class StorePlanner:
             good: Iterable[range] = (range(run.objects),)
             if bad:
                 self._counters["stores_failed"] += len(bad)
-                slots = [
-                    (b"".join(column[at * U64 : (at + 1) * U64] for at in bad), U64)
+                offsets, generations = (
+                    b"".join(column[at * U64 : (at + 1) * U64] for at in bad)
                     for column in (run.offsets, run.generations)
-                ]
-                messages += starmap(Free, batches(CHANGES_MAX, *slots))
+                )
+                parts = batches(CHANGES_MAX, (offsets, U64), (generations, U64))
+                messages += starmap(Free, parts)
                 good = consecutive(sorted({*range(run.objects)} - {*bad}))
             for part in good:
                 messages += self._commit(storing, part.start, part.stop)
         return messages
 
-    def _over(self, report: StepReport) -> Iterator[_StoreRun]:
-        """The runs that the last rank reports now, unless the daemon is gone with their slots."""
+    def _end_runs(self, report: StepReport) -> Iterator[StoreRun]:
+        """Yield the runs that the last rank reports now, unless their slots are gone."""
         for number, places in report.unstored.items():
-            if number in self._storing:
-                self._storing[number].unstored |= places
+            if number in self.storing:
+                self.storing[number].unstored |= places
         for number, ranks in report.done.items():
-            storing = self._storing.get(number)
+            storing = self.storing.get(number)
             if storing is None:
                 continue
             storing.ranks_done |= ranks
             if len(storing.ranks_done) < self._geometry.ranks:
                 continue
-            del self._storing[number]
-            self._staging.give_back(storing.run.span)
+            del self.storing[number]
+            self.staging.give_back(storing.run.span)
             if not storing.is_lost:
                 yield storing
 
-    def _commit(self, storing: _StoreRun, start: int, stop: int) -> Iterator[Commit]:
-        """For the run's objects from `start` on, before `stop`."""
+    def _commit(self, storing: StoreRun, start: int, stop: int) -> Iterator[Commit]:
+        """Yield the commits of the run's objects [start, stop)."""
         run, tracked, hashes = storing.run, storing.tracked, storing.hashes
-        span, geometry = run.span, self._geometry
+        span = run.span
         chunks = range(span.first_chunk + start, span.first_chunk + stop)
         if not storing.tail_tokens:
             self.committed.append(StoredObjects(tracked, span.group_index, chunks))
         self._counters["objects_stored"] += stop - start
         part_bytes, parts = self._shape(span)
         self._counters["bytes_stored"] += part_bytes * parts * (stop - start)
-        # Only a shorter hit needs the run's first objects, the `inner` ones: neither a hit at the
-        # prompt's end does, nor one that ends a chunk before that.
-        prompt_tokens = tracked.request.num_prompt_tokens
-        prompt_chunks = geometry.whole_chunks(prompt_tokens)
-        before_end = max(0, prompt_chunks - 1)
-        needed = needed_chunks(geometry, geometry.groups[span.group_index], before_end)
-        inner = min(run.objects, max(0, needed.start - span.first_chunk))
-        asked = min(run.objects, max(inner, prompt_chunks - span.first_chunk))
-        if storing.tail_tokens:
-            asked = run.objects if storing.tail_tokens <= prompt_tokens else 0
-        classes = (
-            bytes([EvictionClass.INTERIOR]) * inner
-            + bytes([EvictionClass.PROMPT]) * (asked - inner)
-            + bytes([EvictionClass.GENERATED]) * (run.objects - asked)
-        )
+        classes = self._eviction_classes(storing)
         tenant = pack_u64([tracked.tenant]) if tracked.tenant else b""
-        counted = self._full_groups[0] if self._full_groups else 0
-        tokens = geometry.chunk_tokens
-        if storing.tail_tokens:
-            tokens = storing.tail_tokens % tokens
-        if span.group_index != counted:
-            tokens = 0
+        # The daemon counts the tokens of a chunk once, with the object of one group.
+        counting_group = self._full_groups[0] if self._full_groups else 0
+        tokens = 0
+        if span.group_index == counting_group:
+            chunk_tokens = self._geometry.chunk_tokens
+            tokens = storing.tail_tokens % chunk_tokens if storing.tail_tokens else chunk_tokens
         for at in range(start, stop, CHANGES_MAX):
             end = min(stop, at + CHANGES_MAX)
             yield Commit(
-                run.offsets[at * U64 : end * U64],
-                run.generations[at * U64 : end * U64],
-                self._packed_indices[span.group_index],
-                hashes[(1 + at) * HASH_BYTES : (1 + end) * HASH_BYTES],
-                tokens * (end - at),
-                hashes[at * HASH_BYTES : (1 + at) * HASH_BYTES],
-                classes[at:end],
-                tenant,
+                offsets=run.offsets[at * U64 : end * U64],
+                generations=run.generations[at * U64 : end * U64],
+                groups=self._packed_indices[span.group_index],
+                hashes=hashes[(1 + at) * HASH_BYTES : (1 + end) * HASH_BYTES],
+                tokens=tokens * (end - at),
+                parents=hashes[at * HASH_BYTES : (1 + at) * HASH_BYTES],
+                classes=classes[at:end],
+                tenants=tenant,
             )
+
+    def _eviction_classes(self, storing: StoreRun) -> bytes:
+        """Return the EvictionClass of each object of a run, a byte each::
+
+            | interior | prompt | generated |
+
+        Interior objects are needed by shorter hits only. Neither a hit at the prompt's end needs
+        them, nor a hit that ends one chunk before that.
+        """
+        geometry, objects, span = self._geometry, storing.run.objects, storing.run.span
+        prompt_tokens = storing.tracked.request.num_prompt_tokens
+        prompt_chunks = geometry.whole_chunks(prompt_tokens)
+        group = geometry.groups[span.group_index]
+        needed = needed_chunks(geometry, group, max(0, prompt_chunks - 1))
+        prompt_start = min(objects, max(0, needed.start - span.first_chunk))
+        prompt_stop = min(objects, max(prompt_start, prompt_chunks - span.first_chunk))
+        if storing.tail_tokens:
+            prompt_stop = objects if storing.tail_tokens <= prompt_tokens else 0
+        return (
+            bytes([EvictionClass.INTERIOR]) * prompt_start
+            + bytes([EvictionClass.PROMPT]) * (prompt_stop - prompt_start)
+            + bytes([EvictionClass.GENERATED]) * (objects - prompt_stop)
+        )
 
     def _attention(
         self,
@@ -312,7 +337,10 @@ class StorePlanner:
         chunks: int,
         tables: Sequence[Sequence[int]],
     ) -> Iterator[CopyRun]:
-        """Attention objects in the first `chunks` chunks that are not settled, prefix first."""
+        """Yield the runs of attention objects in the first `chunks` chunks, prefix first.
+
+        Objects that are settled already, by `next_chunk`, are left out.
+        """
         found = tracked.lookup.found
         for index in attention:
             first = tracked.next_chunk[index]
@@ -326,10 +354,10 @@ class StorePlanner:
             if holes:
                 self._counters["stores_hole"] += holes
             for span in spans:
-                if self._staging.is_too_small(span):
+                if self.staging.is_too_small(span):
                     self._counters["stores_too_large"] += span.objects
                     continue
-                run = self._begun(span)
+                run = self._take_slots(span)
                 if run.objects:
                     yield run
                 if run.objects < span.objects:
@@ -338,13 +366,11 @@ class StorePlanner:
                     break
             tracked.next_chunk[index] = max(first, reached)
 
-    def _state(
-        self, tracked: TrackedRequest, gid: int, block: int, boundary: int, tokens: int
-    ) -> Iterator[CopyRun]:
-        """A recurrent state that the engine offers; the block id is valid in this step only."""
-        index = self._recurrent_groups.get(gid)
-        chunk, rest = divmod(boundary, self._geometry.chunk_tokens)
-        if index is None or block == NULL_BLOCK or rest or boundary > tokens:
+    def _state(self, tracked: TrackedRequest, offer: StateOffer, tokens: int) -> Iterator[CopyRun]:
+        """Yield the run of a state that the engine offers within the first `tokens` tokens."""
+        index = self._recurrent_groups.get(offer.gid)
+        chunk, rest = divmod(offer.tokens, self._geometry.chunk_tokens)
+        if index is None or offer.block == NULL_BLOCK or rest or offer.tokens > tokens:
             self._counters["states_unaligned"] += 1
             return
         chunk -= 1
@@ -353,21 +379,24 @@ class StorePlanner:
             return
         found = tracked.lookup.found
         mask = found.masks[index] if found is not None else b""
-        if (index, chunk) in tracked.stored_states or any(mask[chunk : chunk + 1]):
+        state = StoredState(index, chunk)
+        if state in tracked.stored_states or any(mask[chunk : chunk + 1]):
             return
-        span = ObjectSpan(index, chunk, 1, (block,))
-        if self._staging.is_too_small(span):
+        span = ObjectSpan(index, chunk, 1, (offer.block,))
+        if self.staging.is_too_small(span):
             self._counters["stores_too_large"] += 1
-        elif (run := self._begun(span)).objects:
-            tracked.stored_states.add((index, chunk))
+        elif (run := self._take_slots(span)).objects:
+            tracked.stored_states.add(state)
             yield run
 
-    def _divided(self, offered: Iterable[Offer]) -> tuple[list[Offer], dict[int, Offer]]:
-        """The offers of states at the ends of chunks, and those inside one by group index."""
+    def _separate(
+        self, offers: Iterable[StateOffer]
+    ) -> tuple[list[StateOffer], dict[int, StateOffer]]:
+        """Return the states at the ends of chunks, and by group index those inside a chunk."""
         at_ends, inside = [], {}
-        for offer in offered:
-            index = self._recurrent_groups.get(offer[0])
-            if index is not None and offer[2] % self._geometry.chunk_tokens:
+        for offer in offers:
+            index = self._recurrent_groups.get(offer.gid)
+            if index is not None and offer.tokens % self._geometry.chunk_tokens:
                 inside[index] = offer
             else:
                 at_ends.append(offer)
@@ -376,17 +405,18 @@ class StorePlanner:
     def _tail(
         self,
         tracked: TrackedRequest,
-        offered: Mapping[int, Offer],
+        offers: Mapping[int, StateOffer],
         tables: Callable[[str], Sequence[Sequence[int]]],
         tokens: int,
     ) -> Iterator[tuple[int, CopyRun]]:
-        """The tail at which the engine offers a state of every recurrent group, by group index.
+        """Yield the runs of a tail, if the engine offers its state in every recurrent group.
 
-        vLLM offers it in the step behind its end, before which it copied the state to a block of
-        its own (MambaManager.allocate_new_blocks). The attention blocks are the request's.
+        vLLM offers it in the step after its end. Before that step vLLM copied the state to a block
+        of its own (MambaManager.allocate_new_blocks). The attention blocks are the request's.
+        `offers` are by group index.
         """
-        boundaries = {boundary for _, _, boundary in offered.values()}
-        if len(offered) != len(self._recurrent_groups) or len(boundaries) != 1:
+        boundaries = {offer.tokens for offer in offers.values()}
+        if len(offers) != len(self._recurrent_groups) or len(boundaries) != 1:
             return
         boundary, geometry = boundaries.pop(), self._geometry
         chunk, unit = boundary // geometry.chunk_tokens, geometry.hash_tokens
@@ -396,7 +426,7 @@ class StorePlanner:
             self._counters["stores_beyond_lookup"] += len(geometry.groups)
             return
         name = tracked.tail_hashes([tracked.request.block_hashes[boundary // unit - 1]])
-        blocks = {index: block for index, (_, block, _) in offered.items()}
+        blocks = {index: offer.block for index, offer in offers.items()}
         present = tables(tracked.request.request_id)
         for index in self._full_groups:
             blocks[index] = present[geometry.groups[index].gid][chunk]
@@ -407,37 +437,37 @@ class StorePlanner:
         self._counters["tails_stored"] += 1
         for index in sorted(blocks):
             span = ObjectSpan(index, chunk, 1, (blocks[index],))
-            if self._staging.is_too_small(span):
+            if self.staging.is_too_small(span):
                 self._counters["stores_too_large"] += 1
-            elif (run := self._begun(span)).objects:
-                tail = _StoreRun(run, before + name, tracked, self._step, tail_tokens=boundary)
-                yield self._numbered(tail)
+            elif (run := self._take_slots(span)).objects:
+                tail = StoreRun(run, before + name, tracked, self._step, tail_tokens=boundary)
+                yield self._number_run(tail)
 
-    def _begun(self, span: ObjectSpan) -> CopyRun:
-        """The span's first objects, as many as have slots and room in the staging."""
-        room = self._staging.room(span)
+    def _take_slots(self, span: ObjectSpan) -> CopyRun:
+        """Return a run of the span's first objects, as many as have slots and staging room."""
+        room = self.staging.room(span)
         offsets, generations = self.credits.take(self._shape(span), room)
-        taken = len(offsets) // U64
-        if taken < span.objects:
-            self._counters["stores_no_staging" if taken == room else "stores_no_slot"] += 1
-        part = span.part(0, taken)
-        self._staging.take(part)
+        slots = len(offsets) // U64
+        if slots < span.objects:
+            self._counters["stores_no_staging" if slots == room else "stores_no_slot"] += 1
+        part = span.part(0, slots)
+        self.staging.take(part)
         return CopyRun(part, offsets, generations)
 
-    def _begin(
+    def _number_runs(
         self, tracked: TrackedRequest, completed: list[CopyRun]
     ) -> Iterator[tuple[int, CopyRun]]:
-        """The runs with the numbers under which the workers will report them."""
+        """Yield the runs with the numbers under which the workers will report them."""
         first = objects = -1
         hashes = b""
         for run in completed:
             if first != run.span.first_chunk or objects != run.objects:
                 first, objects = run.span.first_chunk, run.objects
                 hashes = self._hashes(tracked, run)
-            yield self._numbered(_StoreRun(run, hashes, tracked, self._step))
+            yield self._number_run(StoreRun(run, hashes, tracked, self._step))
 
     def _hashes(self, tracked: TrackedRequest, run: CopyRun) -> bytes:
-        """As `_StoreRun.hashes`; empty while the token that the last one covers is not known."""
+        """Return `StoreRun.hashes`; empty while a token that the last hash covers is not known."""
         geometry, first = self._geometry, run.span.first_chunk
         start, stop = max(0, first - 1), first + run.objects
         known_tokens = tracked.request.num_tokens - geometry.lookahead_tokens
@@ -446,14 +476,14 @@ class StorePlanner:
         hashes = tracked.chunk_hashes(geometry, start, stop - start)
         return hashes if first else bytes(HASH_BYTES) + hashes
 
-    def _numbered(self, storing: _StoreRun) -> tuple[int, CopyRun]:
-        """A run that begins now, with its number."""
-        number = next(self.numbers)
-        self._storing[number] = storing
+    def _number_run(self, storing: StoreRun) -> tuple[int, CopyRun]:
+        """Register a run that begins now. Returns its number and its copies."""
+        number = next(self._numbers)
+        self.storing[number] = storing
         storing.adapter_hash = storing.tracked.adapter_hash
-        storing.tracked.stored += storing.run.objects
-        if self.audits is not None and not storing.tail_tokens:
-            self.audits.began(storing.tracked, number, storing.run)
+        storing.tracked.stored_objects += storing.run.objects
+        if self._audits is not None and not storing.tail_tokens:
+            self._audits.on_store_begun(storing.tracked, number, storing.run)
         return number, storing.run
 
     def _shape(self, span: ObjectSpan) -> SlotShape:

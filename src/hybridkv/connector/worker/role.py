@@ -328,9 +328,7 @@ class WorkerRole:
                 self._failed.add(request_id)
                 self._report.counters["rank_loads_failed"] += 1
                 if isinstance(error, BadSlotError):
-                    self._report.corrupt.update(
-                        (slot.offset, slot.generation) for slot in error.slots
-                    )
+                    self._report.corrupt.update(error.slots)
             text = "hybridkv: loading %s failed and is computed instead: %s"
             logger.warning(text, request_id, error)
 
