@@ -12,6 +12,7 @@ from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64
 from hybridkv.wire.messages import (
+    AuditOffer,
     Commit,
     Error,
     Found,
@@ -66,6 +67,8 @@ class Habits:
     """The share of loads that need the end of a part only."""
     waits_ms: tuple[int, ...] = (0,)
     """The times that lookups may wait for tiers, each as likely."""
+    audits: bool = False
+    """Whether every second lookup asks for a live audit."""
     misbehave: frozenset[str] = frozenset()
     """Of "late" and "twice" (commits), "fail" (stores that a rank does not do)."""
 
@@ -222,12 +225,31 @@ class Caller:
 
 def needed_slots(geometry: Geometry, found: Found) -> list[NeededSlot]:
     """Return the slots that a hit needs, each with its place in the prompt."""
+    return _slots_of_hit(geometry, found.chunks, found.offsets, found.generations)
+
+
+def audited_slots(geometry: Geometry, offer: AuditOffer) -> list[NeededSlot]:
+    """Return the slots of an audit, each with its place in the prompt: those of the chunk that is
+    computed, and of the shorter hit before it where the offer has one."""
+    refs = unpack_refs(offer.offsets, offer.generations)
+    compared = [
+        NeededSlot(ref, index, offer.chunk) for index, ref in enumerate(refs) if ref.generation
+    ]
+    if not offer.shorter_offsets:
+        return compared
+    shorter = _slots_of_hit(geometry, offer.chunk, offer.shorter_offsets, offer.shorter_generations)
+    return [*compared, *shorter]
+
+
+def _slots_of_hit(
+    geometry: Geometry, chunks: int, offsets: bytes, generations: bytes
+) -> list[NeededSlot]:
     places = [
         (index, chunk)
         for index, group in enumerate(geometry.groups)
-        for chunk in (needed_chunks(geometry, group, found.chunks) if found.chunks else ())
+        for chunk in (needed_chunks(geometry, group, chunks) if chunks else ())
     ]
-    refs = unpack_refs(found.offsets, found.generations)
+    refs = unpack_refs(offsets, generations)
     return [NeededSlot(ref, index, chunk) for ref, (index, chunk) in zip(refs, places, strict=True)]
 
 

@@ -7,6 +7,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from hybridkv.client.credits import SlotCredits
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import SlotShape, slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
@@ -14,6 +15,7 @@ from hybridkv.shm.arena import LOCKS_FROM
 from hybridkv.wire.messages import (
     GREETING_NEVER,
     PROTOCOL_VERSION,
+    AuditOffer,
     Done,
     Drained,
     Found,
@@ -23,6 +25,7 @@ from hybridkv.wire.messages import (
     Lookup,
     Release,
     Reply,
+    ReportAudit,
     ReportCorrupt,
     ReportIdentity,
     ReportRequest,
@@ -34,8 +37,10 @@ from tests.daemonsim.callers import (
     RATES,
     Caller,
     Client,
+    NeededSlot,
     Scene,
     WrittenSlot,
+    audited_slots,
     commit_of,
     needed_slots,
 )
@@ -80,6 +85,15 @@ class AskedLookup:
     commits: int
     """The number of commits that were sent before."""
     is_wanted: bool = True
+    audit_lease: int = 0
+    """The lease by which the lookup asks for a live audit. 0 = it does not."""
+
+
+class Audit(NamedTuple):
+    """An audit whose lease is open."""
+
+    asked: AskedLookup
+    offer: AuditOffer
 
 
 class LoadItem(NamedTuple):
@@ -171,6 +185,7 @@ class Scheduler(Client):
         """By lease, the ranks that have not reported."""
         self._load_failed: set[int] = set()
         self._held: list[int] = []
+        self._audits: dict[int, Audit] = {}
         """Leases that are kept without a load."""
         self._storing: dict[int, Storing] = {}
         self._own_commits: dict[Name, OwnCommit] = {}
@@ -219,7 +234,7 @@ class Scheduler(Client):
         if self._calls.link.welcome is not None:
             self._misbehave()
             while self._held and self.rng.random() < 0.4:
-                self._calls.tell(Release(self._held.pop(self.rng.randrange(len(self._held)))))
+                self._release(self._held.pop(self.rng.randrange(len(self._held))))
             for reply in self._answers:
                 self._take(reply, plan_loads, plan_stores)
             if self._asked and max(self.scene.habits.waits_ms) and self.rng.random() < 0.1:
@@ -260,12 +275,24 @@ class Scheduler(Client):
         hashes = prompt_hashes(prompt)[:chunks]
         self._leases += 1
         lease = self._leases
+        audit_lease = 0
+        if self.scene.habits.audits and lease % 2:
+            self._leases += 1
+            audit_lease = self._leases
         wait_ms, rate = self.rng.choice(self.scene.habits.waits_ms), self.rng.choice(RATES)
-        if self._calls.ask(
-            lambda number: Lookup(number, lease, b"".join(hashes), wait_ms, rate), Found
-        ):
+
+        def make(number: int) -> Lookup:
+            names = b"".join(hashes)
+            return Lookup(number, lease, names, wait_ms, rate, audit_lease=audit_lease)
+
+        if self._calls.ask(make, Found):
             self._asked[lease] = AskedLookup(
-                prompt, self.identity, hashes, id=self._calls.asked, commits=self._commits
+                prompt=prompt,
+                identity=self.identity,
+                hashes=hashes,
+                id=self._calls.asked,
+                commits=self._commits,
+                audit_lease=audit_lease,
             )
 
     def _give_up(self) -> None:
@@ -283,12 +310,15 @@ class Scheduler(Client):
         elif isinstance(reply, Found):
             if reply.lease in self._given_up:
                 self._given_up.remove(reply.lease)
+                if reply.audit is not None:
+                    self._calls.tell(Release(reply.audit.lease))
                 return
             asked = self._asked.pop(reply.lease)
             self.scene.books.found(
                 self.geometry, asked.identity, asked.hashes, reply.masks, reply.chunks
             )
             self._prove(asked, reply)
+            self._take_audit(asked, reply)
             if asked.is_wanted:
                 # A lookup that waited while the engine took other weights finds nothing.
                 self._check_own(asked, reply)
@@ -315,10 +345,14 @@ class Scheduler(Client):
         self.scene.counts["chunks_hit"] += found.chunks
         self.scene.counts["chunks_from_tiers"] += sum(found.tiers.values())
         assert sum(found.tiers.values()) <= found.chunks
+        self._prove_slots(asked, needed_slots(self.geometry, found))
+        self.scene.counts["slots_proven"] += len(found.offsets) // 8
+
+    def _prove_slots(self, asked: AskedLookup, slots: list[NeededSlot]) -> None:
         welcome = self._calls.link.welcome
         assert welcome is not None
         file = self.scene.system.paths[welcome.arena_path]
-        for ref, index, chunk in needed_slots(self.geometry, found):
+        for ref, index, chunk in slots:
             size, parts = shape_of(self.geometry, index, chunk)
             for part in range(parts):
                 self.scene.books.shown(
@@ -334,7 +368,28 @@ class Scheduler(Client):
                         boot=welcome.boot,
                     )
                 )
-        self.scene.counts["slots_proven"] += len(found.offsets) // 8
+
+    def _take_audit(self, asked: AskedLookup, found: Found) -> None:
+        """Objects that an answer offers to compare are the lookup's. Its lease keeps them."""
+        offer = found.audit
+        if offer is None:
+            return
+        assert asked.is_wanted, "an audit of other weights"
+        assert offer.lease == asked.audit_lease, "an audit that nobody asked for"
+        assert offer.chunk in (found.chunks, found.chunks - 1)
+        self._audits[offer.lease] = Audit(asked, offer)
+        self._prove_slots(asked, audited_slots(self.geometry, offer))
+        self._held.append(offer.lease)
+        self.scene.counts["audits_offered"] += 1
+
+    def _release(self, lease: int) -> None:
+        """End a lease of a hit that is not loaded, or of an audit, and report the latter."""
+        audit = self._audits.pop(lease, None)
+        if audit is not None:
+            self._prove_slots(audit.asked, audited_slots(self.geometry, audit.offer))
+            outcome = list(AuditOutcome)[lease % len(AuditOutcome)]
+            self._calls.tell(ReportAudit(f"request {lease}", outcome, "layer 0"))
+        self._calls.tell(Release(lease))
 
     def _name(self, asked: AskedLookup, index: int, chunk: int) -> Name:
         return Name(asked.identity, self.geometry.groups[index].gid, asked.hashes[chunk])
@@ -483,6 +538,7 @@ class Scheduler(Client):
         self._given_up.clear()
         self.loading.clear()
         self._held.clear()
+        self._audits.clear()
         self._own_commits.clear()
 
 

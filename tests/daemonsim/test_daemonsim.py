@@ -45,6 +45,7 @@ BEHAVIOURS = (
     "chunks_sought",
     "slots_proven",
     "lookups_given_up",
+    "audits_offered",
     "jobs_open",
     "jobs_tend",
     "jobs_find",
