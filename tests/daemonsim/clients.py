@@ -374,7 +374,6 @@ class Scheduler(Client):
         offer = found.audit
         if offer is None:
             return
-        assert asked.is_wanted, "an audit of other weights"
         assert offer.lease == asked.audit_lease, "an audit that nobody asked for"
         assert offer.chunk in (found.chunks, found.chunks - 1)
         self._audits[offer.lease] = Audit(asked, offer)

@@ -74,9 +74,9 @@ class Installed:
         return done.stdout
 
     def tells(self, *words: str) -> Mapping[str, Any]:
-        """What a command prints with --json."""
-        told: dict[str, Any] = json.loads(self.says(*words, "--json"))
-        return told
+        """Return what a command prints with --json."""
+        document: dict[str, Any] = json.loads(self.says(*words, "--json"))
+        return document
 
     def counted(self, name: str) -> int:
         """A counter of the daemon, which `hybridkv stats` has from its first event on."""
@@ -132,7 +132,7 @@ def make_model(directory: Path) -> tuple[list[str], int]:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     questions = [page.read_text()[:QUESTION_CHARACTERS] for page in pages][:QUESTIONS]
-    return questions, sum(len(tokenizer.encode(one)) // CHUNK for one in questions)
+    return questions, sum(len(tokenizer.encode(text)) // CHUNK for text in questions)
 
 
 def chat(server: Server, question: str) -> str:
@@ -144,8 +144,8 @@ def chat(server: Server, question: str) -> str:
         "temperature": 0,
         "ignore_eos": True,
     }
-    said = json.loads(server.post("/v1/chat/completions", body))
-    answer: str = said["choices"][0]["message"]["content"]
+    reply = json.loads(server.post("/v1/chat/completions", body))
+    answer: str = reply["choices"][0]["message"]["content"]
     return answer
 
 

@@ -327,7 +327,7 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     from hybridkv.connector.messages import LoadPlan, StepPlan
 
     broken: Any = SimpleNamespace(span=None)
-    worker = roles.worker._worker
+    worker = roles.worker.worker_role
     unknown = StepPlan(
         loads={"a": LoadPlan("another life", ()), "b": LoadPlan(worker.boot, (broken,))},
         question=worker._weights.question,

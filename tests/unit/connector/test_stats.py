@@ -316,7 +316,7 @@ def test_every_counter_lands_in_one_family() -> None:
 
     rooms = ("connector", "vllm")
     source = "".join(path.read_text() for room in rooms for path in (SOURCE / room).rglob("*.py"))
-    named = set(re.findall(r'counters\["(\w+)"\]', source)) | set(DECLINES)
+    named = set(re.findall(r'(?:counters\[|children\.count\()"(\w+)"', source)) | set(DECLINES)
     named |= {
         name.replace("{", "").replace("}", "")
         for name in re.findall(r'counters\[f"(\w+\{\w+)', source)
@@ -394,7 +394,7 @@ def test_the_document_names_every_counter_of_multiconnector() -> None:
 
     paths = [*(SOURCE / "multi").glob("*.py"), SOURCE / "vllm" / "hook_guard.py"]
     source = "".join(path.read_text() for path in paths)
-    named = set(re.findall(r'counters\["(\w+)"\]', source))
+    named = set(re.findall(r'(?:counters\[|children\.count\()"(\w+)"', source))
     named |= set(re.findall(r'"(fault_\w+)"', source)) | {"fault_*"}
     assert named - {"fault_get_transfer_results"} == set(MULTI_EVENTS)
 
