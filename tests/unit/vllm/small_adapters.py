@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.lora import lora_weights
 from vllm.lora.lora_model import LoRAModel
-from vllm.lora.lora_weights import LoRAFullModuleWeights, LoRALayerWeights, PackedLoRALayerWeights
+from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -25,8 +26,11 @@ def adapter(number: int = 1, alpha: int = 16, dtype: torch.dtype = torch.bfloat1
         [layer(f"self_attn.{name}", at, alpha, dtype) for at, name in enumerate(NAMES[:2])] + [None]
     )
     loras = {"self_attn.qkv_proj": packed, "self_attn.o_proj": layer("self_attn.o_proj", 3, alpha)}
-    head = LoRAFullModuleWeights("score", torch.ones(2, 32), torch.zeros(2))
-    model = LoRAModel(number, 8, loras, modules_to_save={"score": head})
+    saved: dict[str, Any] = {}
+    if hasattr(lora_weights, "LoRAFullModuleWeights"):  # vLLM 0.30 has none.
+        head = lora_weights.LoRAFullModuleWeights("score", torch.ones(2, 32), torch.zeros(2))
+        saved["modules_to_save"] = {"score": head}
+    model = LoRAModel(number, 8, loras, **saved)
     for weights in model.loras.values():
         weights.optimize()
     return model

@@ -44,11 +44,14 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "no head": lambda model: model.modules_to_save.clear(),
     "another form of experts": lambda model: setattr(model, "is_3d_lora_weight", True),
 }
+HEAD_CHANGES = ("a byte of a bias", "no head")
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_is_another_digest(change: str) -> None:
     model = adapter()
+    if change in HEAD_CHANGES and not hasattr(model, "modules_to_save"):
+        pytest.skip("vLLM 0.30 has no head in an adapter")
     before = digest_adapter(model)
     assert len(before) == HASH_BYTES
     CHANGES[change](model)
