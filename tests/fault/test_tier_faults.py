@@ -556,6 +556,7 @@ def test_a_file_system_that_hangs(
         forget(daemon)
     print(f"{what}: the slowest other answer took {slowest * 1e3:.0f} ms")
     with daemon, faulty.healing(), Client(daemon.socket_path) as client:
+        is_up(daemon)
         for prompt in (*range(8), 50, 60):
             assert client.look_up(prompt, CHUNKS, LONG_MS).found.tiers == {"disk": CHUNKS}, (
                 "and has it all"
