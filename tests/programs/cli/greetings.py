@@ -1,19 +1,6 @@
-"""The greeting of an engine, for commands that ask a daemon about its engines."""
+"""The model in an engine's greeting, for commands that ask a daemon about its engines."""
 
-from hybridkv.core.geometry import Geometry
-from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, WireModel, geometry_to_wire
-
-
-def engine_hello(geometry: Geometry, engine_id: str = "e", model: WireModel | None = None) -> Hello:
-    return Hello(
-        id=1,
-        version=PROTOCOL_VERSION,
-        role="engine",
-        engine_id=engine_id,
-        namespace=b"n" * 32,
-        geometry=geometry_to_wire(geometry),
-        model=model,
-    )
+from hybridkv.wire.messages import WireModel
 
 
 def wire_model(

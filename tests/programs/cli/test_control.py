@@ -14,8 +14,8 @@ from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import ReportRequest, RequestExplanation
 from tests.layouts import LAYOUTS
-from tests.programs.cli.greetings import engine_hello
 from tests.programs.tiers.servers import free_port
+from tests.unit.daemon.harness import engine_hello
 from tests.unit.daemon.tierclient import stats
 from tests.waiting import DEADLINE_SECONDS, until
 

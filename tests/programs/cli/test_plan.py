@@ -10,8 +10,9 @@ from hybridkv.core.findings import fail, ok
 from hybridkv.lab.configuration import ConfigReport
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.layouts import LAYOUTS
-from tests.programs.cli.greetings import engine_hello, wire_model
+from tests.programs.cli.greetings import wire_model
 from tests.unit.core.test_capacity import preview
+from tests.unit.daemon.harness import engine_hello
 
 LLAMA4 = LAYOUTS["llama4"]
 

@@ -17,7 +17,8 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import geometry_to_wire
 from tests.layouts import LAYOUTS
-from tests.programs.cli.greetings import engine_hello, wire_model
+from tests.programs.cli.greetings import wire_model
+from tests.unit.daemon.harness import engine_hello
 
 QWEN3 = LAYOUTS["qwen3"]
 OBJECT = slot_bytes(QWEN3.groups[0].block_bytes, 1)

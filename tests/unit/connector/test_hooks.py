@@ -410,7 +410,7 @@ def test_served_groups_are_those_that_vllm_can_cache(roles: Roles) -> None:
 
 
 class Paused:
-    """A clock for the supervisors of both roles, and steps with or without requests."""
+    """A clock for the guards of both roles, and steps with or without requests."""
 
     def __init__(self, roles: Roles) -> None:
         self.now = 0.0
@@ -473,6 +473,22 @@ class Paused:
         return plan, SimpleNamespace(
             finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=report
         )
+
+
+def test_a_renewal_that_fails_loses_no_load_that_must_fail(
+    roles: Roles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = Paused(roles)
+    scheduler, chunk = roles.scheduler, paused.side.geometry.chunk_tokens
+    scheduler.guard.switch_off("the test says so")
+    waiting = request("waiting", chunk + 1)
+    scheduler.on_new_request(waiting)
+    scheduler.update_state_after_alloc(waiting, blocks_of(chunk), chunk)
+    monkeypatch.setattr(scheduler, "_make_scheduler_role", lambda: 1 // 0)
+    paused.now += PAUSE_SECONDS
+    scheduler.take_events()
+    assert scheduler.counters["fault_begin_anew"] == 1
+    assert scheduler.build_connector_meta(IDLE).failed == ["waiting"]
 
 
 def manager_of(get_blocks: Any) -> Any:

@@ -20,6 +20,7 @@ from hybridkv.wire.messages import (
     Reserve,
     Reserved,
     Welcome,
+    WireModel,
     geometry_to_wire,
 )
 
@@ -53,7 +54,14 @@ def make_welcome(arena_bytes: int) -> Welcome:
     )
 
 
-def engine_hello(geometry: Geometry, name: str, identity: bytes, session: int = 0) -> Hello:
+def engine_hello(
+    geometry: Geometry,
+    name: str = "e",
+    identity: bytes = b"n" * HASH_BYTES,
+    session: int = 0,
+    model: WireModel | None = None,
+) -> Hello:
+    """The greeting of an engine."""
     return Hello(
         id=1,
         version=PROTOCOL_VERSION,
@@ -62,6 +70,7 @@ def engine_hello(geometry: Geometry, name: str, identity: bytes, session: int = 
         namespace=identity,
         geometry=geometry_to_wire(geometry),
         session=session,
+        model=model,
     )
 
 

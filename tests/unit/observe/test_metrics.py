@@ -26,7 +26,6 @@ from hybridkv.observe.web import WebPages
 from hybridkv.tiers.health import ERROR_COUNTERS, MOVE_COUNTERS
 from hybridkv.tiers.load_or_compute import ShortfallKind
 from hybridkv.wire.messages import (
-    PROTOCOL_VERSION,
     Clear,
     Hello,
     Lookup,
@@ -35,10 +34,17 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     Reserve,
     WireModel,
-    geometry_to_wire,
 )
 from hybridkv.wire.status import SessionStatus
-from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
+from tests.unit.daemon.harness import (
+    commit,
+    engine,
+    engine_hello,
+    grant,
+    hashes,
+    lookup,
+    make_daemon,
+)
 from tests.unit.daemon.tierclient import Client, is_written
 from tests.unit.observe.describe_metrics import DOCUMENT, document, exposed, known
 from tests.waiting import DEADLINE_SECONDS, until
@@ -55,22 +61,15 @@ HOSTILE = 'a"b\\c\n<img src=x onerror=alert(1)> \u202e{}'
 
 def hello(name: str) -> Hello:
     """The greeting of an engine whose id and model are `name`."""
-    return Hello(
-        id=1,
-        version=PROTOCOL_VERSION,
-        role="engine",
-        engine_id=name,
-        namespace=b"n" * 32,
-        geometry=geometry_to_wire(SMALL),
-        model=WireModel(
-            name=name,
-            max_model_len=1024,
-            kv_dtype="auto",
-            layers=[1, 1],
-            retention_tokens=None,
-            step_tokens=1,
-        ),
+    model = WireModel(
+        name=name,
+        max_model_len=1024,
+        kv_dtype="auto",
+        layers=[1, 1],
+        retention_tokens=None,
+        step_tokens=1,
     )
+    return engine_hello(SMALL, name, model=model)
 
 
 def text_of(snapshot: Snapshot | None) -> str:
