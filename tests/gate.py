@@ -39,6 +39,8 @@ LEAVE_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
 FIRST_LANE = ("tests/engine", "tests/simulation", "tests/fault")
 """These take about half of the time. The other lane runs all other tests."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""A lane has a core. Threads that wait for each other at barriers would take the other lane's."""
 PROGRAMS = {
     "promtool": "alert rules",
     "unshare": "other namespaces",
@@ -221,7 +223,8 @@ def look() -> str | None:
 
 def lanes() -> list[Lane]:
     """Returns the two lanes. A new directory of tests runs in the second."""
-    pytest = ["pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu and not soak"]
+    pytest = ["pytest", "-q", "-p", "no:cacheprovider", "--durations=20"]
+    pytest += ["-m", "not gpu and not soak"]
     linters = (
         ["ruff", "check", "-q"],
         ["ruff", "format", "--check", "-q"],
@@ -256,7 +259,8 @@ def main() -> int:
     run = uuid.uuid4().hex
     # A short name: paths of sockets have a limit of 107 bytes.
     with tempfile.TemporaryDirectory(prefix="hkv-") as directory:
-        environment = {**os.environ, RUN_VARIABLE: run, "PYTHONHASHSEED": "0", "TMPDIR": directory}
+        environment = {**os.environ, **ONE_THREAD, "PYTHONHASHSEED": "0", "TMPDIR": directory}
+        environment[RUN_VARIABLE] = run
         for name in (SEED_VARIABLE, EXAMPLES_VARIABLE):
             environment.pop(name, None)
         before = arenas()

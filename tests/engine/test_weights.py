@@ -141,9 +141,8 @@ def test_what_cannot_be_read_has_a_name(daemon: DaemonProcess, tmp_path: Path) -
     }
 
 
-@pytest.mark.parametrize(
-    "way", ["in place", *(pytest.param(way, marks=pytest.mark.soak) for way in ("ranks", "multi"))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["in place", "ranks", "multi"])
 def test_weights_that_change_while_the_engine_serves(
     way: str, daemon: DaemonProcess, tmp_path: Path
 ) -> None:

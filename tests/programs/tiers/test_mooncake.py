@@ -403,6 +403,7 @@ def test_a_killed_master_is_an_error_in_time_and_its_successor_works(
 
 @needs_mooncake
 @hasty
+@pytest.mark.soak
 def test_a_stopped_master_holds_nobody_up(
     master: Master, node: MooncakeTier, tier: MooncakeTier
 ) -> None:
