@@ -196,11 +196,11 @@ class Loads:
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         arena: Any = SimpleNamespace(memory=memoryview(memory), address=address)
         self.attached = self.pipeline.attach(arena, PartLayout(0, 1, "on"))
-        self.pipeline.pin(self.attached, len(memory))
+        self.pipeline.pin_arena(self.attached, len(memory))
         op = CopyOp(SlotRef(0, 1), 0, 0, BLOCKS, 0, tuple(range(BLOCKS)))
         self.ops = [op] * (total_bytes // object_bytes)
         stored = threading.Event()
-        self.pipeline.store(self.attached, [op], lambda op, is_stored: stored.set())
+        self.pipeline.queue_store(self.attached, [op], lambda op, is_stored: stored.set())
         if not stored.wait(DONE_SECONDS):
             raise HybridKVError("the object was not stored")
 
@@ -214,7 +214,7 @@ class Loads:
             ended.set()
 
         started = time.perf_counter()
-        self.pipeline.load(self.attached, self.ops, done)
+        self.pipeline.queue_load(self.attached, self.ops, done)
         if not ended.wait(DONE_SECONDS) or errors[0] is not None:
             raise HybridKVError(f"a load failed: {errors}")
         return len(self.ops) * self.size / (time.perf_counter() - started)

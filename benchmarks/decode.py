@@ -61,7 +61,7 @@ def measure(model: str, rounds: int, requests: int, tokens: int, directory: Path
         for number in range(rounds + 1):
             prompts = [rng.choices(range(2, VOCABULARY), k=PROMPT_TOKENS) for _ in range(requests)]
             for arm in ("plain", "attached") if number % 2 else ("attached", "plain"):
-                first, *others = engines[arm].run(*prompts, max_tokens=tokens)
+                first, *others = engines[arm].generate(*prompts, max_tokens=tokens)
                 if number:
                     for name, of_arms in seconds.items():
                         of_arms[arm].append(_step_seconds(first[name]))

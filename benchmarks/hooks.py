@@ -315,7 +315,7 @@ class _Bench:
         """
         loop = _loop_seconds(self._loop)
         started = time.perf_counter()
-        result: Result = self._guard.run(hook, work, _give_up)
+        result: Result = self._guard.run_hook(hook, work, _give_up)
         seconds = time.perf_counter() - started
         if self.counts:
             self._ordinals[hook] += 1

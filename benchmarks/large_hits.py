@@ -76,7 +76,7 @@ def measured(workload: Workload, directory: Path) -> Iterator[dict[str, Any]]:
         ]
         computed = [_asked(engine, text) for text in texts]
         _until(lambda: not _stats(socket_path)["writes_waiting"])
-        engine.reset()
+        engine.reset_caches()
         _until(lambda: _is_attached(engine, socket_path))
         again = [_asked(engine, text) for text in texts]
         values = _stats(socket_path)
@@ -135,7 +135,7 @@ def _engine(workload: Workload, socket_path: str, directory: Path) -> EngineProc
 
 
 def _asked(engine: EngineProcess, text: list[int]) -> dict[str, Any]:
-    (result,) = engine.run(text, max_tokens=ANSWER_TOKENS)
+    (result,) = engine.generate(text, max_tokens=ANSWER_TOKENS)
     return result
 
 
@@ -152,7 +152,7 @@ def _geometry(socket_path: str) -> Geometry:
 
 def _is_attached(engine: EngineProcess, socket_path: str) -> bool:
     """Whether the daemon knows the engine, which looks for it in its steps."""
-    engine.run([*VOCABULARY[:TURN_TOKENS]], max_tokens=1)
+    engine.generate([*VOCABULARY[:TURN_TOKENS]], max_tokens=1)
     return _stats(socket_path)["sessions"] == 1
 
 

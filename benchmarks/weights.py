@@ -147,7 +147,7 @@ def watched(tensors: Iterator[torch.Tensor]) -> dict[str, float]:
     for _ in range(LOOKS):
         started = time.perf_counter()
         look = sentinel.look({"model": model})
-        look.digest()
+        look.words_digest()
         seconds.append(time.perf_counter() - started)
     counts = [len(words) // WORDS for words in look.words]
     return {

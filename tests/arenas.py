@@ -14,7 +14,7 @@ def unnamed_arena(size_bytes: int) -> Iterator[Arena]:
     """Make an arena that has memory for all its slots, and that nobody else can attach."""
     arena = create_arena(SHM_DIR / f"hybridkv-test-{threading.get_native_id()}", size_bytes)
     arena.unlink()
-    arena.reserve(0, size_bytes)
+    arena.allocate_pages(0, size_bytes)
     yield arena
     arena.close()
 

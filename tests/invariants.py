@@ -83,7 +83,7 @@ def check_store(store: Store) -> None:
     namespaces = {entry.namespace for entry in entries.values()}
     for namespace in namespaces:
         _check_namespace(namespace)
-    assert set(entries) == {slot for namespace in namespaces for slot in namespace.objects()}
+    assert set(entries) == {slot for namespace in namespaces for slot in namespace.slots_by_chunk()}
     check_queue(store.queue, Slot.may_go, entries)
     for tenant, queue in store._tenant_queues.items():
         check_queue(queue, Slot.may_go, [slot for slot in entries if slot.tenant == tenant])
@@ -112,7 +112,9 @@ def _check_namespace(namespace: Namespace) -> None:
     for entry in namespace.entries.values():
         _check_entry(entry, children[entry])
     for index in range(len(namespace.gids)):
-        sizes = [slot.size_bytes for slot in namespace.objects() if slot.group_index == index]
+        sizes = [
+            slot.size_bytes for slot in namespace.slots_by_chunk() if slot.group_index == index
+        ]
         held = namespace.held_objects[index], namespace.held_bytes[index]
         assert held == (len(sizes), sum(sizes))
 

@@ -246,7 +246,7 @@ class Scheduler(Client):
                 and self.rng.random() < 0.6
             ):
                 self._ask()
-            for shape, count in self.credits.wanted(self.scene.system.seconds()):
+            for shape, count in self.credits.credit_requests(self.scene.system.seconds()):
                 size, parts = shape
                 self._want(size, parts, count)
         self._answers = []
@@ -257,7 +257,7 @@ class Scheduler(Client):
 
     def _want(self, size: int, parts: int, count: int) -> None:
         if not self._calls.ask(lambda number: Reserve(number, size, parts, count), Reserved):
-            self.credits.granted((size, parts), b"", b"", self.scene.system.seconds())
+            self.credits.on_granted((size, parts), b"", b"", self.scene.system.seconds())
 
     def _poll(self) -> None:
         self._answers = self._calls.poll()
@@ -331,7 +331,7 @@ class Scheduler(Client):
     def _granted(self, granted: Reserved) -> None:
         refs = unpack_refs(granted.offsets, granted.generations)
         shape = granted.part_bytes, granted.parts
-        self.credits.granted(
+        self.credits.on_granted(
             shape, granted.offsets, granted.generations, self.scene.system.seconds()
         )
         # In a new arena, under a clock that was set back, the name of a slot may occur again.
@@ -427,7 +427,7 @@ class Scheduler(Client):
                 shape = shape_of(self.geometry, index, chunk)
                 if (found.masks[index][chunk] and self.rng.random() > 0.05) or not shape[0]:
                     continue
-                packed = self.credits.take(shape, 1)
+                packed = self.credits.take_slots(shape, 1)
                 for ref in unpack_refs(packed.offsets, packed.generations):
                     self._numbers += 1
                     stores[self._numbers] = Storing(
@@ -529,7 +529,7 @@ class Scheduler(Client):
         ] * self.geometry.ranks
 
     def _lost(self) -> None:
-        self.credits.reset()
+        self.credits.forget_slots()
         for storing in self._storing.values():
             self._old_slots.append(OldSlot(storing.ref, storing.group_index))
         self._storing.clear()

@@ -237,7 +237,7 @@ class Books:
         server = self._system.server
         if server is None or self._system.arena is not copy.file or not self.is_exclusive:
             return
-        slot = server.daemon.store.get(copy.offset, copy.generation)
+        slot = server.daemon.store.slot_at(copy.offset, copy.generation)
         assert slot is not None, f"slot {copy.offset} was taken from a living writer"
         assert slot.state is SlotState.WRITING, (
             f"slot {copy.offset} became {slot.state.name} under a living writer"
@@ -295,7 +295,7 @@ class Books:
                 continue
             for item in strand.job.items:
                 assert item.slot is not None
-                slot = server.daemon.store.get(item.slot.offset, item.record.seed)
+                slot = server.daemon.store.slot_at(item.slot.offset, item.record.seed)
                 assert slot is item.slot, "a slot was taken from a thread that is at work on it"
                 if strand.job.kind is JobKind.READ:
                     assert slot.state is SlotState.WRITING, "a slot is found before it is read"
@@ -385,7 +385,7 @@ class Protocol(Witness):
         self._states, self._asked = {}, {}
         self._refused, self._ended = set(), set()
         daemon, clients = server.daemon, server.clients
-        handle, send = daemon.handle, clients.send
+        handle, send = daemon.handle, clients.queue_reply
 
         def on_request(number: int, request: Request, now: float) -> Reply | None:
             with untraced():
@@ -417,7 +417,7 @@ class Protocol(Witness):
                 self._read(server, peer.number, reply)
             send(peer, reply)
 
-        daemon.handle, clients.send = on_request, on_reply
+        daemon.handle, clients.queue_reply = on_request, on_reply
 
     def _answer(self, number: int, request: Request, reply: Reply | None) -> None:
         """Only messages that the rules forbid are refused, and each reply has the right type."""
@@ -497,7 +497,7 @@ def _headers(file: ArenaFile, reply: Found | Reserved) -> Iterator[tuple[int, Sl
 
 def _values(daemon: Any, number: int) -> tuple[object, ...]:
     """Return all that a refused message must leave as it was: all but the counts of messages."""
-    values = daemon.view.values()
+    values = daemon.view.metric_values()
     counts = {key: value for key, value in values.items() if key[0] not in ("requests", "refused")}
     connection, sessions = daemon.sessions.connections[number], daemon.sessions
     session = getattr(connection, "session", None)
@@ -533,7 +533,7 @@ class Waits(Witness):
         """Watch a new life of the daemon."""
         self._due.clear()
         clients = server.clients
-        handle, send, disconnect = server.daemon.handle, clients.send, clients.disconnect
+        handle, send, disconnect = server.daemon.handle, clients.queue_reply, clients.disconnect
 
         def on_request(number: int, request: Request, now: float) -> Reply | None:
             if isinstance(request, Release):
@@ -578,7 +578,7 @@ class Waits(Witness):
             disconnect(peer)
 
         server.daemon.handle = on_request
-        clients.send, clients.disconnect = on_reply, on_disconnect
+        clients.queue_reply, clients.disconnect = on_reply, on_disconnect
 
     def on_turn(self) -> None:
         """A round of the loop is over. No lookup waits whose deadline was past when it began."""

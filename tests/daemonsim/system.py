@@ -215,7 +215,7 @@ class ArenaFile:
     def __getitem__(self, at: slice) -> SlotsMemory:
         return SlotsMemory(self._system, self.bytes[at])
 
-    def reserve(self, start: int, stop: int) -> None:
+    def allocate_pages(self, start: int, stop: int) -> None:
         """Make pages exist. Raises OSError where the machine has no more."""
         assert start < stop <= self.slots_bytes
         if stop > self._system.pages_end:
@@ -422,7 +422,7 @@ class System:
         assert self.server is not None
         self.trace("stop", keep_arena)
         server = self.server
-        server.stop(keep_arena)
+        server.end_run(keep_arena)
         if self._runs(server.run):
             self._server_ended()
 
@@ -632,7 +632,7 @@ class System:
             self.paths[str(arena.path)] = arena
         trailer = Trailer(arena.bytes[arena.slots_bytes :], arena.slots_bytes)
         if earlier is None:
-            trailer.format()
+            trailer.write_fresh()
         return SimpleNamespace(arena=arena, trailer=trailer, is_earlier=earlier is not None)
 
     def attach(self, path: str, size_bytes: int, process: SimProcess, lock: int) -> ArenaFile:
@@ -707,7 +707,7 @@ class System:
             "process_of": self.process_of,
             "open_arena": self.open_arena,
             "ServedSocket": lambda path, group: SimpleNamespace(
-                listen=self._listen, restored=lambda: None, close=lambda: None
+                listen=self._listen, restore_names=lambda: None, close=lambda: None
             ),
             # Nobody removes the daemon's files here.
             "remove_unused_arenas": lambda path, directory: None,

@@ -312,7 +312,7 @@ class SimThreads:
         self._running = 0
         self._is_closed = False
 
-    def submit(self, job: TierJob) -> None:
+    def start_or_queue(self, job: TierJob) -> None:
         self._counts[f"jobs_{job.kind}"] += 1
         self._waiting.append(job)
         if self._running < THREADS:

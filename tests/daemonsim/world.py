@@ -331,7 +331,7 @@ class World:
         self._check()
         server = system.server
         assert server is not None
-        values = server.daemon.view.values().named()
+        values = server.daemon.view.metric_values().named()
         must_end = ("sessions", "leases", "connections", "watching", "bytes_writing", "bytes_held")
         left = {name: values[name] for name in must_end}
         assert not any(left.values()), f"LEAK: {left}"

@@ -28,7 +28,7 @@ def simulated_devices() -> Iterator[RunSeed]:
             path = SHM_DIR / f"hybridkv-devicesim-{os.getpid()}-{number}"
             arena = stack.enter_context(contextlib.closing(create_arena(path, ARENA_BYTES)))
             arena.unlink()
-            arena.reserve(0, ARENA_BYTES)
+            arena.allocate_pages(0, ARENA_BYTES)
             arenas.append(arena)
 
         def run_seed(seed: int, options: Options) -> dict[str, int]:

@@ -97,7 +97,7 @@ def measure(model: Model, chunk_tokens: int) -> dict[str, Any]:
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     arena: Any = SimpleNamespace(memory=memoryview(memory), address=address)
     attached = pipeline.attach(arena, PartLayout(0, 1, "on"))
-    pipeline.pin(attached, len(memory))
+    pipeline.pin_arena(attached, len(memory))
     while device.turn():
         pass
     ops = [
@@ -108,10 +108,10 @@ def measure(model: Model, chunk_tokens: int) -> dict[str, Any]:
     for _ in range(ROUNDS):
         device.counts.clear()
         started = time.perf_counter()
-        pipeline.store(attached, ops, lambda op, stored: None)
+        pipeline.queue_store(attached, ops, lambda op, stored: None)
         hook = min(hook, time.perf_counter() - started)
         store = min(store, device.run("hybridkv-store"))
-        pipeline.load(attached, ops, lambda error: None)
+        pipeline.queue_load(attached, ops, lambda error: None)
         load = min(load, device.run("hybridkv-load"))
     calls = device.counts
     return {

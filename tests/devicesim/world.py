@@ -259,7 +259,7 @@ class World:
         with self.device.hook():
             if grown > life.reserved:
                 life.reserved = grown
-                life.copier.pin(grown)
+                life.copier.pin_below(grown)
             for load in loads:
                 self._load(life, load)
             stores = self._plan_stores(life)

@@ -161,20 +161,20 @@ class Running:
         from tests.waiting import DEADLINE_SECONDS, until
 
         with ControlClient(self._socket_path, DEADLINE_SECONDS) as control:
-            while control.clear():
+            while control.clear_objects():
                 pass
-            assert self.runner.reset(connector=False)
+            assert self.runner.reset_caches(connector=False)
             scheduler = self.connector.scheduler_role
 
             def is_read() -> bool:
-                self.runner.run([[5] * 10], 1)
+                self.runner.generate([[5] * 10], 1)
                 return bool(self.connector.scheduler_role.weights.is_current)
 
             until(is_read, "the weights are read")
             for at in range(0, len(prompts), together):
-                self.runner.run(list(prompts[at : at + together]), 1)
+                self.runner.generate(list(prompts[at : at + together]), 1)
             for _ in range(20):
-                self.runner.run([[5] * 10], 1)
+                self.runner.generate([[5] * 10], 1)
             welcome = control.welcome
             reserved = int(control.stats().values["bytes_reserved"])
             namespace = scheduler.session.hello.namespace

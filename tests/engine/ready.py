@@ -30,7 +30,7 @@ def _await(role: Any) -> None:
     link, deadline = role.session.link, time.monotonic() + GREETING_SECONDS
 
     def has_slots() -> bool:
-        role.poll(time.monotonic())
+        role.exchange_messages(time.monotonic())
         is_greeted = link.welcome is not None
         if is_greeted:
             role.reserve_slots(time.monotonic())

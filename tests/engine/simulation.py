@@ -162,7 +162,7 @@ class Simulation:
             self.scheduler.reset_prefix_cache()
         elif what == "clear":
             with ControlClient(self.daemon.socket_path) as control:
-                control.clear()
+                control.clear_objects()
         elif what == "kill":
             self.daemon.kill()
             self.daemon.start()

@@ -150,10 +150,10 @@ def learn(starting: EngineProcess, rng: random.Random, chunk_tokens: int) -> Ref
     with starting as plain:
 
         def alone(prompt: list[int], chunks: int) -> dict[str, Any]:
-            plain.reset()
+            plain.reset_caches()
             if chunks:
-                plain.run(prompt[: chunks * chunk_tokens + 5], max_tokens=1)
-            (result,) = plain.run(prompt, max_tokens=PROBE_TOKENS)
+                plain.generate(prompt[: chunks * chunk_tokens + 5], max_tokens=1)
+            (result,) = plain.generate(prompt, max_tokens=PROBE_TOKENS)
             assert result["cached_tokens"] == chunks * chunk_tokens, result["cached_tokens"]
             return result
 
@@ -166,8 +166,8 @@ def learn(starting: EngineProcess, rng: random.Random, chunk_tokens: int) -> Ref
             Probe(prompt, [alone(prompt, chunks) for chunks in range(PROBE_CHUNKS + 1)])
             for prompt in prompts
         ]
-        plain.reset()
-        together = plain.run(*prompts, max_tokens=PROBE_TOKENS)
+        plain.reset_caches()
+        together = plain.generate(*prompts, max_tokens=PROBE_TOKENS)
     noise = max(
         answer_deviation(result, probe.answers[0])
         for result, probe in zip(together, probes, strict=True)

@@ -124,10 +124,10 @@ def forget(running: EngineProcess) -> None:
         return running._log_path.read_text(errors="replace").count("were read in")
 
     before = readings()
-    running.reset()
+    running.reset_caches()
 
     def is_read() -> bool:
-        running.run(prompt(9, 10), max_tokens=1)
+        running.generate(prompt(9, 10), max_tokens=1)
         return readings() > before
 
     until(is_read, "the weights are read")

@@ -45,9 +45,9 @@ def store(model: str, daemon: DaemonProcess, log: Path) -> None:
     """Let an engine compute the prompt, and end: its objects outlive it."""
     arguments = ARGUMENTS.get(model, ())
     with engine(model, log, daemon.socket_path, *arguments, extra=EXTRA) as running:
-        running.run(TEXT, max_tokens=4)
+        running.generate(TEXT, max_tokens=4)
         forget(running)
-        (again,) = running.run(TEXT, max_tokens=4)
+        (again,) = running.generate(TEXT, max_tokens=4)
         assert again["cached_tokens"], "the prompt is stored"
 
 
@@ -58,10 +58,10 @@ def test_an_engine_of_the_same_weights_passes_and_then_has_its_whole_hits(
     store(model, daemon, tmp_path / "a.log")
     arguments = ARGUMENTS.get(model, ())
     with engine(model, tmp_path / "b.log", daemon.socket_path, *arguments, extra=EXTRA) as running:
-        (first,) = running.run(TEXT, max_tokens=4)
+        (first,) = running.generate(TEXT, max_tokens=4)
         assert 0 < first["cached_tokens"] < STORED_TOKENS
         forget(running)
-        (second,) = running.run(TEXT, max_tokens=4)
+        (second,) = running.generate(TEXT, max_tokens=4)
         assert second["cached_tokens"] == STORED_TOKENS
         assert second["tokens"] == first["tokens"]
     values = stats(daemon.socket_path)
@@ -79,17 +79,17 @@ def test_an_engine_with_other_weights_of_that_name_is_cut_off_at_its_first_hit(
     """Its later answers are those of an engine without a cache."""
     arguments = ARGUMENTS.get(model, ())
     with engine(model, tmp_path / "p.log", None, *arguments, environment=OTHER_WEIGHTS) as plain:
-        (alone,) = plain.run(TEXT, max_tokens=4)
+        (alone,) = plain.generate(TEXT, max_tokens=4)
     store(model, daemon, tmp_path / "a.log")
     log = tmp_path / "b.log"
     with engine(
         model, log, daemon.socket_path, *arguments, extra=EXTRA, environment=OTHER_WEIGHTS
     ) as running:
-        running.run(TEXT, max_tokens=4)
+        running.generate(TEXT, max_tokens=4)
         until(lambda: stats(daemon.socket_path).get("audits_differed", 0) == 1, "it differs")
         forget(running)
         stored = stats(daemon.socket_path)["objects_stored"]
-        (second,) = running.run(TEXT, max_tokens=4)
+        (second,) = running.generate(TEXT, max_tokens=4)
         assert second["cached_tokens"] == 0
         assert answer(second) == answer(alone)
         assert stats(daemon.socket_path)["objects_stored"] == stored

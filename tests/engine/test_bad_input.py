@@ -58,7 +58,7 @@ def test_another_users_socket(other_users_socket: str, tmp_path: Path) -> None:
 def test_no_daemon_is_a_warning_that_says_how_to_start_one(tmp_path: Path) -> None:
     """An engine without its daemon serves, and computes every prefix."""
     with engine("qwen3", tmp_path / "e.log", str(tmp_path / "none.sock")) as running:
-        (result,) = running.run(prompt(1, 300), max_tokens=2)
+        (result,) = running.generate(prompt(1, 300), max_tokens=2)
         assert result["finish_reason"] == "length"
     log = (tmp_path / "e.log").read_text()
     assert re.search(

@@ -29,7 +29,7 @@ def test_deepseekv4_as_the_requirements_ask(tmp_path: Path) -> None:
             kind=EngineProcess,  # Triton's interpreter is chosen when it is imported.
         ) as started,
     ):
-        first, second = (started.run(prompt(1, TOKENS), max_tokens=8)[0] for _ in range(2))
+        first, second = (started.generate(prompt(1, TOKENS), max_tokens=8)[0] for _ in range(2))
         values = stats(socket_path)
     assert (first["cached_tokens"], second["cached_tokens"]) == (0, 4096)
     assert answer(second) == answer(first)

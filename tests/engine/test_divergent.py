@@ -30,19 +30,19 @@ def test_a_state_at_the_depth_of_the_engines_attention_blocks_is_a_hit(
     first = prompt(1, 3 * BLOCK + 100)
     second = [*first[:SHARED], *prompt(2, 200)]
     with engine("qwen3next", tmp_path / "own.log", None, *STEPS) as running:
-        running.run(first, max_tokens=4)
-        (own,) = running.run(second, max_tokens=4)
+        running.generate(first, max_tokens=4)
+        (own,) = running.generate(second, max_tokens=4)
     assert own["cached_tokens"] == 2 * BLOCK
     extra: dict[str, object] = {"checksum": "paranoid", "load_policy": "always"}
     server = daemon.socket_path
     with engine("qwen3next", tmp_path / "e.log", server, *STEPS, extra=extra) as running:
-        running.run(first, max_tokens=4)
+        running.generate(first, max_tokens=4)
         until(lambda: stats(server)["objects"] >= 4 * 3, "all is stored")
         forget(running)
-        (again,) = running.run(first, max_tokens=4)
+        (again,) = running.generate(first, max_tokens=4)
         assert again["cached_tokens"] == 3 * BLOCK
         before = stats(server)["tokens_loaded"]
-        (loaded,) = running.run(second, max_tokens=4)
+        (loaded,) = running.generate(second, max_tokens=4)
     values = stats(server)
     assert loaded["cached_tokens"] == 2 * BLOCK
     assert values["tokens_loaded"] - before == 2 * BLOCK, "none of it was the engine's own hit"

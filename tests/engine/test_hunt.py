@@ -27,11 +27,11 @@ def test_a_new_engine_finds_an_arena_whose_name_is_gone_and_waits_for_none_that_
     text = prompt(1, 3 * CHUNK + 20)
     (arena,) = stale_arenas(Path(daemon.socket_path))
     with engine("qwen3", tmp_path / "1.log", daemon.socket_path) as first:
-        first.run(text, max_tokens=4)
-        (own,) = first.run(text, max_tokens=4)
+        first.generate(text, max_tokens=4)
+        (own,) = first.generate(text, max_tokens=4)
     arena.unlink()
     with engine("qwen3", tmp_path / "2.log", daemon.socket_path) as second:
-        (hit,) = second.run(text, max_tokens=4)
+        (hit,) = second.generate(text, max_tokens=4)
     assert hit["cached_tokens"] == 3 * CHUNK
     assert answer(hit) == answer(own)
     extra: dict[str, object] = {"lookup_timeout_ms": 1e3 * PATIENCE_SECONDS}
@@ -40,8 +40,8 @@ def test_a_new_engine_finds_an_arena_whose_name_is_gone_and_waits_for_none_that_
         fcntl.flock(another, fcntl.LOCK_EX)
         Path(another.name).rename(arena)
         with engine("qwen3", tmp_path / "3.log", daemon.socket_path, extra=extra) as third:
-            third.run(prompt(2, CHUNK // 2), max_tokens=4)
-            (computed,) = third.run(text, max_tokens=4)
+            third.generate(prompt(2, CHUNK // 2), max_tokens=4)
+            (computed,) = third.generate(text, max_tokens=4)
     arena.unlink()
     assert computed["cached_tokens"] == 0
     assert computed["tokens"] == own["tokens"]

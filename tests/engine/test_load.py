@@ -31,11 +31,11 @@ Answers = list[dict[str, Any]]
 
 
 def one_by_one(running: EngineProcess, prompts: list[list[int]]) -> Answers:
-    return [running.run(text, max_tokens=4)[0] for text in prompts]
+    return [running.generate(text, max_tokens=4)[0] for text in prompts]
 
 
 def at_once(running: EngineProcess, prompts: list[list[int]]) -> Answers:
-    return running.run(*prompts, max_tokens=4)
+    return running.generate(*prompts, max_tokens=4)
 
 
 def test_hit_rates_in_a_session_after_a_restart_and_under_load(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_hit_rates_in_a_session_after_a_restart_and_under_load(tmp_path: Path) -
     prompts = [prompt(seed, TOKENS) for seed in range(REQUESTS)]
     with engine("gemma3", tmp_path / "r.log", None) as running:
         alone, own = one_by_one(running, prompts), one_by_one(running, prompts)
-        running.reset()
+        running.reset_caches()
         noise = deviation(at_once(running, prompts), alone)
     rates = {}
     with DaemonProcess(str(tmp_path / "daemon.sock"), "1GiB") as daemon:
@@ -119,7 +119,7 @@ def test_a_server_gives_the_hit_of_ram_to_prompts_of_100_000_tokens(
         ):
 
             def ask(name: str) -> dict[str, Any]:
-                (result,) = running.run(text, max_tokens=4)
+                (result,) = running.generate(text, max_tokens=4)
                 seconds[name] = result["ttft_seconds"]
                 return result
 
@@ -130,7 +130,7 @@ def test_a_server_gives_the_hit_of_ram_to_prompts_of_100_000_tokens(
             forget(running)
             from_ram = ask("RAM")
             with ControlClient(daemon.socket_path) as control:
-                control.clear()
+                control.clear_objects()
             forget(running)
             from_tier = ask("server")
     times = ", ".join(f"{name} {value:.2f} s" for name, value in seconds.items())

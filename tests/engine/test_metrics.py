@@ -85,7 +85,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
             server.post("/reset_prefix_cache")
             server.complete(text)
             with ControlClient(daemon.socket_path) as control:
-                control.clear()
+                control.clear_objects()
 
             def all_removed() -> bool:
                 step()

@@ -58,7 +58,7 @@ def engine(model: str, log: Path, arguments: list[str]) -> EngineProcess:
 def again(running: EngineProcess, text: list[int]) -> dict[str, Any]:
     """Ask the prompt again, with nothing of it in the engine's own cache."""
     forget(running)
-    (result,) = running.run(text, max_tokens=6)
+    (result,) = running.generate(text, max_tokens=6)
     return result
 
 
@@ -69,12 +69,12 @@ def loaded(*daemons: DaemonProcess) -> list[float]:
 
 def clear(daemon: DaemonProcess, tiers: bool = False) -> None:
     with ControlClient(daemon.socket_path) as control:
-        control.clear(tiers)
+        control.clear_objects(tiers)
 
 
 def is_connected(running: EngineProcess, daemon: DaemonProcess) -> bool:
     """Whether the engine has noticed its new daemon, which it looks for in its steps."""
-    running.run(prompt(9, 10), max_tokens=1)
+    running.generate(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1
 
 
@@ -93,8 +93,8 @@ def test_two_daemons(tmp_path: Path) -> None:
         heavy,
         engine("gemma3", tmp_path / "a.log", multi("gemma3", children, grace_ms=1000)) as running,
     ):
-        running.run(text, max_tokens=6)
-        (oracle,) = running.run(text, max_tokens=6)
+        running.generate(text, max_tokens=6)
+        (oracle,) = running.generate(text, max_tokens=6)
         assert oracle["cached_tokens"] == HIT
 
         def served(expected: list[float], before: list[float], *daemons: DaemonProcess) -> None:
@@ -122,7 +122,7 @@ def test_two_daemons(tmp_path: Path) -> None:
         # A third of the hit at twice the weight is not worth it.
         clear(heavy, tiers=True)
         forget(running)
-        running.run(text[: CHUNK + 20], max_tokens=1)
+        running.generate(text[: CHUNK + 20], max_tokens=1)
         served([HIT, 0], loaded(light, heavy), light, heavy)
         # What was loaded from the one has gone to the other as well.
         served([0, HIT], loaded(light, heavy), light, heavy)
@@ -168,8 +168,8 @@ def test_next_to_vllms_own_example_connector(tmp_path: Path) -> None:
                 multi("qwen3", children, "--no-disable-hybrid-kv-cache-manager"),
             ).__enter__()
         with engine("qwen3", tmp_path / "a.log", multi("qwen3", children)) as running:
-            running.run(text, max_tokens=6)
-            (oracle,) = running.run(text, max_tokens=6)
+            running.generate(text, max_tokens=6)
+            (oracle,) = running.generate(text, max_tokens=6)
             result = again(running, text)
             assert answer(result) == answer(oracle)
             assert result["cached_tokens"] == oracle["cached_tokens"] == HIT

@@ -130,7 +130,7 @@ def test_a_plan_is_what_the_engine_registers(
         ) == (geometry.chunk_tokens, geometry.alignment_tokens, geometry.hash_tokens)
         assert served.namespace.hex() == promised.identity
         if model == "qwen3next":
-            running.run(prompt(1, 1500), max_tokens=1)
+            running.generate(prompt(1, 1500), max_tokens=1)
             objects = sum(stored_shapes(geometry, promised.preview.states, 1500).values())
             # vLLM chooses the states' dtype by the processor, and with it the length of a chunk.
             full = 1500 // geometry.chunk_tokens

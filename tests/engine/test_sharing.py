@@ -36,19 +36,19 @@ def test_two_engines_at_the_same_time_share_one_daemon(
     ):
         assert stats(daemon.socket_path)["sessions"] == 2
         for running, mine in ((first, prompts[0]), (second, prompts[1])):
-            running.begin("run", prompts=[mine], max_tokens=8)
-        computed = [first.end()[0], second.end()[0]]
+            running.begin_command("run", prompts=[mine], max_tokens=8)
+        computed = [first.end_command()[0], second.end_command()[0]]
         assert [result["cached_tokens"] for result in computed] == [0, 0]
         own = [
-            running.run(mine, max_tokens=8)[0]
+            running.generate(mine, max_tokens=8)[0]
             for running, mine in ((first, prompts[0]), (second, prompts[1]))
         ]
         assert [result["cached_tokens"] for result in own] == [3 * CHUNK, 3 * CHUNK]
         assert stats(daemon.socket_path)["tokens_loaded"] == 0, "each engine's own prefix cache"
         until(lambda: stats(daemon.socket_path)["objects"] >= 2 * 9, "both prompts are stored")
         for running, text in ((first, prompts[1]), (second, prompts[0])):
-            running.begin("run", prompts=[text], max_tokens=8)
-        crossed = [first.end()[0], second.end()[0]]
+            running.begin_command("run", prompts=[text], max_tokens=8)
+        crossed = [first.end_command()[0], second.end_command()[0]]
         assert [result["cached_tokens"] for result in crossed] == [3 * CHUNK, 3 * CHUNK]
         assert answer(crossed[0]) == answer(own[1])
         assert answer(crossed[1]) == answer(own[0])
@@ -69,7 +69,7 @@ def test_many_requests_while_the_daemon_is_stopped_killed_and_back(
 
         def fresh(text: list[int]) -> dict[str, Any]:
             forget(running)
-            (result,) = running.run(text, max_tokens=6)
+            (result,) = running.generate(text, max_tokens=6)
             return result
 
         alone = [fresh(text) for text in prompts]
@@ -90,13 +90,13 @@ def test_many_requests_while_the_daemon_is_stopped_killed_and_back(
         )
         forget(running)
         lookups = stats(daemon.socket_path)["lookups"]
-        running.begin("run", prompts=prompts, max_tokens=60)
+        running.begin_command("run", prompts=prompts, max_tokens=60)
         until(
             lambda: stats(daemon.socket_path)["lookups"] > lookups,
             "the engine asks the daemon that dies",
         )
         daemon.kill()
-        results = running.end()
+        results = running.end_command()
         assert [len(result["tokens"]) for result in results] == [60] * 4
         assert all(result["finish_reason"] == "length" for result in results)
 
@@ -125,14 +125,14 @@ def test_preemption_and_small_chunks_of_prefill(daemon: DaemonProcess, tmp_path:
     )
     prompts = [prompt(seed, 300 + 50 * seed) for seed in range(4)]
     with engine("gemma3", tmp_path / "plain.log", None, *tight) as plain:
-        expected = [answer(plain.run(p, max_tokens=40)[0]) for p in prompts]
+        expected = [answer(plain.generate(p, max_tokens=40)[0]) for p in prompts]
     with engine(
         "gemma3", tmp_path / "e.log", daemon.socket_path, *tight, extra={"checksum": "paranoid"}
     ) as running:
         for _ in range(2):
-            results = running.run(*prompts, max_tokens=40)
+            results = running.generate(*prompts, max_tokens=40)
             assert [result["tokens"] for result in results] == [tokens for tokens, _ in expected]
-            running.reset()
+            running.reset_caches()
     assert stats(daemon.socket_path)["tokens_loaded"] > 0
     assert stats(daemon.socket_path).get("loads_failed", 0) == 0
 
@@ -146,16 +146,16 @@ def test_drafts_that_are_rejected_are_never_stored(daemon: DaemonProcess, tmp_pa
     )
     text = prompt(5, 2 * CHUNK + 30)
     with engine("qwen3", tmp_path / "plain.log", None, ngram) as plain:
-        (first,) = plain.run(text, max_tokens=CHUNK)
+        (first,) = plain.generate(text, max_tokens=CHUNK)
         turn = [*text, *first["tokens"], *prompt(6, 20)]
-        (own,) = plain.run(turn, max_tokens=24)
+        (own,) = plain.generate(turn, max_tokens=24)
     with engine(
         "qwen3", tmp_path / "e.log", daemon.socket_path, ngram, extra={"checksum": "paranoid"}
     ) as running:
-        (again,) = running.run(text, max_tokens=CHUNK)
+        (again,) = running.generate(text, max_tokens=CHUNK)
         assert answer(again) == answer(first)
-        running.reset()
-        (second,) = running.run(turn, max_tokens=24)
+        running.reset_caches()
+        (second,) = running.generate(turn, max_tokens=24)
     assert second["cached_tokens"] == own["cached_tokens"] == 3 * CHUNK, (
         "the last chunk holds generated tokens"
     )
@@ -175,18 +175,18 @@ def test_auto_starts_a_daemon_and_starts_it_again_when_it_dies(tmp_path: Path) -
 
     def is_stored() -> bool:
         """Whether the daemon has the prompt. It starts beside the engine's first requests."""
-        running.reset()
-        computed.extend(running.run(text, max_tokens=6))
+        running.reset_caches()
+        computed.extend(running.generate(text, max_tokens=6))
         return stats_if_served(socket_path).get("objects") == 3
 
     def is_hit() -> bool:
-        running.reset()
-        (result,) = running.run(text, max_tokens=6)
+        running.reset_caches()
+        (result,) = running.generate(text, max_tokens=6)
         assert result["tokens"] == computed[0]["tokens"]
         return bool(result["cached_tokens"] == 3 * CHUNK)
 
     def is_back() -> bool:
-        running.run(prompt(2, 10), max_tokens=1)
+        running.generate(prompt(2, 10), max_tokens=1)
         return stats_if_served(socket_path).get("sessions") == 1
 
     def started(log: str) -> EngineProcess:
@@ -229,8 +229,8 @@ def started(directory: Path, log: str) -> EngineProcess:
 
 def is_hit(running: EngineProcess) -> bool:
     """Whether a prompt is loaded. It is stored where it is not."""
-    running.reset()
-    (result,) = running.run(prompt(1, 3 * CHUNK + 20), max_tokens=2)
+    running.reset_caches()
+    (result,) = running.generate(prompt(1, 3 * CHUNK + 20), max_tokens=2)
     return bool(result["cached_tokens"] == 3 * CHUNK)
 
 
@@ -279,12 +279,12 @@ def test_explain_says_what_was_loaded_and_why_not(
         return facts
 
     with engine("qwen3", tmp_path / "e.log", daemon.socket_path) as running:
-        running.run(text, max_tokens=2)
+        running.generate(text, max_tokens=2)
         computed = explained("verify-1")
-        running.reset()
-        running.run(text, max_tokens=2)
+        running.reset_caches()
+        running.generate(text, max_tokens=2)
         loaded = explained("verify-2")
-        running.run(prompt(2, 20), max_tokens=2)
+        running.generate(prompt(2, 20), max_tokens=2)
         short = explained("verify-3")
     assert computed["looked_up"] == f"3 chunks of {CHUNK} tokens"
     assert computed["not_more_because"] == "group 0 (full) lacks chunk 0"
@@ -293,7 +293,7 @@ def test_explain_says_what_was_loaded_and_why_not(
     assert loaded["found"].startswith("a hit of 3 chunks")
     assert short["nothing_loaded_because"] == "the prompt has no whole chunk before its last token"
     with engine("qwen3", tmp_path / "f.log", daemon.socket_path, "--dtype=bfloat16") as running:
-        running.run(text, max_tokens=2)
+        running.generate(text, max_tokens=2)
         other_facts = explained("verify-1")
     (elsewhere,) = (fact for name, fact in other_facts.items() if name.startswith("also_under"))
     here, _, there = elsewhere.partition("model_config: ")[2].partition(" here, ")
@@ -309,10 +309,10 @@ def test_a_killed_engine_leaves_nothing_but_its_objects(
     """kill -9 while requests run: leases and write slots are back, and the next engine hits."""
     prompts = [prompt(seed, 3 * CHUNK + 20) for seed in range(4)]
     with engine("qwen3", tmp_path / "a.log", daemon.socket_path) as running:
-        computed = running.run(prompts[0], max_tokens=4)
-        running.reset()
+        computed = running.generate(prompts[0], max_tokens=4)
+        running.reset_caches()
         lookups = stats(daemon.socket_path)["lookups"]
-        running.begin("run", prompts=prompts, max_tokens=2000)
+        running.begin_command("run", prompts=prompts, max_tokens=2000)
 
         def is_storing() -> bool:
             held = stats(daemon.socket_path)
@@ -328,6 +328,6 @@ def test_a_killed_engine_leaves_nothing_but_its_objects(
         left = stats(daemon.socket_path)
         assert (left["leases"], left["bytes_writing"], left["connections"]) == (0, 0, 1)
     with engine("qwen3", tmp_path / "b.log", daemon.socket_path) as running:
-        (hit,) = running.run(prompts[0], max_tokens=4)
+        (hit,) = running.generate(prompts[0], max_tokens=4)
     assert hit["cached_tokens"] == 3 * CHUNK
     assert hit["tokens"] == computed[0]["tokens"]

@@ -40,22 +40,22 @@ def test_a_hit_drafts_what_was_drafted_before_and_ends_where_the_next_token_diff
     text = prompt(1, 4 * CHUNK + 40)
     divergent = [*text[: 3 * CHUNK], text[3 * CHUNK] + 1, *prompt(2, CHUNK)]
     with engine(model, tmp_path / "e.log", daemon.socket_path) as running:
-        (first,) = running.run(text, max_tokens=TOKENS)
+        (first,) = running.generate(text, max_tokens=TOKENS)
         assert first["drafts"], "nothing was drafted, so nothing is compared"
         if model == "qwen3_draft":
             assert max(first["step_tokens"]) == 3, "a copy of the target is right"
         forget(running)
-        (hit,) = running.run(text, max_tokens=TOKENS)
+        (hit,) = running.generate(text, max_tokens=TOKENS)
         assert hit["cached_tokens"] == 4 * CHUNK
         assert stats(daemon.socket_path)["tokens_loaded"] == 4 * CHUNK
         assert hit["drafts"] == first["drafts"]
         assert hit["step_tokens"] == first["step_tokens"]
         forget(running)
-        (parted,) = running.run(divergent, max_tokens=TOKENS)
+        (parted,) = running.generate(divergent, max_tokens=TOKENS)
         shared = 3 if model == "qwen3_draft" else 2
         assert parted["cached_tokens"] == shared * CHUNK
         forget(running)
-        (again,) = running.run(divergent, max_tokens=TOKENS)
+        (again,) = running.generate(divergent, max_tokens=TOKENS)
         assert again["cached_tokens"] == len(divergent) // CHUNK * CHUNK
         for key in ("tokens", "drafts", "step_tokens"):
             assert again[key] == parted[key], key
@@ -71,7 +71,7 @@ def test_prompts_in_parts_are_stored_as_far_as_the_drafter_is_right(
     with engine("llama_eagle", tmp_path / "e.log", daemon.socket_path, steps) as running:
         hits = []
         for _ in range(3):
-            (result,) = running.run(text, max_tokens=4)
+            (result,) = running.generate(text, max_tokens=4)
             hits.append(result["cached_tokens"])
             forget(running)
     assert hits[0] == 0
@@ -90,7 +90,7 @@ def test_another_draft_model_is_another_identity(daemon: DaemonProcess, tmp_path
         (directory / "config.json").write_text(json.dumps({**values, "rope_theta": theta}))
         log_path, drafter = tmp_path / "e.log", draft_model(directory)
         with engine("qwen3", log_path, daemon.socket_path, drafter) as running:
-            (result,) = running.run(text, max_tokens=4)
+            (result,) = running.generate(text, max_tokens=4)
             hits.append(result["cached_tokens"])
     assert hits == [0, 0, 2 * CHUNK]
 
@@ -113,7 +113,7 @@ def test_recurrent_states_of_drafted_tokens_are_those_of_the_engines_own_hits(
         options.append(f"--speculative-config={json.dumps(drafting)}")
     texts = [prompt(seed, block - 2 - seed) for seed in range(5)]
     with engine(model, tmp_path / "cold.log", None, *options) as plain:
-        first = [plain.run(text, max_tokens=24)[0] for text in texts]
+        first = [plain.generate(text, max_tokens=24)[0] for text in texts]
     turns = [[*text, *answer["tokens"]] for text, answer in zip(texts, first, strict=True)]
     (tmp_path / "answers.json").write_text(json.dumps(turns))
     guessing = "--worker-extension-cls=tests.engine.guesses.BundledWorker"
@@ -126,11 +126,11 @@ def test_recurrent_states_of_drafted_tokens_are_those_of_the_engines_own_hits(
             model, tmp_path / log, socket_path, *options, guessing, environment=known
         ) as running:
             for text in texts:
-                results += running.run(text, max_tokens=24)
+                results += running.generate(text, max_tokens=24)
             if socket_path is not None:
                 forget(running)
             for turn in turns:
-                results += running.run([*turn, *prompt(9, 30)], max_tokens=24)
+                results += running.generate([*turn, *prompt(9, 30)], max_tokens=24)
         return results
 
     own, ours = answers(None, "own.log"), answers(daemon.socket_path, "ours.log")

@@ -33,16 +33,16 @@ def test_second_turns_hit_to_within_a_match_unit_of_the_first_ones_end(
     own, hit = [], FIRST - 1 - (FIRST - 1) % UNIT
     with engine("qwen3next", tmp_path / "own.log", None, *unit) as running:
         for text, turn in zip(first, second, strict=True):
-            running.run(text, max_tokens=4)
-            own += running.run(turn, max_tokens=4)
+            running.generate(text, max_tokens=4)
+            own += running.generate(turn, max_tokens=4)
     assert [result["cached_tokens"] for result in own] == [hit] * len(NEW)
     extra: dict[str, object] = {"checksum": "paranoid", "load_policy": "always"}
     with engine("qwen3next", tmp_path / "e.log", daemon.socket_path, *unit, extra=extra) as running:
         for text in first:
-            running.run(text, max_tokens=4)
+            running.generate(text, max_tokens=4)
         until(lambda: stats(daemon.socket_path)["objects"] >= 3 * (3 + 4), "all is stored")
         forget(running)
-        loaded = [running.run(turn, max_tokens=4)[0] for turn in second]
+        loaded = [running.generate(turn, max_tokens=4)[0] for turn in second]
     values = stats(daemon.socket_path)
     assert [result["cached_tokens"] for result in loaded] == [hit] * len(NEW)
     assert values["tokens_loaded"] == hit * len(NEW)

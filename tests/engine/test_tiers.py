@@ -49,8 +49,8 @@ def arena_gone(daemon: DaemonProcess) -> None:
 
 
 def hits(running: EngineProcess, text: list[int], oracle: dict[str, Any], chunk: int) -> None:
-    running.reset()
-    (result,) = running.run(text, max_tokens=6)
+    running.reset_caches()
+    (result,) = running.generate(text, max_tokens=6)
     assert result["cached_tokens"] == oracle["cached_tokens"] == CHUNKS * chunk
     assert answer(result) == answer(oracle)
 
@@ -71,8 +71,8 @@ def test_restarts_a_reboot_and_a_second_node(model: str, tmp_path: Path) -> None
         serve(tmp_path, "second", *disk) as second_daemon,
     ):
         with engine(model, tmp_path / "a.log", daemon.socket_path, extra=LOAD) as running:
-            running.run(text, max_tokens=6)
-            (oracle,) = running.run(text, max_tokens=6)
+            running.generate(text, max_tokens=6)
+            (oracle,) = running.generate(text, max_tokens=6)
             is_written(daemon, "disk")
             daemon.stop()
             daemon.start()
@@ -117,8 +117,8 @@ def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
             serve(tmp_path, "second", "--tier", master.url(timeout=5)) as second_daemon,
         ):
             with engine(model, tmp_path / "a.log", daemon.socket_path, extra=LOAD) as running:
-                running.run(text, max_tokens=6)
-                (oracle,) = running.run(text, max_tokens=6)
+                running.generate(text, max_tokens=6)
+                (oracle,) = running.generate(text, max_tokens=6)
                 is_written(daemon, "mooncake")
                 clear(daemon.socket_path)
                 hits(running, text, oracle, chunk)
@@ -134,7 +134,7 @@ def test_a_second_node_through_mooncake(model: str, tmp_path: Path) -> None:
 
 def is_back(running: EngineProcess, daemon: DaemonProcess) -> bool:
     """Whether an engine has noticed its new daemon, which it looks for in its steps."""
-    running.run(prompt(9, 10), max_tokens=1)
+    running.generate(prompt(9, 10), max_tokens=1)
     return stats(daemon.socket_path)["sessions"] == 1
 
 
@@ -149,7 +149,7 @@ def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
         serve(tmp_path, "fast", "--tier", url) as daemon,
         engine("gemma3", tmp_path / "a.log", daemon.socket_path) as running,
     ):
-        (oracle,) = running.run(text, max_tokens=4)
+        (oracle,) = running.generate(text, max_tokens=4)
         is_written(daemon, "disk")
     with serve(
         tmp_path, "slow", "--tier", f"inject+{url}&rate=150KiB&write=off&timeout=60"
@@ -162,15 +162,15 @@ def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
                 "gemma3", tmp_path / log, daemon.socket_path, extra={"load_policy": policy}
             ) as running:
                 for seed in range(3):
-                    running.run(prompt(100 + seed, 512), max_tokens=1)
+                    running.generate(prompt(100 + seed, 512), max_tokens=1)
                 for _ in range(times):
                     until(
                         lambda: not stats(daemon.socket_path)["tier_disk_jobs_running"],
                         "nothing comes up any more",
                     )
                     clear(daemon.socket_path)
-                    running.reset()
-                    results += running.run(text, max_tokens=4)
+                    running.reset_caches()
+                    results += running.generate(text, max_tokens=4)
             return results
 
         computed = ask("b.log", "faster", 2)
@@ -186,7 +186,7 @@ def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
 def clear(socket_path: str) -> None:
     """Empty RAM, and leave the tiers."""
     with ControlClient(socket_path) as control:
-        control.clear()
+        control.clear_objects()
 
 
 def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> None:
@@ -197,15 +197,15 @@ def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> Non
     with serve(tmp_path, "node", "--tier", url) as daemon:
         hanging = serve(tmp_path, "node", "--tier", f"inject+{url}&latency=3600&timeout=1")
         with engine("gemma3", tmp_path / "a.log", daemon.socket_path, extra=extra) as running:
-            (oracle,) = running.run(text, max_tokens=6)
+            (oracle,) = running.generate(text, max_tokens=6)
             is_written(daemon, "disk")
             daemon.kill()
             daemon.__exit__()
             hanging.start()
             until(lambda: is_back(running, hanging), "the engine is back")
             for _ in range(2):
-                running.reset()
-                (result,) = running.run(text, max_tokens=6)
+                running.reset_caches()
+                (result,) = running.generate(text, max_tokens=6)
                 assert result["cached_tokens"] == 0
                 assert result["tokens"] == oracle["tokens"]
                 clear(hanging.socket_path)
@@ -213,11 +213,11 @@ def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> Non
                 lambda: stats(hanging.socket_path)["tier_disk_breaker_open"] == 1,
                 "it is left alone",
             )
-            (first,) = running.run(second_text, max_tokens=6)
+            (first,) = running.generate(second_text, max_tokens=6)
 
             def is_hit() -> bool:
-                running.reset()
-                (result,) = running.run(second_text, max_tokens=6)
+                running.reset_caches()
+                (result,) = running.generate(second_text, max_tokens=6)
                 assert result["tokens"] == first["tokens"]
                 return bool(result["cached_tokens"] == CHUNKS * 128)
 

@@ -271,7 +271,7 @@ class Client(tierclient.Client):
     def __exit__(self, *exc: object) -> None:
         self.stray += self.kept if self.has_worker else ()
         self.kept.clear()
-        self._link.reset("the life is over", time.monotonic())
+        self._link.drop_connection("the life is over", time.monotonic())
         self.arena.close()
 
     def work(self) -> None:

@@ -276,7 +276,7 @@ class Engine:
             )
             for span in spans:
                 shape = span.count * group.block_bytes, GEOMETRY.parts(group)
-                offsets, generations = self.credits.take(shape, span.objects)
+                offsets, generations = self.credits.take_slots(shape, span.objects)
                 if offsets:
                     runs.append(CopyRun(span.part(0, len(offsets) // U64), offsets, generations))
         ops = [op for run in runs for op in run.ops()]
@@ -346,7 +346,7 @@ class Engine:
             self._send(Release(found.lease))
 
     def _refill(self) -> None:
-        for (size, parts), wanted in self.credits.wanted(time.monotonic()):
+        for (size, parts), wanted in self.credits.credit_requests(time.monotonic()):
             self._send(Reserve(size, size, parts, wanted))
 
     def _send(self, message: Any) -> None:
@@ -361,7 +361,7 @@ class Engine:
                     self.found[reply.lease] = reply
                 else:
                     assert isinstance(reply, Reserved), reply
-                    self.credits.granted(
+                    self.credits.on_granted(
                         (reply.part_bytes, reply.parts), reply.offsets, reply.generations, now
                     )
             if done():

@@ -100,7 +100,7 @@ def stocked(daemon: DaemonProcess) -> DaemonProcess:
 
 def nothing_is_read(control: ControlClient) -> None:
     """Drop every object, which the daemon may do because no lease keeps one."""
-    assert control.clear() == OBJECTS
+    assert control.clear_objects() == OBJECTS
     values = control.stats().values
     assert (values["objects"], values["bytes_committed"]) == (0, 0)
 

@@ -167,7 +167,7 @@ def test_a_worker_that_the_next_daemon_cannot_watch_keeps_its_slots(
     assert stale_arenas(Path(daemon.socket_path)) != [Path(old.arena_path)], (
         "those slots are not free to be given away"
     )
-    server.stop(keep_arena=False)
+    server.end_run(keep_arena=False)
     server.run()
 
 

@@ -214,7 +214,7 @@ def test_a_stopped_client_keeps_its_leases_and_delays_nobody(
             assert bystander.slowest() < SLOWEST_SECONDS
             with ControlClient(daemon.socket_path) as control:
                 held = control.stats().values
-                assert control.clear() == OBJECTS
+                assert control.clear_objects() == OBJECTS
                 assert (held["sessions"], held["leases"]) == (2, 2)
                 assert held["bytes_writing"] == SLOTS * slot_bytes(PART, 1)
                 kept = control.stats().values

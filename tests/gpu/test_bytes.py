@@ -125,7 +125,7 @@ def test_the_engines_thread_waits_for_nothing(arena: Arena, device: str) -> None
     rig = Rig(arena, device)
     ops = rig.ops(BLOCKS - 1)
     end = rig.work()
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     rig.store(ops)
     rig.copier.load(ops[:1], rig.outcomes.put)
     if end is not None:

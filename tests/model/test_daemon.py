@@ -194,12 +194,12 @@ class DaemonMachine(RuleBasedStateMachine):
     ) -> None:
         self.memory = memoryview(bytearray(ARENA))
         self.trailer = Trailer(memoryview(bytearray(trailer_bytes(ARENA))), ARENA)
-        self.trailer.format()
+        self.trailer.write_fresh()
         self.policy, self.quota = policy, quota
         self.clock = 1 << 40
         self.daemon = self.started()
         self.limit = reserved * SLOT_ALIGN
-        self.daemon.store.grow(self.limit)
+        self.daemon.store.grow_arena(self.limit)
         self.lines: dict[int, Line] = {}
         self.numbers = 0
         self.sessions: list[Held] = []
@@ -227,7 +227,7 @@ class DaemonMachine(RuleBasedStateMachine):
         """Kill the daemon and start it, by a clock that may step back. Its objects stay."""
         self.clock += step
         self.daemon = self.started()
-        self.daemon.sessions.recover(())
+        self.daemon.sessions.recover_sessions(())
         self.retired += [thing.ref for thing in self.leaving]
         self.retired += [ref for held in self.sessions for ref in held.writing]
         self.leaving.clear()
@@ -237,7 +237,7 @@ class DaemonMachine(RuleBasedStateMachine):
         for thing in self.index.values():
             thing.readers = 0
             self.unread[thing.ref] = thing
-        assert self.daemon.view.values().named()["objects_recovered"] == len(self.index)
+        assert self.daemon.view.metric_values().named()["objects_recovered"] == len(self.index)
         for at, name in enumerate(ENGINES):
             self.engine(name, at, at)
 
@@ -690,7 +690,7 @@ class DaemonMachine(RuleBasedStateMachine):
     def reserve(self, pages: int) -> None:
         """More pages exist. Their number never shrinks."""
         self.limit = max(self.limit, pages * SLOT_ALIGN)
-        self.daemon.store.grow(self.limit)
+        self.daemon.store.grow_arena(self.limit)
 
     # Reports of removed objects
 
@@ -743,7 +743,7 @@ class DaemonMachine(RuleBasedStateMachine):
         if not hasattr(self, "daemon"):
             return
         check_daemon(self.daemon)
-        values = self.daemon.view.values().named()
+        values = self.daemon.view.metric_values().named()
         assert values["sessions"] == len(self.sessions)
         assert values["leases"] == sum(len(held.leases) for held in self.sessions)
         assert values["connections"] == len(self.lines)
@@ -776,7 +776,7 @@ class DaemonMachine(RuleBasedStateMachine):
         for number in sorted(self.lines):
             self.close(number)
         self.holds()
-        values = self.daemon.view.values().named()
+        values = self.daemon.view.metric_values().named()
         assert not any(
             values[name] for name in ("sessions", "leases", "connections", "bytes_writing")
         )

@@ -140,7 +140,7 @@ class TiersMachine(RuleBasedStateMachine):
         if fresh:
             self.memory = memoryview(bytearray(self.arena))
             self.trailer = Trailer(memoryview(bytearray(trailer_bytes(self.arena))), self.arena)
-            self.trailer.format()
+            self.trailer.write_fresh()
         self.clock += 1 << 20
         self.jobs: list[TierJob] = []
         self.done: list[FinishedJob] = []
@@ -160,8 +160,8 @@ class TiersMachine(RuleBasedStateMachine):
         ]
         self.daemon = Daemon(store, make_welcome(self.arena), lines)
         if not fresh:
-            self.daemon.sessions.recover(())
-        store.grow(self.arena)
+            self.daemon.sessions.recover_sessions(())
+        store.grow_arena(self.arena)
         self.tick()
         for job in list(self.jobs):
             self.run(job)
@@ -328,7 +328,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert found.lease not in engine.leases
             engine.leases.add(found.lease)
         for ref, (index, chunk) in zip(refs, names, strict=True):
-            slot = self.daemon.store.get(ref.offset, ref.generation)
+            slot = self.daemon.store.slot_at(ref.offset, ref.generation)
             assert slot is not None
             assert slot.pins, "what is found may go"
             if ref not in self.spoilt:
@@ -463,7 +463,7 @@ class TiersMachine(RuleBasedStateMachine):
             for engine in self.engines
             for lease, wait in engine.waits.items()
         }
-        assert self.daemon.view.values().named()["lookups_waiting"] == len(waits)
+        assert self.daemon.view.metric_values().named()["lookups_waiting"] == len(waits)
         assert all(wait.deadline > self.now - 0.02 for wait in waits.values()), "STALL"
         wakes_at = self.daemon.wakes_at()
         assert all(wakes_at <= wait.deadline for wait in waits.values()), "nobody wakes the loop"
@@ -471,7 +471,9 @@ class TiersMachine(RuleBasedStateMachine):
             if job.kind in (JobKind.READ, JobKind.WRITE):
                 for item in job.items:
                     assert item.slot is not None
-                    assert self.daemon.store.get(item.slot.offset, item.record.seed) is item.slot
+                    assert (
+                        self.daemon.store.slot_at(item.slot.offset, item.record.seed) is item.slot
+                    )
                     is_read = job.kind is JobKind.READ
                     assert item.slot.state is (
                         SlotState.WRITING if is_read else SlotState.COMMITTED
@@ -505,7 +507,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.tick()
         self.go_on()
         self.holds()
-        values = self.daemon.view.values().named()
+        values = self.daemon.view.metric_values().named()
         assert not any(
             values[name] for name in ("sessions", "leases", "bytes_writing", "lookups_waiting")
         )

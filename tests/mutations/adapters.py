@@ -26,7 +26,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "adapters-over-old-blocks",
         "other weights go on where the engine's own blocks are of the old ones",
-        "AdapterBlocks.add",
+        "AdapterBlocks.note_blocks",
         'self.computed_by in (b"", weights.identity)',
         "True",
         ("D16",),
@@ -40,7 +40,7 @@ FAULTS: tuple[Mutation, ...] = (
         "loads-unseen-by-adapters",
         "what was loaded into the engine's blocks may be followed by another adapter's",
         "LoadPlanner.on_load_end",
-        "tracked.adapter.blocks.add(load.plan.adapter)",
+        "tracked.adapter.blocks.note_blocks(load.plan.adapter)",
         "pass",
         ("D16",),
         (f"{ROLE}::test_what_was_loaded_is_of_the_adapters_old_weights",),
@@ -48,7 +48,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "adapters-of-lost-reports",
         "a step whose report is lost is taken for one with the adapter of the next report",
-        "Adapters.reported",
+        "Adapters.on_report",
         "is_reported=step.number == number",
         "is_reported=True",
         ("D16",),
@@ -57,7 +57,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "adapters-of-steps-before-the-reset",
         "a step whose blocks are gone names those that come after it",
-        "Adapters.emptied",
+        "Adapters.on_cache_emptied",
         "self.unreported_steps.clear()",
         "pass",
         ("D16",),
@@ -75,7 +75,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "hits-of-replaced-adapters",
         "a hit is offered though other weights are loaded since its lookup",
-        "Lookups.offer",
+        "Lookups.tokens_to_load",
         "tracked.adapter.weights != tracked.lookup.adapter",
         "tracked.adapter.weights is None",
         ("D16",),
@@ -93,7 +93,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "adapters-by-number",
         "an adapter that is loaded in place of another is taken for it",
-        "LoadedAdapters.look",
+        "LoadedAdapters.digests_now",
         "known is None or known.model() is not model",
         "known is None",
         ("D16",),
@@ -121,7 +121,7 @@ FAULTS: tuple[Mutation, ...] = (
         "adapters-unseen-while-off",
         "what runs with an adapter while a role is switched off is not followed",
         "RoleFallback.on_report",
-        "life.adapters.reported(report.number, report.adapters)",
+        "life.adapters.on_report(report.number, report.adapters)",
         "pass",
         ("D16",),
         (f"{HOOKS}::test_adapters_are_followed_while_a_role_is_off",),

@@ -17,7 +17,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "new-weights-are-not-audited",
         "after a change of weights the next hit is none of the first",
-        "AuditBudget.identify",
+        "AuditBudget.forget_audited",
         "self.judged.clear()",
         "self.unmade = 0",
         ("D16",),
@@ -26,7 +26,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "audits-cost-nothing",
         "the tokens of an audited chunk are not counted, and every hit is audited",
-        "Audits.begin",
+        "Audits.offer_chunk",
         "self.budget.spent_tokens += self._geometry.chunk_tokens",
         "self.budget.spent_tokens += 0",
         ("D16",),
@@ -35,7 +35,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "audits-what-the-engine-has",
         "a chunk of the engine's own cache is given up, and compared with itself",
-        "Audits.begin",
+        "Audits.offer_chunk",
         "if local_tokens > chunk * self._geometry.chunk_tokens:",
         "if local_tokens < 0:",
         ("D16",),
@@ -53,7 +53,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "a-difference-has-no-end",
         "an engine that computes other bytes looks up and loads as before",
-        "AuditBudget.ended",
+        "AuditBudget.on_outcome",
         "if outcome is AuditOutcome.DIFFERED:",
         "if outcome is AuditOutcome.UNMADE:",
         ("D16",),
@@ -65,7 +65,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "a-hit-that-is-found-is-offered",
         "a hit that was found before the difference is offered after it",
-        "Lookups.offer",
+        "Lookups.tokens_to_load",
         "if self._audits.is_cut_off:",
         "if self._audits.is_cut_off and not found:",
         ("D16",),
@@ -92,7 +92,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "workers-may-compare-for-ever",
         "what workers do not answer is waited for without an end",
-        "Audits.settle",
+        "Audits.end_if_over",
         "now - item.sent_at > AUDIT_SECONDS_MAX",
         "now - item.sent_at > AUDIT_SECONDS_MAX * 1e9",
         ("D6",),

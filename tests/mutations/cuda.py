@@ -210,7 +210,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "pinned-twice",
         "memory that is pinned is pinned again with the next piece",
-        "Pins.pin",
+        "Pins.pin_pages",
         "device.register(self._arena.address + start, size)",
         "device.register(self._arena.address, start + size)",
         ("A33",),

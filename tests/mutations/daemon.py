@@ -62,7 +62,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "socket-not-made-again",
         "a socket that was removed under the daemon stays away",
-        "ServedSocket.restored",
+        "ServedSocket.restore_names",
         "",
         "return None",
         ("C15",),
@@ -347,7 +347,7 @@ FAULTS: tuple[Mutation, ...] = (
         "any client may give back any write slot",
         "slot_requests:free",
         "slot = session.unwritten(offset, generation)",
-        "slot = state.store.get(offset, generation)",
+        "slot = state.store.slot_at(offset, generation)",
         ("C42",),
         (LIARS,),
     ),
@@ -389,7 +389,7 @@ FAULTS: tuple[Mutation, ...] = (
         """
         self._leave(lookup, event)
         for read in self.reads.values():
-            self._store.free(read.slot)
+            self._store.free_slot(read.slot)
         """,
         ("D6",),
         (f"{TIERS}::test_at_the_deadline_the_answer_is_what_ram_has",),
@@ -407,8 +407,8 @@ FAULTS: tuple[Mutation, ...] = (
         "unexpected-and-uncounted",
         "an event that the state of a waiting lookup does not have is dropped in silence",
         "Promotion._advance",
-        "if not lookup.advance(event):",
-        "if not lookup.advance(event) and not lookup.is_ended:",
+        "if not lookup.transition(event):",
+        "if not lookup.transition(event) and not lookup.is_ended:",
         ("D6",),
         (f"{WAITING_LOOKUP}::test_an_event_that_the_state_does_not_have_is_counted",),
     ),

@@ -28,7 +28,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "engine-waits-for-its-step",
         "the engine's thread waits until the gather is over (F3)",
-        "CopyPipeline.store",
+        "CopyPipeline.queue_store",
         "gathered = device.record(stream)",
         """
         gathered = device.record(stream)
@@ -49,8 +49,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "loads-behind-pinning",
         "the load lane registers the arena's memory (F4)",
-        "CopyPipeline.pin",
-        "self._pinning_jobs.put(pin)",
+        "CopyPipeline.pin_arena",
+        "self._pinning_jobs.push(pin)",
         "self._load_lane.jobs.put(Barrier(lambda: deque(pin(), 0).clear()))",
         ("D18",),
         (f"{PIPELINE}::test_an_arena_that_is_attached_again_delays_no_load", DEVICES),
@@ -58,7 +58,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "one-launch-for-each-object",
         "a step's gather is a launch for each of its objects (F5)",
-        "CopyPipeline.store",
+        "CopyPipeline.queue_store",
         "device.launch(partial(context.kernels.copy_blocks, launch, True), stream)",
         """
         for _ in transfers:
@@ -80,10 +80,10 @@ FAULTS: tuple[Mutation, ...] = (
         "staging-kept-by-the-dead",
         "a store that fails keeps its staging (F8)",
         "CopyLane._finish_object",
-        "self.staging.ring.release(transfer.part_bytes)",
+        "self.staging.ring.free_oldest(transfer.part_bytes)",
         """
         if isinstance(self, LoadLane) or not isinstance(error, DeviceError):
-            self.staging.ring.release(transfer.part_bytes)
+            self.staging.ring.free_oldest(transfer.part_bytes)
         """,
         ("B38",),
         (DEVICES,),
@@ -91,7 +91,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "lane-ends-with-its-first-error",
         "a lane ends with an error, and whoever waits for it waits for ever (F8)",
-        "CopyLane.run",
+        "CopyLane.run_jobs",
         "turn = self._fail_all(error)",
         "raise",
         ("B38",),
@@ -101,7 +101,7 @@ FAULTS: tuple[Mutation, ...] = (
         "told-before-it-is-over",
         "after an error stores and loads are told failed while the device still copies (F8)",
         "CopyLane._fail_all",
-        "yield from self.staging.drain()",
+        "yield from self.staging.drain_pieces()",
         "yield from ()",
         ("D6",),
         (f"{PIPELINE}::test_nothing_is_told_failed_while_the_device_still_copies",),
@@ -110,7 +110,7 @@ FAULTS: tuple[Mutation, ...] = (
         "unpinned-by-a-stranger",
         "the thread that closes a copier unpins memory, on whatever device is its own (F9)",
         "CopyPipeline.detach",
-        "drained = Latch(2, lambda: self._pinning_jobs.put(unpin))",
+        "drained = Latch(2, lambda: self._pinning_jobs.push(unpin))",
         """
         drained = Latch(2)
         for _ in unpin():
@@ -122,7 +122,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "old-error-stays",
         "the error of a refused registration is raised by the thread's next launch (F10)",
-        "Pins.pin",
+        "Pins.pin_pages",
         "device.clear_error()",
         "",
         ("C11",),
@@ -131,7 +131,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "refused-again-and-again",
         "a refused registration is tried again whenever the arena grows (F10)",
-        "Pins.pin",
+        "Pins.pin_pages",
         "self._retry_at = time.monotonic() + RETRY_SECONDS",
         "",
         ("B31",),
@@ -140,7 +140,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "refused-for-ever",
         "a refused registration is never tried again",
-        "Pins.request",
+        "Pins.request_pages",
         "is_retry = 0 < self._retry_at <= time.monotonic()",
         "is_retry = False",
         ("B31",),
@@ -149,7 +149,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "pinning-in-one-go",
         "registrations run one after another, and CUDA's calls of all threads wait for them",
-        "Pins.pin",
+        "Pins.pin_pages",
         "yield _Pause(time.perf_counter() - began)",
         "yield _Pause(0.0)",
         ("D18",),
@@ -184,7 +184,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "one-call-for-each-object",
         "each object is a batch, so that a busy interpreter holds up each of them",
-        "Staging.fits",
+        "Staging.has_room_for",
         "return not batch.transfers or (not is_full and together <= self._batch_bytes)",
         "return not batch.transfers",
         ("D18",),
@@ -220,8 +220,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "retired-and-running",
         "the engine's memory goes away while copies of a retired copier run",
-        "WorkerRole.detach",
-        "self.factory.drain()",
+        "WorkerRole.detach_arena",
+        "self.factory.drain_copiers()",
         "pass",
         ("B38",),
         (
@@ -308,7 +308,7 @@ FAULTS: tuple[Mutation, ...] = (
         "staging-given-back-early",
         "a load's staging is free before its scatter is over",
         "CopyLane._finish_oldest",
-        "yield from self.staging.complete(batch)",
+        "yield from self.staging.finish_batch(batch)",
         "yield from wait_in_lane(batch.events[0])",
         ("D6",),
         (DEVICES,),
@@ -343,7 +343,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "dead-but-attached",
         "a worker whose device failed still says that it maps the arena",
-        "WorkerRole.report",
+        "WorkerRole.take_step_report",
         "if self.boot and (self.factory is None or self.factory.is_alive):",
         "if self.boot:",
         ("C11",),

@@ -65,8 +65,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "fault-keeps-the-session",
         "an answer that was lost with a fault of a hook is awaited for ever",
-        "SchedulerRole.run",
-        'self.session.link.reset("a hook failed", time.monotonic())',
+        "SchedulerRole.run_work",
+        'self.session.link.drop_connection("a hook failed", time.monotonic())',
         "pass",
         ("C15",),
         (f"{HOOKS}::test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer",),
@@ -99,7 +99,7 @@ FAULTS: tuple[Mutation, ...] = (
         "HookGuard._took",
         """
         self._slow.clear()
-        self.switch_off(f"{SLOW_MAX} hooks took {self._slow_seconds:g} s or longer")
+        self.pause(f"{SLOW_MAX} hooks took {self._slow_seconds:g} s or longer")
         """,
         "pass",
         ("B21", "C15"),
@@ -111,7 +111,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "pauses-do-not-grow",
         "a side that faults again and again is tried every minute",
-        "HookGuard.switch_off",
+        "HookGuard.pause",
         "PAUSE_SECONDS if is_rested else longer",
         "PAUSE_SECONDS",
         ("C15",),
@@ -147,7 +147,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "off-worker-offers-itself",
         "a worker that begins anew offers an arena before it has mapped it again",
-        "WorkerRole.begin_anew",
+        "WorkerRole.map_anew",
         'self.boot = ""',
         "pass",
         ("C15",),
@@ -223,7 +223,7 @@ FAULTS: tuple[Mutation, ...] = (
         "tensors-not-taken",
         "the engine's tensors are not registered",
         "HybridKVConnector.register_kv_caches",
-        "self.worker_role.register(kv_caches)",
+        "self.worker_role.register_tensors(kv_caches)",
         "self.worker_role.layout = None",
         ("C6",),
         (PLAIN,),
@@ -302,7 +302,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "hooks-raise",
         "a fault in a hook reaches the engine",
-        "HookGuard.run",
+        "HookGuard.run_hook",
         "except Exception:",
         "except ZeroDivisionError:",
         ("B35", "B38"),

@@ -22,7 +22,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "every-answer-a-lookup",
         "each time the engine asks, the daemon is asked",
-        "Lookups.offer",
+        "Lookups.tokens_to_load",
         "tracked.load.local_tokens = local_tokens",
         """
         tracked.load.local_tokens = local_tokens
@@ -70,7 +70,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "counts-the-local-hit-too",
         "the engine's own hit is counted as external",
-        "Lookups.offer",
+        "Lookups.tokens_to_load",
         "return tokens - local_tokens",
         "return tokens",
         ("A35", "C21"),
@@ -79,7 +79,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "negative-need",
         "a hit that the engine has itself is offered",
-        "Lookups.offer",
+        "Lookups.tokens_to_load",
         "if tokens >= request.num_tokens or tokens <= local_tokens:",
         "if tokens >= request.num_tokens:",
         ("C21", "C40"),
@@ -110,15 +110,15 @@ FAULTS: tuple[Mutation, ...] = (
         "plans-that-no-worker-sees",
         "the workers count as told of a plan before the last of it that may fail",
         "SchedulerRole._make_plan",
-        "self.room.ran(output.num_scheduled_tokens)",
-        "self.loads.on_handed_over() or self.room.ran(output.num_scheduled_tokens)",
+        "self.room.on_running(output.num_scheduled_tokens)",
+        "self.loads.on_handed_over() or self.room.on_running(output.num_scheduled_tokens)",
         ("C38",),
         (f"{SCHEDULER}::test_the_loads_of_a_plan_that_a_fault_ends_fail",),
     ),
     Mutation(
         "loads-nothing",
         "the plan's loads are left out of it",
-        "LoadPlanner.put_into",
+        "LoadPlanner.add_loads",
         "tracked.load.plan.runs and tracked.state is not RequestState.DRAINING",
         "tracked.load.plan.runs and tracked.state is RequestState.DRAINING",
         ("C7", "C27"),
@@ -136,7 +136,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "waits-longer-than-computing",
         "patience does not depend on the speed of prefill",
-        "PrefillSpeed.seconds",
+        "PrefillSpeed.prefill_seconds",
         "tokens / rate if rate else",
         "",
         ("D18",),
@@ -145,7 +145,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "speed-by-the-next-report",
         "the speed of a prefill is measured up to the next report, which is of an earlier step",
-        "PrefillSpeed.step_ended",
+        "PrefillSpeed.on_step_end",
         """
         while self.planned and self.planned[0].number <= number:
             step = self.planned.popleft()
@@ -162,7 +162,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "speed-from-the-plan",
         "a step that was planned ahead is measured from its plan, not from the report before it",
-        "PrefillSpeed.step_ended",
+        "PrefillSpeed.on_step_end",
         "now - max(since, step.planned_at)",
         "now - step.planned_at",
         ("D18",),
@@ -216,7 +216,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "nobody-says-release",
         "the daemon is never told that a lease has ended",
-        "RequestRegistry.release",
+        "RequestRegistry.end_lease",
         "self.session.send(wire.Release(lease, loaded_tokens, loaded_bytes, has_failed), now)",
         'self.counters["releases"] += 1',
         ("C18", "C25", "D9"),

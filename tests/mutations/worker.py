@@ -67,7 +67,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "told-again",
         "a load that ended is reported in every step",
-        "WorkerRole.collect",
+        "WorkerRole.take_finished",
         "finished, self._finished = self._finished, set()",
         "finished = set(self._finished)",
         ("C10",),
@@ -449,7 +449,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "no-look-at-the-weights",
         "there is no sentinel: weights that other code writes are the old ones until somebody asks",
-        "WeightsLook.digest",
+        "WeightsLook.words_digest",
         "seen.update(words.numpy())",
         "pass",
         ("D16",),
@@ -473,7 +473,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "read-in-its-sleep",
         "weights are read while the engine sleeps, and their memory is gone",
-        "EngineWeights.watch",
+        "EngineWeights.look_at_step",
         "if self._asleep or number == self._last_step:",
         "if number == self._last_step:",
         ("D16",),
@@ -491,7 +491,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "loads-over-a-change",
         "a load that began with the old weights ends well with the new ones",
-        "WorkerRole.collect",
+        "WorkerRole.take_finished",
         "elif self._weights.era != start.era:",
         "elif False:",
         ("D16",),
@@ -500,7 +500,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "offers-while-weights-are-read",
         "a hit is offered while nobody knows which weights the engine has",
-        "Lookups.offer",
+        "Lookups.tokens_to_load",
         "if not self._weights.is_current:",
         "if False:",
         ("D16",),

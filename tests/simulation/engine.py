@@ -69,13 +69,13 @@ CLOCK = Clock()
 PAUSE_STEPS = 12  # How many steps the first pause of a role lasts that is switched off.
 BREAKABLE = {
     "": "on_new_request offer_hit on_allocated _make_plan on_report on_finished on_step_end "
-    "identify poll on_reply",
-    "audits": "on_answer begin on_store_begun must_wait put_into on_report settle",
-    "lookups": "look_up offer on_found on_flush",
-    "loads": "on_allocated put_into on_load_end",
+    "change_identity exchange_messages on_reply",
+    "audits": "on_answer offer_chunk on_store_begun must_wait add_pairs on_report end_if_over",
+    "lookups": "look_up tokens_to_load on_found on_flush",
+    "loads": "on_allocated add_loads on_load_end",
     "stores": "plan_stores on_report",
-    "requests": "advance release",
-    "session": "send follow",
+    "requests": "advance end_lease",
+    "session": "queue_message follow",
     "session.link": "poll flush",
 }
 """Methods of the scheduler role and of its parts that a fault may break."""
@@ -100,8 +100,8 @@ class Saboteur:
         """The thread that is in a hook, or 0. Copies that another thread ends belong to no hook."""
         self._undo: Callable[[], None] = lambda: None
         self.guard._clock, self.guard._began = CLOCK.monotonic, CLOCK.now
-        run = self.guard.run
-        self.guard.run = lambda hook, work, *arguments, **how: run(
+        run = self.guard.run_hook
+        self.guard.run_hook = lambda hook, work, *arguments, **how: run(
             hook, lambda: self._in_hook(work), *arguments, **how
         )
 
@@ -587,8 +587,8 @@ class Engine:
         for saboteur in self.saboteurs:
             saboteur.disarm()
             if saboteur.fired:
-                saboteur.guard.switch_off("the audit wants a fresh one")
-        while not all(saboteur.guard.healthy for saboteur in self.saboteurs):
+                saboteur.guard.pause("the audit wants a fresh one")
+        while not all(saboteur.guard.is_on for saboteur in self.saboteurs):
             CLOCK.now += max(saboteur.guard.pause_seconds for saboteur in self.saboteurs)
             self.step_idle()
 
@@ -860,7 +860,7 @@ class Engine:
         A role that is switched off waits for no store, and its successor for none of its stores.
         """
         outputs = [output for outputs in self._reports for output in outputs]
-        is_on = self.saboteurs[0].guard.healthy
+        is_on = self.saboteurs[0].guard.is_on
         awaited = self.side.stores.storing.keys() if is_on else set()
         return not self._repeats and not any(
             output.finished_recving or output.kv_connector_worker_meta.done.keys() & awaited
@@ -878,8 +878,8 @@ class Engine:
                 reading.thread.join()
         while True:
             waiting = []
-            if self.saboteurs[0].guard.healthy:
-                self.side.poll(CLOCK.now)
+            if self.saboteurs[0].guard.is_on:
+                self.side.exchange_messages(CLOCK.now)
             for link in (rank.side._link for rank in self.ranks):
                 if link.welcome is None:
                     link.poll(CLOCK.now)

@@ -112,7 +112,7 @@ class Node:
             self._until("writes_waiting", 0)
             self._end()
             shutil.rmtree(self._disks)
-        self.control.clear()
+        self.control.clear_objects()
         self._until("bytes_committed", 0)
         self.spoilt.clear()
 

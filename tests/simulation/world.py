@@ -494,7 +494,7 @@ class _Life:
             self.counts[what] += node.flip(rng, rng.choice((3, 30)))
         elif not node.stopped and what in ("clear", "stop", "kill"):
             if what == "clear":
-                node.control.clear()
+                node.control.clear_objects()
             elif what == "stop":
                 node.stop()
                 self._resume_at = step + rng.randrange(1, 60)
@@ -515,7 +515,7 @@ class _Life:
     def _clear(self) -> None:
         for site in self.sites:
             site.engine.barrier()
-        self._node.control.clear()
+        self._node.control.clear_objects()
 
     def _abort(self, site: Site) -> None:
         """Abort a request of a drawn state, so that rare states are aborted as well."""

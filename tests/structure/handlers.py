@@ -26,13 +26,13 @@ class Handler(NamedTuple):
 HANDLERS = (
     # The connector
     Handler(
-        "HookGuard.run",
+        "HookGuard.run_hook",
         "except Exception",
         "No fault of a hook may reach the engine, which goes on without the cache.",
         "fault_*",
     ),
     Handler(
-        "SchedulerRole.run",
+        "SchedulerRole.run_work",
         "except Exception",
         "After a fault of a hook nobody knows what was said to the daemon: it is greeted anew.",
         RAISED,
@@ -104,7 +104,7 @@ HANDLERS = (
         "rank_loads_failed",
     ),
     Handler(
-        "CopyLane.run",
+        "CopyLane.run_jobs",
         "except Exception",
         "Whatever ends a copy on a device fails all that is queued, and the worker copies no more.",
         "stores_device_failed",
@@ -160,7 +160,7 @@ HANDLERS = (
     ),
     # The daemon
     Handler(
-        "ClientSockets.answer",
+        "ClientSockets.handle_messages",
         "except Exception",
         "The fault of one client's request closes its connection, and no other client notices.",
         "refused_*",
@@ -246,37 +246,37 @@ HANDLERS = (
         "failures",
     ),
     Handler(
-        "Writers.enter",
+        "Writers.make_directories",
         "suppress(FileNotFoundError)",
         "A new writer has no file yet that shows that it lives; it is written later.",
         NO + "it is the usual case of a first start",
     ),
     Handler(
-        "Writers.enter",
+        "Writers.make_directories",
         "suppress(FileExistsError)",
         "Another daemon wrote the layout's file first; its content is checked next.",
         NO + "it is the usual case of a later start",
     ),
     Handler(
-        "FileIndex.remove",
+        "FileIndex.remove_file",
         "suppress(FileNotFoundError)",
         "The file that is to be removed is gone already, and is counted no longer.",
         NO + "the wanted state is reached",
     ),
     Handler(
-        "FileIndex.use",
+        "FileIndex.touch",
         "suppress(OSError)",
         "The file's time of last use cannot be written; memory still has it.",
         NO + "only the order of eviction after a restart is less exact",
     ),
     Handler(
-        "FileIndex.scan",
+        "FileIndex.index_directory",
         "suppress(FileNotFoundError)",
         "Another process removed the file between the listing and the look at it.",
         NO + "a file that is gone does not belong to the index",
     ),
     Handler(
-        "Writers.look",
+        "Writers.index_others",
         "suppress(FileNotFoundError)",
         "The other writer's directory was removed while it was looked at.",
         NO + "the next look forgets its records",
@@ -379,13 +379,13 @@ HANDLERS = (
         NO + "the caller raises the error that the message belongs to",
     ),
     Handler(
-        "IsolatedProcess.stop",
+        "IsolatedProcess.close_or_kill",
         "suppress(TierError)",
         "A client that does not leave the store in order in time is killed.",
         NO + "the daemon is stopping, and the store's own timeout does the rest",
     ),
     Handler(
-        "IsolatedProcess.kill",
+        "IsolatedProcess.kill_child",
         "suppress(OSError)",
         "The child may have closed its end of the lane already.",
         NO + "the wanted state is reached",

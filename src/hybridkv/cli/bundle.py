@@ -73,7 +73,7 @@ class Bundle:
         self._tar = tarfile.TarFile.open(fileobj=file, mode="w|", format=tarfile.GNU_FORMAT)
         self.records = self.bytes = 0
 
-    def add(self, record: Record, memory: memoryview) -> None:
+    def write_record(self, record: Record, memory: memoryview) -> None:
         """Write one more record. Raises OSError."""
         self._add(files.name_of(record).text, memory)
         self.records += 1
@@ -229,7 +229,7 @@ def _from_disk(root: Path, bundle: Bundle, prefix: str, coding: Coding) -> Itera
                 elif proof.undecodable:
                     yield proof.undecodable
                 else:
-                    bundle.add(proof.record, proof.memory)
+                    bundle.write_record(proof.record, proof.memory)
                     added_keys.add(name.key)
             step()
 
@@ -285,7 +285,7 @@ def _add_slot(
     head = memoryview(bytearray(head_bytes(parts)))
     write_head(record, copy, head)
     copy[: len(head)] = head
-    bundle.add(record, copy)
+    bundle.write_record(record, copy)
     return None
 
 
@@ -320,7 +320,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         finally:
             tier.close()
             with contextlib.suppress(OSError):
-                tier.leave()
+                tier.release_files()
     imported = reasons.pop(None, 0)
     left_out = Counter({reason: count for reason, count in reasons.items() if reason is not None})
     kept, size = (int(tier.gauges()[name]) for name in ("objects", "bytes"))

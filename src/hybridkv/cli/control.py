@@ -73,7 +73,7 @@ def run_clear(arguments: argparse.Namespace) -> int:
     """Drop all objects and print. Returns 1 where a tier to be emptied is out of reach."""
     tiers: dict[str, bool] = {}
     with control_of(arguments) as control:
-        dropped = control.clear(arguments.tiers)
+        dropped = control.clear_objects(arguments.tiers)
         if arguments.tiers:
             tiers = {tier.name: tier.is_reachable for tier in control.stats().tiers}
     document: dict[str, object] = {"dropped": dropped}

@@ -91,7 +91,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
                 logs=logs,
                 say=say,
             )
-            arms = verification.run()
+            arms = verification.run_arms()
         except HybridKVError as error:
             if not any(logs.iterdir()):
                 logs.rmdir()  # No engine has started.
@@ -251,7 +251,7 @@ class Verification:
         }
         """The judge of each arm of several prompts."""
 
-    def run(self) -> list[VerifyArm]:
+    def run_arms(self) -> list[VerifyArm]:
         """Run all arms. Returns them, or the first arm alone where vLLM serves no such engine."""
         started = time.monotonic()
         try:
@@ -298,11 +298,11 @@ class Verification:
             yield self._measure(engine, "cold", [self._prompt])
             if self._flip:
                 self._flip_one_byte(stored_before)
-            engine.reset()
+            engine.reset_caches()
             yield self._measure(engine, "warm", [self._prompt], external_chunks=CHUNKS)
             self._compute_split(engine)
-            engine.reset()
-            engine.run(self._first_part, max_tokens=1)
+            engine.reset_caches()
+            engine.generate(self._first_part, max_tokens=1)
             mixed = self._measure(
                 engine,
                 "mixed local and external",
@@ -316,7 +316,7 @@ class Verification:
             yield mixed
             if self._prompts.branch:
                 # From outside comes the last state alone, and attention blocks from the first on.
-                engine.reset()
+                engine.reset_caches()
                 self._generate(engine, self._split)
                 yield self._measure(
                     engine, "divergent", [self._prompts.branch], external_chunks=LOCAL_CHUNKS
@@ -365,14 +365,14 @@ class Verification:
                 turns = self._prompts.turns
                 measures = self._measure(engine, "second turns", turns.second, together=False)
                 yield replace(measures, expected=turns.hit_tokens)
-            engine.reset()
+            engine.reset_caches()
             yield self._measure_killed(engine, "daemon killed midway")
             # A new daemon runs, and the engine is connected to it.
             self._daemon.start()
-            engine.reset()
+            engine.reset_caches()
             deadline = time.monotonic() + DAEMON_SECONDS
             while self._stats()["sessions"] < 1 and time.monotonic() < deadline:
-                engine.run(self._warm_up_prompt[: self.chunk_tokens // 2], max_tokens=1)
+                engine.generate(self._warm_up_prompt[: self.chunk_tokens // 2], max_tokens=1)
             yield self._measure(engine, "daemon restarted", [self._prompt], external_chunks=CHUNKS)
             yield from self._measure_repeated(engine, "after the daemon's restart")
             yield self._measure(engine, "preempted", self._prompts.crowd, external_chunks=1)
@@ -395,7 +395,7 @@ class Verification:
                 [self._generate(engine, self._prompts.branch)[0]] if self._prompts.branch else []
             )
             alone = [self._generate(engine, prompt)[0] for prompt in self._prompts.crowd]
-            engine.reset()
+            engine.reset_caches()
             noise = judging.deviation(self._generate(engine, *self._prompts.crowd), alone)
             for prompt in (*self._prompts.repeated, *self._prompts.turns.first):
                 self._generate(engine, prompt)
@@ -456,12 +456,12 @@ class Verification:
         """Run an arm in which the daemon is killed as soon as it has answered the lookup."""
         self._say(f"arm: {arm}")
         lookups = self._stats().get("lookups", 0)
-        engine.begin("run", prompts=[self._prompt], max_tokens=KILLED_TOKENS)
+        engine.begin_command("run", prompts=[self._prompt], max_tokens=KILLED_TOKENS)
         deadline = time.monotonic() + SETTLE_SECONDS
         while self._stats().get("lookups", 0) == lookups and time.monotonic() < deadline:
             pass
         self._daemon.kill()
-        (result,) = engine.end()
+        (result,) = engine.end_command()
         for key in ("tokens", "logprobs"):
             result[key] = result[key][:MAX_TOKENS]
         result["drafts"] = []  # It made more of them than its oracle.
@@ -471,7 +471,7 @@ class Verification:
 
     def _generate(self, engine: EngineProcess, *prompts: list[int]) -> list[dict[str, Any]]:
         """Returns answers of MAX_TOKENS. Several prompts share a pool that runs out of blocks."""
-        results = engine.run(*prompts, max_tokens=MAX_TOKENS, starve=len(prompts) > 1)
+        results = engine.generate(*prompts, max_tokens=MAX_TOKENS, starve=len(prompts) > 1)
         for result in results:
             if (count := len(result.get("tokens", ()))) != MAX_TOKENS:
                 raise HybridKVError(f"the engine gave {count} tokens instead of {MAX_TOKENS}")
@@ -499,16 +499,16 @@ class Verification:
 
         A kernel may give other last bits for the same tokens in a prompt of another length.
         """
-        engine.reset()
-        engine.run(self._first_part, max_tokens=1)
-        engine.run(self._split, max_tokens=1)
+        engine.reset_caches()
+        engine.generate(self._first_part, max_tokens=1)
+        engine.generate(self._split, max_tokens=1)
         self._settled()
 
     def _warm_up(self, engine: EngineProcess) -> None:
         """Run another prompt, because an engine compiles on first use, which lengthens TTFT."""
         self._say("warming up")
         for length in (len(self._warm_up_prompt), len(self._warm_up_prompt) % self.chunk_tokens):
-            engine.run(self._warm_up_prompt[:length], max_tokens=2)
+            engine.generate(self._warm_up_prompt[:length], max_tokens=2)
 
     def _make_prompts(self, info: Mapping[str, Any], geometry: WireGeometry) -> None:
         """Draw the prompts of all arms. Raises ConfigError where they do not fit the model."""

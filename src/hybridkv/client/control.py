@@ -108,7 +108,7 @@ class ControlClient:
         """Return every session that an engine has with the daemon."""
         return self._ask(wire.ListEngines(next(self._ids)), wire.Engines).engines
 
-    def clear(self, tiers: bool = False) -> int:
+    def clear_objects(self, tiers: bool = False) -> int:
         """Drop every object, and with `tiers` begin to empty the tiers below RAM.
 
         Returns the number of objects that RAM had.

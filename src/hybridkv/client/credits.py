@@ -38,7 +38,7 @@ class SlotCredits:
     def __init__(self, targets: Mapping[SlotShape, int]) -> None:
         self._pools = {shape: _SlotPool(target) for shape, target in targets.items()}
 
-    def take(self, shape: SlotShape, count: int) -> PackedSlots:
+    def take_slots(self, shape: SlotShape, count: int) -> PackedSlots:
         """Take at most `count` slots of `shape` out of their pool, and return them."""
         pool = self._pools.get(shape)
         if pool is None:
@@ -48,8 +48,8 @@ class SlotCredits:
         pool.offsets, pool.generations = pool.offsets[cut:], pool.generations[cut:]
         return slots
 
-    def wanted(self, now: float) -> list[CreditRequest]:
-        """Return the requests to send to the daemon now. `granted` takes the answers."""
+    def credit_requests(self, now: float) -> list[CreditRequest]:
+        """Return the requests to send to the daemon now. `on_granted` takes the answers."""
         requests: list[CreditRequest] = []
         for shape, pool in self._pools.items():
             count = len(pool.offsets) // U64
@@ -59,7 +59,7 @@ class SlotCredits:
                 requests += [CreditRequest(shape, asked) for asked in pool.asked]
         return requests
 
-    def granted(self, shape: SlotShape, offsets: bytes, generations: bytes, now: float) -> None:
+    def on_granted(self, shape: SlotShape, offsets: bytes, generations: bytes, now: float) -> None:
         """Add the slots of the daemon's next answer, perhaps fewer than it was asked for."""
         pool = self._pools.get(shape)
         if pool is None:
@@ -71,10 +71,10 @@ class SlotCredits:
             pool.retry_at = now + RETRY_SECONDS
 
     @property
-    def awaited(self) -> bool:
+    def is_awaiting(self) -> bool:
         """True while the daemon has not answered every request."""
         return any(pool.asked for pool in self._pools.values())
 
-    def reset(self) -> None:
+    def forget_slots(self) -> None:
         """Empty every pool, because the daemon is gone and its slots with it."""
         self._pools = {shape: _SlotPool(pool.target) for shape, pool in self._pools.items()}

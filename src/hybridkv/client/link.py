@@ -140,7 +140,7 @@ class Link:
             self._sock.close()
             self._sock = None
 
-    def reset(self, why: str, now: float) -> None:
+    def drop_connection(self, why: str, now: float) -> None:
         """End the connection, if there is one. A later `poll` makes another."""
         if self._sock is not None:
             self._lose(why, now)

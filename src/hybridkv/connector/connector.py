@@ -128,7 +128,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the engine's tensors. Raises GeometryError where a layout is not understood."""
         assert self.worker_role is not None
-        self.worker_role.register(kv_caches)
+        self.worker_role.register_tensors(kv_caches)
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         """Return the registered tensors' layout, for the scheduler's geometry and identity."""
@@ -139,7 +139,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Finish the copies and unpin the arena, before a sleep of the engine (vLLM 0.33)."""
         worker = self.worker_role
         assert worker is not None
-        self.guard.run("unregister_kv_caches", worker.detach, lambda: None, pauses=False)
+        self.guard.run_hook("unregister_kv_caches", worker.detach_arena, lambda: None, pauses=False)
 
     def restore_kv_caches(self) -> None:
         """Do nothing after a sleep: the next step maps the arena, and tensors keep their place."""
@@ -148,8 +148,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Begin this step's loads. They are asynchronous, so vLLM's forward pass need not wait."""
         worker, plan = self.worker_role, self._connector_metadata
         if worker is not None and isinstance(plan, StepPlan):
-            self.guard.begin_anew(worker.begin_anew)
-            self.guard.run(
+            self.guard.begin_anew(worker.map_anew)
+            self.guard.run_hook(
                 "start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan)
             )
 
@@ -163,23 +163,23 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Copy out what this step completed. On return the engine may overwrite its blocks."""
         worker, plan = self.worker_role, self._connector_metadata
         if worker is not None and isinstance(plan, StepPlan) and plan.stores:
-            self.guard.run(
+            self.guard.run_hook(
                 "wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan)
             )
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Return the loads that ended, and which of them failed (requirements D4)."""
         assert self.worker_role is not None
-        finished, failed = self.worker_role.collect()
+        finished, failed = self.worker_role.take_finished()
         return base.KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> StepReport | None:
         """Return the worker's report of this step."""
         assert self.worker_role is not None
-        report = self.worker_role.report()
+        report = self.worker_role.take_step_report()
         # The scheduler role also exports what this role's hooks counted.
-        report.counters.update(self._uncounted.take())
-        if not self.guard.healthy:
+        report.counters.update(self._uncounted.take_increments())
+        if not self.guard.is_on:
             # A worker that is off loads nothing, so nothing may be offered.
             report.boots, report.is_disabled = {}, True
         return report
@@ -396,7 +396,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def _on_reset(self, hook: str, is_empty: bool) -> None:
         if not self._run(hook, lambda role: role.on_reset(is_empty)):
             # Nothing else keeps hits that were found before from being loaded.
-            self.guard.switch_off(f"a fault in {hook}")
+            self.guard.pause(f"a fault in {hook}")
 
     def _run(
         self, hook: str, work: Callable[[SchedulerRole | NoRole], Result], *, tells: bool = False
@@ -404,13 +404,16 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Return `work` of the scheduler role, or of its fallback where that fails or is off.
 
         `work` only calls one method. Whatever else it did would fail for the fallback too. `tells`
-        is that of HookGuard.run.
+        is that of HookGuard.run_hook.
         """
         role = self.scheduler_role
         if role is None:
             return work(NO_ROLE)
-        return self.guard.run(
-            hook, lambda: role.run(work), lambda: work(RoleFallback(role, self.guard)), tells=tells
+        return self.guard.run_hook(
+            hook,
+            lambda: role.run_work(work),
+            lambda: work(RoleFallback(role, self.guard)),
+            tells=tells,
         )
 
     def _renew(self) -> None:

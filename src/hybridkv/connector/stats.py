@@ -190,13 +190,13 @@ class StatsCollector:
         self._observed: dict[str, list[float]] = {}
         self._gauges: dict[str, float] = {}
 
-    def observe(self, family: str, value: float) -> None:
+    def add_observation(self, family: str, value: float) -> None:
         """Add a value to a histogram."""
         self._observed.setdefault(family, []).append(value)
 
-    def take(self, gauges: Mapping[str, float]) -> "HybridKVStats | None":
+    def take_payload(self, gauges: Mapping[str, float]) -> "HybridKVStats | None":
         """Return what is new since the last call and the gauges that changed; None = nothing."""
-        counters = self._deltas.take()
+        counters = self._deltas.take_increments()
         changed = {name: value for name, value in gauges.items() if self._gauges.get(name) != value}
         if not counters and not changed and not self._observed:
             return None

@@ -82,12 +82,12 @@ class AuditBudget:
             return True
         return self.spent_tokens <= self.share * self.prefilled_tokens
 
-    def identify(self) -> None:
+    def forget_audited(self) -> None:
         """Forget which identities were audited, because the engine has read its weights anew."""
         self.judged.clear()
         self.unmade = 0
 
-    def ended(self, identity: bytes, outcome: AuditOutcome) -> None:
+    def on_outcome(self, identity: bytes, outcome: AuditOutcome) -> None:
         """Count the result of an audit."""
         if outcome is AuditOutcome.UNMADE:
             self.unmade += 1

@@ -25,14 +25,14 @@ class Breaker:
         """Returns whether a request may be sent at `now`, in seconds."""
         return not self.is_open or now >= self.retry_at
 
-    def asked(self, now: float) -> "Breaker":
+    def on_request(self, now: float) -> "Breaker":
         """Returns the breaker after a request was sent: an open one lets no second probe pass."""
         return replace(self, retry_at=now + PAUSE_SECONDS) if self.is_open else self
 
-    def failed(self, now: float) -> "Breaker":
+    def on_failure(self, now: float) -> "Breaker":
         """Returns the breaker after a timeout or an error at `now`."""
         return Breaker(self.failures + 1, now + PAUSE_SECONDS)
 
-    def succeeded(self) -> "Breaker":
+    def on_success(self) -> "Breaker":
         """Returns the breaker after an answer that came in time: it is closed."""
         return Breaker()

@@ -57,12 +57,12 @@ class PrefillSpeed:
     reported_number: int = 0  # The last step that was reported.
     reported_at: float = 0.0
 
-    def step_planned(self, number: int, tokens: int, now: float) -> None:
+    def on_step_planned(self, number: int, tokens: int, now: float) -> None:
         """The engine has planned a step of `tokens` tokens."""
         if tokens >= PREFILL_TOKENS_MIN:
             self.planned.append(PrefillStep(number, tokens, now))
 
-    def step_ended(self, number: int, now: float) -> None:
+    def on_step_end(self, number: int, now: float) -> None:
         """The workers have reported a step, and with it all steps before.
 
         A step that was planned ahead begins when the one before it is reported.
@@ -77,7 +77,7 @@ class PrefillSpeed:
                 seconds = now - max(since, step.planned_at)
                 self.speed = self.speed.measured(step.tokens, seconds, now)
 
-    def seconds(self, tokens: int) -> float:
+    def prefill_seconds(self, tokens: int) -> float:
         """Returns the seconds that computing `tokens` tokens takes (requirements D18)."""
         rate = self.speed.per_second
         unknown = UNKNOWN_SECONDS + UNKNOWN_SECONDS_PER_KI_TOKEN * tokens / 1024

@@ -104,7 +104,7 @@ class ClientSockets:
         """Clients whose messages wait for their next turn, in order."""
         self._selector.register(listener, selectors.EVENT_READ, self.accept)
 
-    def serve(self, client: ClientSocket, events: int) -> None:
+    def handle_events(self, client: ClientSocket, events: int) -> None:
         """Handle the events that the selector reports for a client: read, write, or both."""
         is_readable = events & selectors.EVENT_READ and not client.received
         if is_readable and client.number in self.connected:
@@ -118,7 +118,7 @@ class ClientSockets:
             self._listen()
         return self._listen_at
 
-    def answer(self, client: ClientSocket, seconds: float) -> None:
+    def handle_messages(self, client: ClientSocket, seconds: float) -> None:
         """Handle a client's messages for at most `seconds`. The rest waits for its next turn."""
         self.waiting.pop(client, None)
         until = time.monotonic() + seconds
@@ -131,7 +131,7 @@ class ClientSockets:
                 reply = self._daemon.handle(client.number, request, time.monotonic())
                 if reply is not None:
                     client.is_closing = isinstance(reply, Error) and reply.code in CLOSING
-                    self.send(client, reply)
+                    self.queue_reply(client, reply)
         except WireError as error:
             self._refuse(client, ErrorCode.WIRE, str(error))
         except Exception:  # the supervised boundary: one client's fault must not end the others'
@@ -139,7 +139,7 @@ class ClientSockets:
             self._refuse(client, ErrorCode.INTERNAL, "the daemon failed on this request")
         client.received.clear()
 
-    def send(self, client: ClientSocket, reply: Reply) -> None:
+    def queue_reply(self, client: ClientSocket, reply: Reply) -> None:
         """Queue a message, and send as much of the queue as fits."""
         try:
             frame = encode(reply)
@@ -167,7 +167,7 @@ class ClientSockets:
             return
         for client in self._clients_of(process):
             # Its last messages, such as a commit, may still be in the socket.
-            self.answer(client, math.inf)
+            self.handle_messages(client, math.inf)
             for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
                 if client.number not in self.connected or not self._receive(client, math.inf):
                     break
@@ -258,13 +258,13 @@ class ClientSockets:
         except WireError as error:
             self._refuse(client, ErrorCode.WIRE, str(error))
             return True
-        self.answer(client, seconds)
+        self.handle_messages(client, seconds)
         return True
 
     def _refuse(self, client: ClientSocket, code: ErrorCode, message: str) -> None:
         """Refuse a connection, or bytes that are no request, by an Error with `id` 0."""
         client.is_closing = code.closes
-        self.send(client, self._daemon.refuse(0, code, message))
+        self.queue_reply(client, self._daemon.refuse(0, code, message))
 
     def _flush(self, client: ClientSocket) -> None:
         """Send as much of a client's queue as fits. Disconnect a client that does not read."""

@@ -151,7 +151,7 @@ class ServedSocket:
             raise _refusal("socket", fault) from error
         return listener
 
-    def restored(self) -> socket.socket | None:
+    def restore_names(self) -> socket.socket | None:
         """Make the lock file and the socket again where their names were removed.
 
         Returns the new listening socket, or None where the old one can still be reached. Raises
@@ -303,7 +303,7 @@ def open_arena(
         what = f"shm-dir: you may not make files in {directory}"
         raise ConfigError(what, "a directory on a tmpfs that is yours works") from error
     trailer = _trailer_of(arena)
-    trailer.format()
+    trailer.write_fresh()
     _share(path, group, 0o600 if group is None else 0o660)
     return OpenedArena(arena, trailer, is_earlier=False)
 

@@ -124,7 +124,7 @@ class Daemon(DaemonState):
                 "bytes": job.size_bytes,
             }
             error = "" if outcome.error is None else str(outcome.error)
-            self.spans.put(f"tier {job.kind}", (job.submitted_at, now), facts, error=error)
+            self.spans.add_span(f"tier {job.kind}", (job.submitted_at, now), facts, error=error)
         match job.kind:
             case JobKind.READ:
                 self.demotion.queue_stored(self.promotion.on_read_done(job, outcome, now))
@@ -280,7 +280,7 @@ class Daemon(DaemonState):
         session = self.sessions.connections[request.connection_id].session
         geometry, identity = session.geometry, session.namespace.identity
         if request.namespace is session.namespace:
-            self.ceiling.answered(identity, geometry, request.hashes, masks, chunks)
+            self.ceiling.on_answered(identity, geometry, request.hashes, masks, chunks)
         else:
             # The engine has other weights by now.
             masks, chunks = [bytes(len(mask)) for mask in masks], 0
@@ -316,7 +316,7 @@ class Daemon(DaemonState):
                 "why": shortfall,
                 **{f"chunks_from_{name}": count for name, count in tiers.items()},
             }
-            span = self.spans.put("lookup", (request.asked_at, self.now), facts)
+            span = self.spans.add_span("lookup", (request.asked_at, self.now), facts)
             if lease is not None:
                 lease.span = span
         return wire.Found(
@@ -395,12 +395,12 @@ class Daemon(DaemonState):
             times = lease.opened_at, self.now
             facts = {"tokens": release.tokens, "bytes": release.loaded_bytes}
             error = "the load failed" if release.failed else ""
-            self.spans.put("load", times, facts, lease.span, error)
+            self.spans.add_span("load", times, facts, lease.span, error)
 
     # Questions of people and commands
 
     def _stats(self, _: ClientConnection, stats: wire.Stats) -> Reply:
-        values, tiers = self.view.values().named(), self.view.tiers()
+        values, tiers = self.view.metric_values().named(), self.view.tiers()
         status = self.view.status(self.now) if stats.status else None
         return wire.Report(stats.id, values, tiers, self.metrics_url, status)
 
@@ -438,7 +438,7 @@ class Daemon(DaemonState):
     def _explain(self, _: ClientConnection, explain: wire.Explain) -> Reply:
         history = self.history
         latest = [decision.request_id for decision in history.latest(LATEST_MAX)]
-        known = history.request(explain.request_id)
+        known = history.find_request(explain.request_id)
         if known is None:
             return wire.Explained(explain.id, latest)
         others = [

@@ -154,7 +154,7 @@ class ArenaReserver:
         """Give the store the pages that exist by now, and have the thread make the next ones."""
         extents = self._store.extents
         if self.reserved_bytes > extents.limit_bytes:
-            self._store.grow(self.reserved_bytes)
+            self._store.grow_arena(self.reserved_bytes)
         is_full = self._has_failed
         self._store.bound_bytes = extents.limit_bytes if is_full else self._arena.slots_bytes
         used = extents.limit_bytes - extents.free_bytes
@@ -181,7 +181,7 @@ class ArenaReserver:
                 return
             stop = min(self.reserved_bytes + RESERVE_STEP_BYTES, self._arena.slots_bytes)
             try:
-                self._arena.reserve(self.reserved_bytes, stop)
+                self._arena.allocate_pages(self.reserved_bytes, stop)
             except OSError as error:
                 is_full = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
                 kind = "shared memory is used up" if is_full else str(error)
@@ -267,13 +267,13 @@ class DaemonServer:
         for key, events in ready:
             match key.data:
                 case clients.ClientSocket():
-                    self.clients.serve(key.data, events)
+                    self.clients.handle_events(key.data, events)
                 case Process():
                     self.clients.on_process_ended(key.data, key.fd)
                 case accept_or_clear:
                     accept_or_clear()
         for client in waiting:
-            self.clients.answer(client, clients.TURN_SECONDS)
+            self.clients.handle_messages(client, clients.TURN_SECONDS)
         self.reserver.adopt()
         self._take_finished_jobs()
         if time.monotonic() >= self._files_due_at:
@@ -285,7 +285,7 @@ class DaemonServer:
             while self.daemon.ceiling.has_work and time.monotonic() < until:
                 self.daemon.ceiling.work()
 
-    def stop(self, keep_arena: bool) -> None:
+    def end_run(self, keep_arena: bool) -> None:
         """End `run`, and keep the arena for the next daemon or remove it.
 
         It may be called from signal handlers and other threads.
@@ -307,7 +307,7 @@ class DaemonServer:
         self._keep_arena(time.monotonic())
         self.daemon.sessions.check_locks()
         try:
-            listener = self._socket.restored()
+            listener = self._socket.restore_names()
             if listener is not None:
                 self.clients.listen_at(listener)
             remove_unused_arenas(self._options.socket_path, self._options.shm_dir)
@@ -316,7 +316,7 @@ class DaemonServer:
         except AlreadyServedError as error:
             # New engines connect to the other daemon, and no later one can take this arena over.
             logger.warning("%s; this one ends", error)
-            self.stop(keep_arena=False)
+            self.end_run(keep_arena=False)
 
     def _keep_arena(self, now: float) -> None:
         """Move the end of the arena's time ahead, because the daemon lives."""
@@ -356,7 +356,7 @@ class DaemonServer:
             connection_id, message = outgoing.popleft()
             client = self.clients.connected.get(connection_id)
             if client is not None and not client.is_closing:
-                self.clients.send(client, message)
+                self.clients.queue_reply(client, message)
 
     def _open_daemon(self, fresh: bool, on_failure: contextlib.ExitStack) -> bool:
         """Open an arena with a daemon over it.
@@ -405,7 +405,7 @@ class DaemonServer:
                     living.append(worker)
                 else:
                     self.trailer.remove_process(worker)
-            self.daemon.sessions.recover(living)
+            self.daemon.sessions.recover_sessions(living)
         except Exception:
             logger.exception("what an earlier daemon left cannot be taken over; starting empty")
             del self.daemon
@@ -426,7 +426,7 @@ class DaemonServer:
             names[tier.name] += 1
             name = tier.name if names[tier.name] == 1 else f"{tier.name}{names[tier.name]}"
             self._threads.append(TierThreads(tier, memory, self._on_job_done))
-            tiers.append(TierState(number, name, tier, spec, self._threads[-1].submit))
+            tiers.append(TierState(number, name, tier, spec, self._threads[-1].start_or_queue))
         return tiers
 
     def _start_exporter(self) -> Any:
@@ -495,8 +495,8 @@ def serve(options: ServeOptions, on_serving: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         server = DaemonServer(options)
-        signal.signal(signal.SIGTERM, lambda *_: server.stop(keep_arena=True))
-        signal.signal(signal.SIGINT, lambda *_: server.stop(keep_arena=False))
+        signal.signal(signal.SIGTERM, lambda *_: server.end_run(keep_arena=True))
+        signal.signal(signal.SIGINT, lambda *_: server.end_run(keep_arena=False))
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     on_serving()

@@ -142,9 +142,9 @@ class Sessions:
         process = process or Process(0, connection_id)
         self.connections[connection_id] = ClientConnection(connection_id, process)
 
-    def recover(self, workers: Iterable[WorkerProcess]) -> None:
+    def recover_sessions(self, workers: Iterable[WorkerProcess]) -> None:
         """Take over what an earlier daemon left. `workers` are those of its workers that live."""
-        self.namespaces, writing = self._store.recover()
+        self.namespaces, writing = self._store.recover_slots()
         for owner, pid, started in workers:
             self._workers.setdefault(owner, {})[Process(pid, started)] = CopyProgress(0, 0)
         for slot in writing:
@@ -243,7 +243,9 @@ class Sessions:
 
     def stored_slots(self) -> Iterable[Slot]:
         """Return every slot that has an object."""
-        return chain.from_iterable(namespace.objects() for namespace in self.namespaces.values())
+        return chain.from_iterable(
+            namespace.slots_by_chunk() for namespace in self.namespaces.values()
+        )
 
     def namespace_of(
         self, identity: bytes, geometry: Geometry, model: WireModel | None
@@ -300,7 +302,7 @@ class Sessions:
         present = max((session.number for session in sessions), default=0)
         if drained is None or drained >= wire.GREETING_NEVER or 0 < present <= drained:
             for slot in self.held.pop(owner, ()):
-                self._store.free(slot)
+                self._store.free_slot(slot)
         for session in sessions:
             may_copy = drained is not None and drained <= session.number
             if session.engine_connection is not None or may_copy:
@@ -308,7 +310,7 @@ class Sessions:
             for lease in session.leases.values():
                 self._store.unpin(lease.slots)
             for slot in session.writing.values():
-                self._store.free(slot)
+                self._store.free_slot(slot)
             self.all.remove(session)
             self._counters["sessions_ended"] += 1
 

@@ -78,7 +78,7 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
                 session.engine_connection, new.chunk_hash, new.group_index
             )
     state.counters["tokens_stored"] += request.tokens
-    state.ceiling.stored(session.namespace.identity, groups, b"".join(hashes))
+    state.ceiling.on_stored(session.namespace.identity, groups, b"".join(hashes))
 
 
 def _new_objects(session: Session, request: wire.Commit) -> list[tuple[Slot | None, NewObject]]:
@@ -121,16 +121,16 @@ def free(state: DaemonState, connection: ClientConnection, request: wire.Free) -
         if slot is not None:
             del session.writing[offset]
             session.writing_bytes -= slot.size_bytes
-            state.store.free(slot)
+            state.store.free_slot(slot)
 
 
 def report_corrupt(state: DaemonState, _: ClientConnection, request: wire.ReportCorrupt) -> None:
     """Drop objects whose bytes were proven wrong."""
     for offset, generation in _unpack_slots(request.offsets, request.generations):
-        slot = state.store.get(offset, generation)
+        slot = state.store.slot_at(offset, generation)
         if slot is not None and slot.state is SlotState.COMMITTED:
             if (entry := slot.entry) is not None:
-                state.ceiling.lost(entry.namespace.identity, slot.group_index, entry.chunk_hash)
+                state.ceiling.on_lost(entry.namespace.identity, slot.group_index, entry.chunk_hash)
             state.store.drop(slot)
             state.counters["objects_condemned"] += 1
 
@@ -138,8 +138,8 @@ def report_corrupt(state: DaemonState, _: ClientConnection, request: wire.Report
 def clear(state: DaemonState, _: ClientConnection, request: wire.Clear) -> wire.Done:
     """Drop at most CHANGES_MAX objects, and have tiers below RAM remove theirs if asked to."""
     for tier in state.tiers if request.tiers else ():
-        tier.clear(state.now)
-    state.ceiling.cleared()
+        tier.remove_records(state.now)
+    state.ceiling.on_cleared()
     slots = list(islice(state.sessions.stored_slots(), CHANGES_MAX))
     for slot in slots:
         state.store.drop(slot)

@@ -82,7 +82,7 @@ class DaemonView:
             self._started_at = now
         due = [series for series in (self._hour, self._day) if series.due_at <= now]
         if due:
-            values = self.values()
+            values = self.metric_values()
             sample = Sample(now, tuple(values.of(name, label) for name, label in self._columns))
             for series in due:
                 series.add(sample)
@@ -91,7 +91,7 @@ class DaemonView:
         """Return when the next sample is due."""
         return min(self._hour.due_at, self._day.due_at)
 
-    def values(self) -> Values:
+    def metric_values(self) -> Values:
         """Return every counter and gauge of the daemon and its tiers."""
         state = self._state
         store, sessions, ceiling = state.store, state.sessions, state.ceiling
@@ -152,7 +152,7 @@ class DaemonView:
             now=now,
             started_at=now if self._started_at is None else self._started_at,
             setup=state.setup,
-            values=self.values(),
+            values=self.metric_values(),
             waits=tuple(state.waits.cumulative),
             groups=tuple(self._groups()),
             sessions=tuple(self._sessions(now)),

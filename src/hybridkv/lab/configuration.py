@@ -55,7 +55,7 @@ def inspect_arguments(
         variables = ChildEnvironment(PREVIEW_ENVIRONMENT, environment)
         with AnsweringChild("hybridkv.lab.configuration_child", arguments, log, variables) as child:
             try:
-                answer = child.receive(PREVIEW_SECONDS_MAX, waiting)
+                answer = child.receive_answer(PREVIEW_SECONDS_MAX, waiting)
             except TimeoutError as error:
                 child.close(0.0)
                 what = f"vLLM did not read its configuration within {PREVIEW_SECONDS_MAX:g} s"

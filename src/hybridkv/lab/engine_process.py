@@ -71,7 +71,7 @@ class AnsweringChild:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def receive(
+    def receive_answer(
         self, limit_seconds: float, waiting: Callable[[float], None] = lambda seconds: None
     ) -> bytes | None:
         """Return the next answer, as JSON; None where the child has ended.
@@ -140,7 +140,7 @@ class EngineProcess(AnsweringChild):
 
     def __enter__(self) -> Self:
         try:
-            self.info: dict[str, Any] = self.end("starting")
+            self.info: dict[str, Any] = self.end_command("starting")
             if "not_served" in self.info:
                 raise NotServedError(NotServedError.TEXT)
         except BaseException:
@@ -148,38 +148,38 @@ class EngineProcess(AnsweringChild):
             raise
         return self
 
-    def run(
+    def generate(
         self, *prompts: list[int], max_tokens: int, starve: bool = False
     ) -> list[dict[str, Any]]:
-        """Generate for all prompts at once; returns what `EngineRunner.run` returns."""
-        self.begin("run", prompts=prompts, max_tokens=max_tokens, starve=starve)
-        answer: list[dict[str, Any]] = self.end()
+        """Generate for all prompts at once; returns what `EngineRunner.generate` returns."""
+        self.begin_command("run", prompts=prompts, max_tokens=max_tokens, starve=starve)
+        answer: list[dict[str, Any]] = self.end_command()
         return answer
 
-    def reset(self, connector: bool = False) -> None:
+    def reset_caches(self, connector: bool = False) -> None:
         """Empty the engine's prefix cache, and with `connector` the connector's.
 
         vLLM does the latter after a weight update. Raises EngineError where it could not.
         """
-        self.begin("reset", connector=connector)
-        if not self.end():
+        self.begin_command("reset", connector=connector)
+        if not self.end_command():
             raise EngineError("the engine could not reset its prefix cache")
 
-    def begin(self, do: str, **work: object) -> None:
+    def begin_command(self, do: str, **work: object) -> None:
         """Send a command without waiting for its answer."""
         try:
             self._pipe.send_bytes(json.dumps({"do": do, **work}).encode())
         except (BrokenPipeError, ConnectionResetError) as error:
             raise self._error() from error
 
-    def end(self, doing: str = "working") -> Any:
+    def end_command(self, doing: str = "working") -> Any:
         """Wait for the answer to the oldest command begun, and return it."""
 
         def progress(seconds: float) -> None:
             self._say(f"  engine {self.process.pid} {doing}, {seconds:.0f} s")
 
         try:
-            answer = self.receive(ANSWER_SECONDS, progress)
+            answer = self.receive_answer(ANSWER_SECONDS, progress)
         except TimeoutError as error:
             raise self._error(f"is {error}") from error
         if answer is None:

@@ -191,7 +191,7 @@ class DeviceBench:
         self._pipeline = CopyPipeline(device, [_views(memory)], Demand(part_bytes, 1, self._bytes))
         self.batch_bytes = self._pipeline.staging_bytes
         self.copier = copier = CudaCopier(self._pipeline, arena, part)
-        copier.pin(_end(refs, memory))
+        copier.pin_below(_end(refs, memory))
 
     def plain_copies(self) -> dict[str, Callable[[], None]]:
         """Return the functions that copy all the bytes once, from the device and to it, by name."""

@@ -177,7 +177,7 @@ class ReplayModel:
         """Return the bytes of a tail's objects, by group."""
         return [period[0] for period in self._bytes]
 
-    def objects(self, prompt: TracePrompt, chunks: int) -> list[dict[int, int]]:
+    def stored_objects(self, prompt: TracePrompt, chunks: int) -> list[dict[int, int]]:
         """Return all objects that are stored of so many chunks: by group, their bytes by chunk."""
         objects: list[dict[int, int]] = []
         for group, period in zip(self.geometry.groups, self._bytes, strict=True):
@@ -189,19 +189,19 @@ class ReplayModel:
             objects.append({chunk: size for chunk, size in sizes.items() if size})
         return objects
 
-    def answer(self, prompt: TracePrompt, chunks: int) -> Iterator[ReplayObject]:
+    def answer_objects(self, prompt: TracePrompt, chunks: int) -> Iterator[ReplayObject]:
         """Yield the objects that are stored of the prompt's answer, after the prompt's `chunks`."""
         if not prompt.answer_tokens:
             return
         whole = TracePrompt(prompt.tokens + prompt.answer_tokens, prompt.blocks)
         hashes = self.hashes(whole)
-        for index, sizes in enumerate(self.objects(whole, len(hashes))):
+        for index, sizes in enumerate(self.stored_objects(whole, len(hashes))):
             for chunk, size in sizes.items():
                 if chunk >= chunks:
                     before = hashes[chunk - 1] if chunk else b""
                     yield ReplayObject(index, hashes[chunk], before, size)
 
-    def needed(self, hashes: Sequence[bytes], chunks: int) -> Iterator[tuple[int, bytes]]:
+    def hit_objects(self, hashes: Sequence[bytes], chunks: int) -> Iterator[tuple[int, bytes]]:
         """Yield (group index, hash) of the objects that a hit of so many chunks reads."""
         for index, group in enumerate(self.geometry.groups):
             for chunk in needed_chunks(self.geometry, group, chunks):
@@ -273,12 +273,12 @@ class UnlimitedCache:
             self.stored_bytes += sum(model.tail_sizes())
             for seen in self._seen:
                 seen.add(tail)
-        for seen, sizes in zip(self._seen, model.objects(prompt, len(hashes)), strict=True):
+        for seen, sizes in zip(self._seen, model.stored_objects(prompt, len(hashes)), strict=True):
             for chunk, size in sizes.items():
                 if hashes[chunk] not in seen:
                     seen.add(hashes[chunk])
                     self.stored_bytes += size
-        for generated in model.answer(prompt, len(hashes)):
+        for generated in model.answer_objects(prompt, len(hashes)):
             if generated.chunk_hash not in self._seen[generated.group_index]:
                 self._seen[generated.group_index].add(generated.chunk_hash)
                 self.stored_bytes += generated.size_bytes
@@ -291,7 +291,7 @@ def all_reads(model: ReplayModel, prompts: Sequence[TracePrompt]) -> Reads:
     cache = UnlimitedCache(model)
     for number, prompt in enumerate(prompts):
         chunks = cache.serve(prompt).tokens_hit // model.geometry.chunk_tokens
-        for group_index, chunk_hash in model.needed(model.hashes(prompt), chunks):
+        for group_index, chunk_hash in model.hit_objects(model.hashes(prompt), chunks):
             reads[group_index][chunk_hash].append(number)
     return reads
 
@@ -335,7 +335,7 @@ class ForesightCache:
         model = self._model
         hashes = model.hashes(prompt)
         masks = [bytes(chunk_hash in kept for chunk_hash in hashes) for kept in self._kept]
-        for group_index, sizes in enumerate(model.objects(prompt, len(hashes))):
+        for group_index, sizes in enumerate(model.stored_objects(prompt, len(hashes))):
             kept = self._kept[group_index]
             for chunk, chunk_hash in enumerate(hashes):
                 is_kept = masks[group_index][chunk]
@@ -384,7 +384,7 @@ class TraceReplay:
         self._memory = mmap.mmap(-1, size, flags=flags)
         self._view = memoryview(self._memory)
         self.store = Store(self._view, policy=policy)
-        self.store.grow(size)
+        self.store.grow_arena(size)
         groups = model.geometry.groups
         self._namespace = Namespace(
             identity=bytes(HASH_BYTES),
@@ -445,7 +445,7 @@ class TraceReplay:
     ) -> None:
         model, end = self._model, max(0, len(hashes) - 1)
         needs = [needed_chunks(model.geometry, group, end).start for group in model.geometry.groups]
-        objects = model.objects(prompt, len(hashes))
+        objects = model.stored_objects(prompt, len(hashes))
         for first in range(0, len(hashes), CHUNKS_PER_STEP):
             for index, sizes in enumerate(objects):
                 for chunk in range(first, min(len(hashes), first + CHUNKS_PER_STEP)):
@@ -456,14 +456,14 @@ class TraceReplay:
                         self.store_object(
                             stored, EvictionClass.INTERIOR if is_inside else EvictionClass.PROMPT
                         )
-        for generated in model.answer(prompt, len(hashes)):
-            if self._namespace.get(generated.chunk_hash, generated.group_index) is None:
+        for generated in model.answer_objects(prompt, len(hashes)):
+            if self._namespace.find_slot(generated.chunk_hash, generated.group_index) is None:
                 self.store_object(generated, EvictionClass.GENERATED)
         tail, chunk = model.tail(prompt)
         if tail:
             before = hashes[chunk - 1] if chunk else b""
             for index, size in enumerate(model.tail_sizes()):
-                if self._namespace.get(tail, index) is None:
+                if self._namespace.find_slot(tail, index) is None:
                     self.store_object(ReplayObject(index, tail, before, size), EvictionClass.PROMPT)
 
     def store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:

@@ -61,7 +61,7 @@ class EngineRunner:
         self._drafts: dict[str, list[list[int]]] = {}  # The drafts of each request, by step.
         self._watch_drafts()
 
-    def run(
+    def generate(
         self, prompts: list[list[int]], max_tokens: int, starve: bool = False
     ) -> list[dict[str, Any]]:
         """Generate for all prompts at once.
@@ -143,7 +143,7 @@ class EngineRunner:
             self._engine.add_request(request_id, tokens, params)
         return results
 
-    def reset(self, connector: bool) -> bool:
+    def reset_caches(self, connector: bool) -> bool:
         """Empty the engine's own prefix cache, and with `connector` the connector's."""
         return bool(self._engine.reset_prefix_cache(reset_connector=connector))
 
@@ -212,7 +212,7 @@ def main() -> None:
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 command = json.loads(pipe.recv_bytes())
-                work = runner.run if command.pop("do") == "run" else runner.reset
+                work = runner.generate if command.pop("do") == "run" else runner.reset_caches
                 answer(work(**command))
 
 

@@ -124,7 +124,7 @@ class ChildConnector:
     def state(self) -> ChildState:
         """The state, which decides which hooks are called."""
         if self.is_alive:
-            return ChildState.SERVING if self.guard.healthy else ChildState.PAUSED
+            return ChildState.SERVING if self.guard.is_on else ChildState.PAUSED
         return ChildState.SILENT if self.is_silent else ChildState.OFF
 
     @property
@@ -146,7 +146,7 @@ class ChildConnector:
             logger.exception(f"hybridkv: {message}", self.name)
             return otherwise
 
-    def call(
+    def call_hook(
         self,
         hook: str,
         otherwise: Any,
@@ -155,8 +155,8 @@ class ChildConnector:
         pauses: bool = True,
         **kw: Any,
     ) -> Any:
-        """Returns what the connector's hook returns, or `otherwise` (see HookGuard.run)."""
-        return self.guard.run(
+        """Returns what the connector's hook returns, or `otherwise` (see HookGuard.run_hook)."""
+        return self.guard.run_hook(
             hook,
             lambda: getattr(self.connector, hook)(*args, **kw),
             lambda: otherwise,
@@ -193,12 +193,12 @@ class ChildConnectors:
         """The children whose hooks are called."""
         return [child for child in self.all if child.is_alive]
 
-    def call(
+    def call_hooks(
         self, hook: str, otherwise: Any, *args: Any, fatal: bool = False, pauses: bool = True
     ) -> list[ChildReply]:
-        """Call a hook of each living child. Returns their replies, see ChildConnector.call."""
+        """Call a hook of each living child. Returns their replies, see ChildConnector.call_hook."""
         return [
-            ChildReply(child, child.call(hook, otherwise, *args, fatal=fatal, pauses=pauses))
+            ChildReply(child, child.call_hook(hook, otherwise, *args, fatal=fatal, pauses=pauses))
             for child in self.alive
         ]
 

@@ -148,11 +148,11 @@ class MultiConnector(multi_connector.MultiConnector):
 
     def unregister_kv_caches(self) -> None:
         """Let the children forget the KV memory before the engine sleeps (vLLM 0.33)."""
-        self.children.call("unregister_kv_caches", None)
+        self.children.call_hooks("unregister_kv_caches", None)
 
     def restore_kv_caches(self) -> None:
         """Let the children use the KV memory again after the engine's sleep (vLLM 0.33)."""
-        self.children.call("restore_kv_caches", None)
+        self.children.call_hooks("restore_kv_caches", None)
 
     def shutdown(self) -> None:
         """Shut down all children, those that are switched off too."""

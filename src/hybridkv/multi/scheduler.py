@@ -89,7 +89,7 @@ class MultiScheduler:
     def on_new_request(self, request: Any) -> None:
         """Let every child begin its lookup."""
         self.requests[request.request_id] = MultiLookup()
-        self.children.call("on_new_request", None, request, pauses=False)
+        self.children.call_hooks("on_new_request", None, request, pauses=False)
 
     def get_num_new_matched_tokens(
         self, request: Any, local_tokens: int
@@ -131,7 +131,7 @@ class MultiScheduler:
         chosen = decision.child if decision is not None and num_external_tokens else None
         for child in self.children.alive:
             tokens = num_external_tokens if child.index == chosen else 0
-            child.call("update_state_after_alloc", None, request, blocks, tokens, fatal=True)
+            child.call_hook("update_state_after_alloc", None, request, blocks, tokens, fatal=True)
         if decision is not None and request.num_preemptions <= 0:
             names = [child.name for child in self.children.all]
             self._choices.count_admission(names, lookup.answers, chosen, num_external_tokens)
@@ -144,7 +144,7 @@ class MultiScheduler:
                 NOBODY if chosen is None else chosen, num_external_tokens, self.clock()
             )
             self.loads[request.request_id] = load
-            self.room.hold(request.request_id, _tokens_to_run(request))
+            self.room.count_load(request.request_id, _tokens_to_run(request))
         elif chosen is not None and self.children.all[chosen].is_alive:
             self._sync_blocks[chosen].update(loaded)
         else:
@@ -156,7 +156,7 @@ class MultiScheduler:
         if child is None:
             return self.group_ids
         hook = "get_loaded_kv_cache_group_ids"
-        ids: tuple[int, ...] = child.call(hook, self.group_ids, request, fatal=True)
+        ids: tuple[int, ...] = child.call_hook(hook, self.group_ids, request, fatal=True)
         return ids
 
     def get_external_cache_hit_sources(
@@ -182,7 +182,7 @@ class MultiScheduler:
                 return unknown
             return sources
 
-        return child.guard.run("get_external_cache_hit_sources", ask, lambda: unknown)
+        return child.guard.run_hook("get_external_cache_hit_sources", ask, lambda: unknown)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -197,12 +197,12 @@ class MultiScheduler:
             is_hma = isinstance(child.connector, SupportsHMA)
             hook = "request_finished_all_groups" if is_hma else "request_finished"
             blocks = block_ids if is_hma else block_ids[0]
-            holds, child_params = child.call(hook, (False, None), request, blocks, fatal=True)
+            holds, child_params = child.call_hook(hook, (False, None), request, blocks, fatal=True)
             if holds:
                 self.saves[request.request_id].add(child.index)
             params = {**(child_params or {}), **params}
         self.requests.pop(request.request_id, None)
-        self.room.ran((request.request_id,))
+        self.room.on_running((request.request_id,))
         if request.request_id in self.saves:
             holders = sorted(self.saves[request.request_id])
             self._new_saves[request.request_id] = tuple(holders)
@@ -211,7 +211,7 @@ class MultiScheduler:
     def register_finished_partial_tail(self, request: Any, *args: Any) -> bool:
         """Returns whether a child holds the last, partial blocks of a request about to finish."""
         hook = "register_finished_partial_tail"
-        replies = self.children.call(hook, False, request, *args, fatal=True)
+        replies = self.children.call_hooks(hook, False, request, *args, fatal=True)
         holders = [reply.child.index for reply in replies if reply.value]
         if holders:
             self.saves[request.request_id].update(holders)
@@ -226,7 +226,7 @@ class MultiScheduler:
         for child in self.children.all:
             plan = None
             if child.is_alive:
-                plan = child.call("build_connector_meta", None, output, fatal=True)
+                plan = child.call_hook("build_connector_meta", None, output, fatal=True)
             if plan is None:
                 self._bad_blocks.update(self._sync_blocks.pop(child.index, ()))
             plans.append(plan)
@@ -244,11 +244,11 @@ class MultiScheduler:
             bad_blocks=tuple(self._bad_blocks),
             number=self._plans,
         )
-        self._prefill.step_planned(self._plans, output.total_num_scheduled_tokens, self.clock())
+        self._prefill.on_step_planned(self._plans, output.total_num_scheduled_tokens, self.clock())
         self._new_saves = {}
         self._sync_blocks.clear()
         self._bad_blocks.clear()
-        self.room.ran(output.num_scheduled_tokens)
+        self.room.on_running(output.num_scheduled_tokens)
         return plan
 
     def update_connector_output(self, output: Any) -> None:
@@ -256,7 +256,7 @@ class MultiScheduler:
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, MultiReport) else MultiReport()
         self.children.add_counts(report.counters)
-        self._prefill.step_ended(report.number, self.clock())
+        self._prefill.on_step_end(report.number, self.clock())
         failed = set(output.failed_recving or ())
         ended = self._end(output, failed)
         # A child that loaded into invalid blocks is not asked again for that request.
@@ -266,7 +266,7 @@ class MultiScheduler:
         for child in self.children.alive:
             index = child.index
             if index in report.dead:
-                child.guard.end("its part in a worker is")
+                child.guard.end_side("its part in a worker is")
                 continue
             lost = "messages of several workers of %s are lost"
             message = child.attempt("fault_aggregate", lost, None, report.message_of, index)
@@ -281,11 +281,11 @@ class MultiScheduler:
                 kv_connector_worker_meta=message,
                 kv_cache_events=events,
             )
-            child.call("update_connector_output", None, view, fatal=True)
+            child.call_hook("update_connector_output", None, view, fatal=True)
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Returns the choices, other counts and the children's statistics since the last call."""
-        stats = MultiKVConnectorStats.collect(self.children)
+        stats = MultiKVConnectorStats.from_children(self.children)
         loading = Counter(load.child for load in self.loads.values())
         for child in self.children.all:
             if loading[child.index] != self._pending_shown[child.name]:
@@ -307,7 +307,7 @@ class MultiScheduler:
             connector = child.connector
             if child.is_alive:
                 take = partial(_listed, connector, "take_events")
-                kv_events += child.guard.run("take_events", take, list[Any])
+                kv_events += child.guard.run_hook("take_events", take, list[Any])
             elif not child.is_withdrawn:
                 # With these it withdraws what it announced, so that routers forget it.
                 child.is_withdrawn = True
@@ -316,7 +316,7 @@ class MultiScheduler:
         return kv_events
 
     def _has(self, hook: str) -> bool:
-        return any(reply.value for reply in self.children.call(hook, False, pauses=False))
+        return any(reply.value for reply in self.children.call_hooks(hook, False, pauses=False))
 
     has_pending_block_frees = partialmethod(_has, "has_pending_block_frees")
     has_pending_push_work = partialmethod(_has, "has_pending_push_work")
@@ -326,7 +326,7 @@ class MultiScheduler:
 
         A child that fails is switched off.
         """
-        replies = self.children.call("reset_cache", True, fatal=True)
+        replies = self.children.call_hooks("reset_cache", True, fatal=True)
         return all(reply.value is not False for reply in replies)
 
     # Parts of the hooks
@@ -339,7 +339,7 @@ class MultiScheduler:
             awaited = [child for child in self.children.alive if child.breaker.allows(now)]
             lookup.awaited = frozenset(child.index for child in awaited)
             for child in awaited:
-                child.breaker = child.breaker.asked(now)
+                child.breaker = child.breaker.on_request(now)
         lookup.answers = {
             child.index: self._ask(child, request, local_tokens, child.index in lookup.awaited)
             for child in self.children.alive
@@ -353,7 +353,9 @@ class MultiScheduler:
         return WaitTimes(
             grace_seconds=self.settings.grace_ms / 1e3,
             patience_seconds=ranking.patience(
-                lookup.answers.values(), self._prefill.seconds(most), self.settings.patience_seconds
+                lookup.answers.values(),
+                self._prefill.prefill_seconds(most),
+                self.settings.patience_seconds,
             ),
             asked_seconds=_seconds_since(lookup.asked_at, now),
             hit_seconds=_seconds_since(lookup.hit_at, now),
@@ -385,9 +387,9 @@ class MultiScheduler:
                 return MISS
             return ChildAnswer(tokens, bool(is_async))
 
-        answer = child.guard.run("get_num_new_matched_tokens", ask, lambda: MISS)
+        answer = child.guard.run_hook("get_num_new_matched_tokens", ask, lambda: MISS)
         if answer.tokens is not None:
-            child.breaker = child.breaker.succeeded()
+            child.breaker = child.breaker.on_success()
         return answer
 
     def _note_late(self, lookup: MultiLookup, failed_at: float | None) -> None:
@@ -401,7 +403,7 @@ class MultiScheduler:
                 lookup.late.add(index)
                 child.guard.counters["passed_over"] += 1
                 if failed_at is not None:
-                    child.breaker = child.breaker.failed(failed_at)
+                    child.breaker = child.breaker.on_failure(failed_at)
 
     def _loader(self, request: Any) -> ChildConnector | None:
         lookup = self.requests.get(request.request_id)

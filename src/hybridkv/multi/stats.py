@@ -128,10 +128,10 @@ class MultiKVConnectorStats(multi_connector.MultiKVConnectorStats):
     """"module:class" of each child that has statistics, by name."""
 
     @classmethod
-    def collect(cls, children: ChildConnectors) -> "MultiKVConnectorStats":
+    def from_children(cls, children: ChildConnectors) -> "MultiKVConnectorStats":
         """Returns the children's own statistics since the last call."""
         stats = cls()
-        for child, child_stats in children.call("get_kv_connector_stats", None):
+        for child, child_stats in children.call_hooks("get_kv_connector_stats", None):
             if child_stats is not None:
                 connector = type(child.connector)
                 stats.data[child.name] = child_stats

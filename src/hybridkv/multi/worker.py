@@ -22,7 +22,7 @@ class TransferLedger:
     """The children that hold a request's blocks."""
     tainted: set[str] = field(default_factory=set)  # Loads of which a part has failed already.
     ended: KVConnectorTransferResults = field(default_factory=KVConnectorTransferResults)
-    """The transfers to report with the next `take`."""
+    """The transfers to report with the next `take_ended`."""
     absorbed: int = 0  # Reports of transfers that were not announced, or had ended.
 
     def announce(self, loads: Mapping[str, int], saves: Mapping[str, Iterable[int]]) -> None:
@@ -55,7 +55,7 @@ class TransferLedger:
                 del self.saves[request_id]
                 self.ended.finished_sending.add(request_id)
 
-    def give_up(self, children: Iterable[int]) -> None:
+    def end_children(self, children: Iterable[int]) -> None:
         """End all transfers of these children as if they had reported them, and loads as failed."""
         for child in children:
             loads = [name for name, loader in self.loads.items() if loader == child]
@@ -68,7 +68,7 @@ class TransferLedger:
         holds = any(child in holders for holders in self.saves.values())
         return holds or child in self.loads.values()
 
-    def take(self) -> KVConnectorTransferResults:
+    def take_ended(self) -> KVConnectorTransferResults:
         """Returns what ended since the last call. Failed loads are among the finished ones too."""
         results, self.ended = self.ended, KVConnectorTransferResults()
         return results
@@ -104,7 +104,7 @@ class MultiWorker:
         self._sync_blocks = {}
         if isinstance(metadata, MultiPlan):
             self._ledger.announce(metadata.loads, metadata.saves)
-            self._ledger.give_up({NOBODY, *metadata.settled})
+            self._ledger.end_children({NOBODY, *metadata.settled})
             self._sync_blocks = metadata.sync_blocks
             self._bad_blocks.update(metadata.bad_blocks)
             self._plan_number = metadata.number
@@ -122,7 +122,7 @@ class MultiWorker:
         is_plan = isinstance(metadata, MultiKVConnectorMetadata)
         undivided = [ChildPlan(child, metadata) for child in self.children.alive]
         for child, plan in self._plans(metadata) if is_plan else undivided:
-            child.call("handle_preemptions", None, plan, fatal=is_plan, pauses=False)
+            child.call_hook("handle_preemptions", None, plan, fatal=is_plan, pauses=False)
 
     def _step(self, hook: str, *args: Any, loads: bool = False, **kwargs: Any) -> None:
         """Call a hook of all children that have a plan of this step, as `_carry_out` does."""
@@ -138,7 +138,7 @@ class MultiWorker:
 
     def reset_capture_state(self) -> None:
         """Call the hook of all children, because none has a plan while graphs are captured."""
-        self.children.call("reset_capture_state", None, pauses=False)
+        self.children.call_hooks("reset_capture_state", None, pauses=False)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns every load and save that ended, once, whichever children report it."""
@@ -150,11 +150,11 @@ class MultiWorker:
             collect = partial(self._collect, child, finished_req_ids)
             child.is_silent = not child.attempt(fault, message, False, collect)
             if child.is_silent and child.is_alive:
-                child.guard.end("a fault in get_transfer_results")
+                child.guard.end_side("a fault in get_transfer_results")
         if self._ledger.absorbed:
             self.children.count("reports_absorbed", self._ledger.absorbed)
             self._ledger.absorbed = 0
-        return self._ledger.take()
+        return self._ledger.take_ended()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns blocks that were not loaded, since the last call.
@@ -166,8 +166,8 @@ class MultiWorker:
 
     def build_connector_worker_meta(self) -> MultiReport:
         """Returns each child's events and message, the counts, and which children are off."""
-        events = self.children.call("get_kv_connector_kv_cache_events", None)
-        messages = self.children.call("build_connector_worker_meta", None, fatal=True)
+        events = self.children.call_hooks("get_kv_connector_kv_cache_events", None)
+        messages = self.children.call_hooks("build_connector_worker_meta", None, fatal=True)
         return MultiReport(
             messages=[
                 ChildMessage(child.index, message)
@@ -186,7 +186,7 @@ class MultiWorker:
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
         """Returns the children's own statistics since the last call."""
-        stats = MultiKVConnectorStats.collect(self.children)
+        stats = MultiKVConnectorStats.from_children(self.children)
         return stats if stats.data else None
 
     def _carry_out(
@@ -196,7 +196,7 @@ class MultiWorker:
 
         With `loads` the blocks that the child loads within this step are then bad blocks.
         """
-        child.call(hook, None, *args, fatal=True, **kwargs)
+        child.call_hook(hook, None, *args, fatal=True, **kwargs)
         if not child.is_alive:
             self._bound.discard(child.index)
             if loads:

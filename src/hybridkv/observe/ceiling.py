@@ -70,12 +70,12 @@ class HitRateCeiling:
         """Whether `work` has an event to count."""
         return bool(self._queue)
 
-    def stored(self, identity: bytes, groups: Sequence[int], hashes: bytes) -> None:
+    def on_stored(self, identity: bytes, groups: Sequence[int], hashes: bytes) -> None:
         """Objects were written: the i-th has the group index `groups[i]` and the i-th hash."""
         if not self._put(len(groups), self._change(identity, groups, hashes, True)):
             self.forgotten += len(set(_cut(hashes)))
 
-    def answered(
+    def on_answered(
         self,
         identity: bytes,
         geometry: Geometry,
@@ -88,11 +88,11 @@ class HitRateCeiling:
         if not self._put(len(hashes) // HASH_BYTES, steps, is_lookup=True):
             self.lookups_left_out += 1
 
-    def lost(self, identity: bytes, group: int, chunk_hash: bytes) -> None:
+    def on_lost(self, identity: bytes, group: int, chunk_hash: bytes) -> None:
         """An object's bytes were wrong, and no cache would have hit it."""
         self._put(1, self._change(identity, [group], chunk_hash, False))
 
-    def cleared(self) -> None:
+    def on_cleared(self) -> None:
         """The cache was cleared on purpose, and the unlimited cache would be empty as well."""
         self.lookups_left_out += sum(event.is_lookup for event in self._queue)
         self._queue.clear()

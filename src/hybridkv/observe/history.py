@@ -184,7 +184,7 @@ class RequestHistory:
         """Returns the request with exactly this id."""
         return self._requests.get(request_id)
 
-    def request(self, request_id: str) -> RequestOutcome | None:
+    def find_request(self, request_id: str) -> RequestOutcome | None:
         """Returns a request by its id, or by a client's id, to which vLLM appends "-" and more."""
         if request_id in self._requests or not request_id:
             return self._requests.get(request_id)
@@ -228,7 +228,7 @@ class Snapshot:
     day: tuple[Sample, ...]
     decisions: tuple[RequestOutcome, ...]  # The latest first.
 
-    def since(self, seconds: float) -> Past:
+    def last_seconds(self, seconds: float) -> Past:
         """Returns the begin and the end of the last `seconds`, or of all that is known."""
         samples = self.hour
         if not samples or samples[-1].at < self.now:

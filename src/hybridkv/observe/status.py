@@ -203,7 +203,7 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
             for name, what in TIER_NOTES.items()
             if (count := tier.values.get(name, 0.0))
         ]
-    recent = snapshot.since(RECENT_SECONDS)
+    recent = snapshot.last_seconds(RECENT_SECONDS)
     found += [
         wire.Problem(problem.level, f"in the last 10 minutes {count:,.0f} {problem.text}")
         for name, problem in RECENT_PROBLEMS.items()
@@ -376,7 +376,7 @@ def sentences_of_reply(reply: Explained) -> dict[str, str]:
 
 def _window(snapshot: Snapshot, seconds: float) -> wire.WindowStatus:
     """How counters grew in the last `seconds`, or since the daemon began."""
-    past = snapshot.since(seconds)
+    past = snapshot.last_seconds(seconds)
     length = past.samples[-1].at - past.samples[0].at
     waits = past.growth("lookups_waited")
     spared = past.growth("computing_seconds_spared")

@@ -54,7 +54,7 @@ class SpanExporter:
         self._epoch_ns = 0  # The time of day when the daemon's clock was 0.
         self.dropped = 0  # Spans that were not taken because too many waited.
 
-    def put(
+    def add_span(
         self,
         name: str,
         times: tuple[float, float],

@@ -61,7 +61,7 @@ class Arena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         """The address of the first byte in this process."""
 
-    def reserve(self, start: int, stop: int) -> None:
+    def allocate_pages(self, start: int, stop: int) -> None:
         """Allocate the pages of [start, stop), so that no write fails. Raises OSError (ENOSPC)."""
         assert self._fd is not None, "only the arena's owner reserves"
         os.posix_fallocate(self._fd, start, stop - start)

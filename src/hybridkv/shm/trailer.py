@@ -63,7 +63,7 @@ class Trailer:
         self._numbers = self._super[_NUMBERS_OFFSET:_NUMBERS_END].cast("Q")
         """The limit below which pages of slots exist, the latest generation, and `kept_until`."""
 
-    def format(self) -> None:
+    def write_fresh(self) -> None:
         """Write the superblock of a fresh (zeroed) arena, so that it can be taken over."""
         head = _SUPER.pack(_MAGIC, ARENA_VERSION, SLOT_ALIGN, self.slots_bytes)
         self._super[: len(head) + _CRC.size] = head + _CRC.pack(zlib.crc32(head))

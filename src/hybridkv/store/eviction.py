@@ -77,7 +77,7 @@ class EvictionQueue(Generic[T]):
     def _has_many_answers(self) -> bool:
         return self._stage_bytes[_GENERATED] > self._bound_bytes // GENERATED_SHARE
 
-    def add(self, item: T, size: int, eviction_class: EvictionClass, key: bytes) -> None:
+    def add_item(self, item: T, size: int, eviction_class: EvictionClass, key: bytes) -> None:
         """Add a new item of `size` bytes. By `key` it is recognized after its eviction."""
         stage = _STAGES[eviction_class]
         queued = self._items[item] = _QueuedItem(stage, size, next(self._numbers))
@@ -88,7 +88,7 @@ class EvictionQueue(Generic[T]):
             self._move(queued, _PROTECTED)
         self.offer(item)
 
-    def use(self, items: Iterable[T]) -> None:
+    def mark_used(self, items: Iterable[T]) -> None:
         """Note that the items are read, all at once. Each is a victim again after `offer` only."""
         tick = next(self._numbers)
         wanted = _PROTECTED if self._two_queues else _PROBATION

@@ -31,7 +31,7 @@ class Extents:
             start, self.limit_bytes = self.limit_bytes, limit_bytes
             self.free(start, limit_bytes - start)
 
-    def allocate(self, size: int) -> int | None:
+    def take_run(self, size: int) -> int | None:
         """Take `size` bytes. Returns their offset, or None where no run is long enough."""
         at = bisect_left(self._by_size, (size, 0))
         if at == len(self._by_size):

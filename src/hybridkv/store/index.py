@@ -109,12 +109,12 @@ class Namespace:
         self.held_objects = [0] * len(self.gids)  # Per group, the number of its objects.
         self.held_bytes = [0] * len(self.gids)  # Per group, the bytes of these objects.
 
-    def objects(self) -> Iterator[Slot]:
+    def slots_by_chunk(self) -> Iterator[Slot]:
         """Yield the slot of every object, chunk by chunk."""
         for entry in self.entries.values():
             yield from filter(None, entry.slots)
 
-    def get(self, chunk_hash: bytes, group_index: int) -> Slot | None:
+    def find_slot(self, chunk_hash: bytes, group_index: int) -> Slot | None:
         """Return the slot of an object, or None where it is not in the index."""
         entry = self.entries.get(chunk_hash)
         return entry.slots[group_index] if entry is not None else None
@@ -130,7 +130,7 @@ class Namespace:
         ]
         return PresentChunks(masks, entries)
 
-    def enter(self, slot: Slot, chunk_hash: bytes, group_index: int, parent: bytes = b"") -> None:
+    def insert(self, slot: Slot, chunk_hash: bytes, group_index: int, parent: bytes = b"") -> None:
         """Put an object into the index. `parent` is the hash of the chunk before."""
         entry = self.entries.get(chunk_hash)
         if entry is None:
@@ -148,7 +148,7 @@ class Namespace:
                 entry.parent = before
                 before.children += 1
 
-    def leave(self, slot: Slot, entry: IndexEntry) -> IndexEntry | None:
+    def take_out(self, slot: Slot, entry: IndexEntry) -> IndexEntry | None:
         """Take an object of `entry` out. Returns the entry that lost a child by that, if any."""
         parent = None
         if slot.is_prefix:

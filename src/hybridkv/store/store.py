@@ -86,12 +86,12 @@ class Store:
         """True while pages are still reserved, which makes room without evicting anything."""
         return self.extents.limit_bytes < self.bound_bytes
 
-    def get(self, offset: int, generation: int) -> Slot | None:
+    def slot_at(self, offset: int, generation: int) -> Slot | None:
         """Return the slot at `offset`, or None where none has this generation."""
         slot = self.slots.get(offset)
         return slot if slot is not None and slot.generation == generation else None
 
-    def recover(self) -> tuple[dict[bytes, Namespace], list[Slot]]:
+    def recover_slots(self) -> tuple[dict[bytes, Namespace], list[Slot]]:
         """Take over the slots of an earlier daemon. To be called once, before anything else.
 
         Returns the namespaces by identity, and the slots into which a worker may still write. Until
@@ -110,16 +110,16 @@ class Store:
         for slot, header in sorted(objects, key=lambda known: known.slot.generation):
             namespace = namespaces[header.namespace]
             index = namespace.gids.index(header.gid)
-            if namespace.get(header.chunk_hash, index) is None:
+            if namespace.find_slot(header.chunk_hash, index) is None:
                 slot.is_read = header.use == layout.USE_READ
                 if header.use in tuple(EvictionClass):
                     slot.eviction_class = EvictionClass(header.use)
                 self._enter(slot, namespace, index, header.chunk_hash)
                 for queue in self._queues_of(slot) if slot.is_read else ():
-                    queue.use((slot,))
+                    queue.mark_used((slot,))
                     queue.offer(slot)
             else:
-                self.free(slot)
+                self.free_slot(slot)
         writing = [known.slot for known in recovered if known.header.state is SlotState.WRITING]
         return namespaces, writing
 
@@ -162,12 +162,12 @@ class Store:
                 gid = recovered.gids[slot.group_index]
                 index = like.gids.index(gid) if gid in like.gids else -1
                 if index >= 0 and slot.shape in like.shapes[index]:
-                    like.enter(slot, chunk_hash, index, hashes.get(slot.parent_short, b""))
+                    like.insert(slot, chunk_hash, index, hashes.get(slot.parent_short, b""))
                 else:
                     self.drop(slot)
         return like
 
-    def grow(self, limit_bytes: int) -> None:
+    def grow_arena(self, limit_bytes: int) -> None:
         """Give the store the arena up to `limit_bytes`, because its pages exist now."""
         self.extents.grow(limit_bytes)
         self.trailer.reserved_bytes = self.extents.limit_bytes
@@ -181,7 +181,7 @@ class Store:
         part_bytes, parts = shape
         size = slot_bytes(part_bytes, parts)
         while len(granted) < count:
-            offset = self.extents.allocate(size)
+            offset = self.extents.take_run(size)
             if offset is None:
                 if self.is_growing or not self._make_room(size):
                     break
@@ -207,17 +207,17 @@ class Store:
         """
         assert slot.state is SlotState.WRITING
         group_index, chunk_hash, parent, eviction_class, tenant = new
-        there = namespace.get(chunk_hash, group_index)
+        there = namespace.find_slot(chunk_hash, group_index)
         is_kept = there is not None and (not there.is_doubted or there.pins > 0)
         if is_kept or not self._make_room_of(tenant, slot.size_bytes):
             self.duplicates += is_kept
             self.over_quota += not is_kept
-            self.free(slot)
+            self.free_slot(slot)
             return False
         if there is not None:
             self.drop(there)
         is_suffix = namespace.prefixes[group_index] and parent
-        if is_suffix and namespace.get(parent, group_index) is None:
+        if is_suffix and namespace.find_slot(parent, group_index) is None:
             # While the chunk before it is missing, no hit can reach the object.
             eviction_class = EvictionClass.INTERIOR
         slot.tenant, slot.eviction_class = tenant, eviction_class
@@ -228,7 +228,7 @@ class Store:
         self._write_header(slot)
         return True
 
-    def free(self, slot: Slot) -> FreeRun:
+    def free_slot(self, slot: Slot) -> FreeRun:
         """Free a slot that holds no object of the index. Returns the free run that contains it."""
         assert slot.entry is None
         if slot.state is SlotState.WRITING:
@@ -250,7 +250,7 @@ class Store:
     def pin(self, slots: Sequence[Slot]) -> None:
         """Keep objects where they are until `unpin`, and count them as used."""
         self.hold(slots)
-        self.queue.use(slots)
+        self.queue.mark_used(slots)
         for slot in slots:
             slot.eviction_class = EvictionClass.PROMPT
             if not slot.is_read:
@@ -258,7 +258,7 @@ class Store:
                 layout.write_read(self._memory, slot.offset)
         for slot in slots if self.tenants else ():
             if slot.tenant in self.tenants:
-                self._tenant_queues[slot.tenant].use((slot,))
+                self._tenant_queues[slot.tenant].mark_used((slot,))
 
     def hold(self, slots: Iterable[Slot]) -> None:
         """Keep objects where they are until `unpin`, without counting them as used."""
@@ -272,7 +272,7 @@ class Store:
             if slot.entry is not None:
                 self._offer(slot)
             elif not slot.pins:
-                self.free(slot)
+                self.free_slot(slot)
 
     def drop(self, slot: Slot) -> FreeRun | None:
         """Take an object out of the index now, and free its bytes as soon as nobody reads them.
@@ -284,13 +284,13 @@ class Store:
             return None
         if self.on_change is not None:
             self.on_change(slot, False)
-        parent = entry.namespace.leave(slot, entry)
+        parent = entry.namespace.take_out(slot, entry)
         for queue in self._queues_of(slot):
             queue.remove(slot)
         for parent_slot in filter(None, parent.slots if parent is not None else ()):
             self._offer(parent_slot)
         if not slot.pins:
-            return self.free(slot)
+            return self.free_slot(slot)
         self._write_header(slot)
         return None
 
@@ -365,11 +365,11 @@ class Store:
         slot.state = SlotState.COMMITTED
         self.committed_bytes += slot.size_bytes
         self.objects += 1
-        namespace.enter(slot, chunk_hash, index, parent)
+        namespace.insert(slot, chunk_hash, index, parent)
         if slot.tenant and self.tenant_bytes is not None:
             self.tenants[slot.tenant] += slot.size_bytes
         for queue in self._queues_of(slot):
-            queue.add(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))
+            queue.add_item(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))
 
     def _offer(self, slot: Slot) -> None:
         """Consider an object for eviction from now on, if it may go."""

@@ -183,7 +183,7 @@ class Demotion:
                 items = [JobItem(record_of(queued.slot)) for queued in batch]
                 job = TierJob(JobKind.USE, tier.number, items)
                 self._use_jobs[job] = batch
-                tier.submit(job, self._now)
+                tier.submit_job(job, self._now)
 
     def _can_report(self, tier: TierState) -> bool:
         return tier.may_read(self._now) and tier.has_thread(JobKind.USE)
@@ -232,7 +232,7 @@ class Demotion:
         slot.queued_in &= ~tier.bit
         if tier.peek(record.name.key) is True and not is_suspect:
             slot.in_tiers |= tier.bit
-        elif is_admitted or tier.admits(slot.size_bytes, is_read, self._now):
+        elif is_admitted or tier.charge_hour(slot.size_bytes, is_read, self._now):
             slot.queued_in |= tier.bit
             return JobItem(record, slot, replaces=is_suspect)
         return None
@@ -298,7 +298,7 @@ class Demotion:
     ) -> None:
         job = TierJob(JobKind.WRITE, tier.number, items)
         self.writing[job] = again
-        tier.submit(job, self._now)
+        tier.submit_job(job, self._now)
 
     def _hold(self, tier: TierState, item: JobItem) -> None:
         self.held_bytes[tier] += item.record.size_bytes

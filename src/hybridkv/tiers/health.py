@@ -120,7 +120,7 @@ class TierState:
             return JOB_BYTES_FIRST
         return min(JOB_BYTES_MAX, round(JOB_SECONDS / speed.seconds(1, now)))
 
-    def admits(self, size: int, is_read: bool, now: float) -> bool:
+    def charge_hour(self, size: int, is_read: bool, now: float) -> bool:
         """Charge the hourly bound with `size` bytes. Returns False where it is used up."""
         hourly = self.spec.hourly_bytes
         if hourly is None:
@@ -138,12 +138,12 @@ class TierState:
         if self.spec.hourly_bytes is not None:
             self._budget += size
 
-    def clear(self, now: float) -> None:
+    def remove_records(self, now: float) -> None:
         """Remove all records. While that is being done, remove them once more afterwards."""
         if not self.is_open:
             return
         if self.has_thread(JobKind.CLEAR):
-            self.submit(TierJob(JobKind.CLEAR, self.number), now)
+            self.submit_job(TierJob(JobKind.CLEAR, self.number), now)
         else:
             self._clears_again = True
 
@@ -156,15 +156,15 @@ class TierState:
             if len(self.suspects) < SUSPECTS_MAX:
                 self.suspects.add(key)
 
-    def submit(self, job: TierJob, now: float) -> None:
+    def submit_job(self, job: TierJob, now: float) -> None:
         """Give a job to a thread."""
         job.submitted_at = now
         self._running[job] = None
         self._busy[job.kind] += 1
         if job.kind in (JobKind.READ, JobKind.FIND, JobKind.USE):
-            self._reading = self._reading.asked(now)
+            self._reading = self._reading.on_request(now)
         elif job.kind is JobKind.WRITE:
-            self.writing = self.writing.asked(now)
+            self.writing = self.writing.on_request(now)
         self._submit(job)
 
     def on_job_done(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
@@ -178,7 +178,7 @@ class TierState:
             logger.warning("%s: %s", self.name, first)
 
         def updated(breaker: Breaker) -> Breaker:
-            return breaker.failed(now) if failed else breaker.succeeded()
+            return breaker.on_failure(now) if failed else breaker.on_success()
 
         match job.kind:
             case JobKind.OPEN:
@@ -195,7 +195,7 @@ class TierState:
                     self.writing_speed = self.writing_speed.measured(sum(written), seconds, now)
             case JobKind.CLEAR if self._clears_again:
                 self._clears_again = False
-                self.submit(TierJob(JobKind.CLEAR, self.number), now)
+                self.submit_job(TierJob(JobKind.CLEAR, self.number), now)
             case JobKind.TEND if failed:
                 self._reading, self.writing = updated(self._reading), updated(self.writing)
         self._count(job, outcome)
@@ -210,7 +210,7 @@ class TierState:
         due_at, kind = self._upkeep()
         if now >= due_at:
             self._tend_at = now + TEND_SECONDS if self.is_open else self._tend_at
-            self.submit(TierJob(kind, self.number), now)
+            self.submit_job(TierJob(kind, self.number), now)
 
     def wakes_at(self) -> float:
         """Returns when `tick` is due again at the latest."""

@@ -74,15 +74,15 @@ class Lane:
     start: int  # Where `memory` starts in the shared memory.
     memory: memoryview
 
-    def call(self, deadline: float, method: str, *arguments: object) -> list[int]:
+    def call_method(self, deadline: float, method: str, *arguments: object) -> list[int]:
         """Returns a code for each item. Raises TierError, and kills a child that is late."""
         request = LibraryCall(method, list(arguments))
-        result = self.receive(deadline, msgspec.msgpack.encode(request))
+        result = self.next_result(deadline, msgspec.msgpack.encode(request))
         if result.error:
             raise TierError(f"{self.child.name} failed: {result.error}")
         return result.codes
 
-    def receive(self, deadline: float, request: bytes = b"") -> CallResult:
+    def next_result(self, deadline: float, request: bytes = b"") -> CallResult:
         """Returns the next result, after sending `request` if there is one.
 
         Raises DeadChildError, and kills a child that is late.
@@ -100,7 +100,7 @@ class Lane:
             what = f"is gone: {error.strerror}"
         except msgspec.MsgspecError as error:
             what = f"answered with no result: {error}"
-        self.child.kill()
+        self.child.kill_child()
         raise DeadChildError(f"{self.child.name} {what or 'is gone' + self.child.describe_exit()}")
 
 
@@ -161,20 +161,20 @@ class IsolatedProcess:
         """
         try:
             with self.lane(time.monotonic() + START_SECONDS) as lane:
-                greeting = lane.receive(time.monotonic() + START_SECONDS)
+                greeting = lane.next_result(time.monotonic() + START_SECONDS)
                 if greeting.error:
                     raise ImportError(greeting.error)
                 seconds = max(seconds, SETUP_SECONDS_MIN)
-                return lane.call(time.monotonic() + seconds, "setup", *arguments)
+                return lane.call_method(time.monotonic() + seconds, "setup", *arguments)
         except BaseException:
-            self.kill()
+            self.kill_child()
             raise
 
     @property
     def is_alive(self) -> bool:
         """Whether the child may still answer calls."""
         if self.process.poll() is not None:
-            self.kill()
+            self.kill_child()
         return not self._dead
 
     @contextlib.contextmanager
@@ -205,14 +205,14 @@ class IsolatedProcess:
         code = self.process.returncode
         return "" if code is None else f", it ended with {code}"
 
-    def stop(self, seconds: float) -> None:
+    def close_or_kill(self, seconds: float) -> None:
         """Call the library's `close`, if that is possible in time. Then kill the process."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(TierError), self.lane(deadline) as lane:
-            lane.call(deadline, "close")
-        self.kill()
+            lane.call_method(deadline, "close")
+        self.kill_child()
 
-    def kill(self) -> None:
+    def kill_child(self) -> None:
         """Kill the process, and end every call with it. Does not wait for the process."""
         with self._changed:
             if self._dead:

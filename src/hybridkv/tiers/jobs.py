@@ -199,7 +199,7 @@ class TierThreads:
     def __init__(
         self, tier: Tier, memory: memoryview, done: Callable[[TierJob, JobOutcome], None]
     ) -> None:
-        """`done` is called after each job: by the thread, or by `submit` where no thread starts."""
+        """`done` is called after each job, by its thread, or by the caller where none starts."""
         self._tier = tier
         self._memory = memory
         self._done = done
@@ -208,7 +208,7 @@ class TierThreads:
         self._lock = threading.Lock()
         self._idle = 0  # Threads without a job. If negative, jobs that wait for a thread.
 
-    def submit(self, job: TierJob) -> None:
+    def start_or_queue(self, job: TierJob) -> None:
         """Give a job to a thread. Where none can start, it waits for a running one, or fails."""
         with self._lock:
             self._idle -= 1

@@ -145,7 +145,7 @@ class LookupRequest(NamedTuple):
 
     def slot_of(self, place: ObjectPlace) -> Slot | None:
         """Returns the object in RAM, or None where RAM does not have it."""
-        return self.namespace.get(self.hash_of(place.position), place.group_index)
+        return self.namespace.find_slot(self.hash_of(place.position), place.group_index)
 
     def hit_of(self, chunks: int, tail: int = 0) -> PromptHit:
         """Returns the hit of `chunks` chunks, or that which ends with `tail` where it is not 0."""
@@ -154,7 +154,7 @@ class LookupRequest(NamedTuple):
         chunk = tail_chunk(self.geometry, self.tails_from, tail - 1)
         return PromptHit(chunk + 1, tail, tail_tokens(self.geometry, self.tails_from, tail - 1))
 
-    def needed(self, hit: PromptHit) -> Iterator[ObjectPlace]:
+    def needed_places(self, hit: PromptHit) -> Iterator[ObjectPlace]:
         """Yields the places of the objects that a hit needs."""
         for index, group in enumerate(self.geometry.groups):
             for chunk in needed_chunks(self.geometry, group, hit.chunks):
@@ -163,7 +163,7 @@ class LookupRequest(NamedTuple):
 
     def resident_slots(self, hits: Iterable[PromptHit]) -> Iterable[Slot]:
         """Returns the objects of these hits that RAM has, each once."""
-        places = dict.fromkeys(place for hit in hits for place in self.needed(hit))
+        places = dict.fromkeys(place for hit in hits for place in self.needed_places(hit))
         return filter(None, map(self.slot_of, places))
 
 
@@ -284,7 +284,7 @@ class ObjectSearch:
                 order = sorted(later, key=lambda place: (-place.position, place.group_index))
             else:
                 hits = (self.request.hit_of(cut) for cut in _cuts(hit.chunks))
-                needed = (place for hit in hits for place in self.request.needed(hit))
+                needed = (place for hit in hits for place in self.request.needed_places(hit))
                 order = [place for place in dict.fromkeys(needed) if place in unknown]
         if not order:
             unknown.clear()
@@ -515,7 +515,7 @@ def _needs(search: ObjectSearch, hits: Iterable[PromptHit]) -> list[NeededObject
     places = dict.fromkeys(
         place
         for hit in hits
-        for place in sorted(search.request.needed(hit), key=prefix_order)
+        for place in sorted(search.request.needed_places(hit), key=prefix_order)
         if place in search.located
     )
     return [NeededObject(search.located[place], place) for place in places]

@@ -158,7 +158,7 @@ class Promotion:
                 if slot is read.slot:
                     stored.append(slot)
             else:
-                self._store.free(read.slot)
+                self._store.free_slot(read.slot)
                 if isinstance(error, DamagedError):
                     self._on_damaged(tier, item, read.waiters)
             result = ReadResult(tier, slot, error)
@@ -231,7 +231,7 @@ class Promotion:
                 job = TierJob(JobKind.FIND, tier.number, list(items.values()))
                 self.questions[job] = TierQuestion(lookup, list(items))
                 lookup.finds += 1
-                tier.submit(job, now)
+                tier.submit_job(job, now)
 
     # Reading
 
@@ -328,7 +328,7 @@ class Promotion:
             lookup.reads += 1
             lookup.needs.popleft()
         if items:
-            tier.submit(TierJob(JobKind.READ, tier.number, items), now)
+            tier.submit_job(TierJob(JobKind.READ, tier.number, items), now)
         return bool(items)
 
     def _enter(self, read: ObjectRead, tenant: int) -> Slot | None:
@@ -336,7 +336,7 @@ class Promotion:
         (lookup, place), slot = read.waiters[0], read.slot
         request = lookup.request
         if not request.namespace.is_current:
-            self._store.free(slot)
+            self._store.free_slot(slot)
             return None
         chunk_hash = request.hash_of(place.position)
         parent = request.hash_of(request.chunk_of(place.position) - 1)
@@ -391,13 +391,13 @@ class Promotion:
         damaged = self.damaged[tier]
         if damaged and tier.has_thread(JobKind.DISCARD):
             items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
-            tier.submit(TierJob(JobKind.DISCARD, tier.number, items), now)
+            tier.submit_job(TierJob(JobKind.DISCARD, tier.number, items), now)
 
     # States
 
     def _advance(self, lookup: WaitingLookup, event: LookupEvent) -> None:
         """Take the lookup to its next state. Count an event that its state does not have."""
-        if not lookup.advance(event):
+        if not lookup.transition(event):
             self.counters["lookup_events_ignored", f"{lookup.state}_{event}"] += 1
 
     def _hold(self, lookup: WaitingLookup, slots: Iterable[Slot]) -> None:

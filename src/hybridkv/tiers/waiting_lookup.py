@@ -142,7 +142,7 @@ class WaitingLookup:
         """Whether nothing more can come, so that it ends."""
         return not (self.is_finding or self.needs or self.reads)
 
-    def advance(self, event: LookupEvent) -> bool:
+    def transition(self, event: LookupEvent) -> bool:
         """Take the next state. Returns False where the table has none for the event."""
         state = TRANSITIONS.get((self.state, event))
         if state is None:

@@ -65,7 +65,7 @@ class AdapterBlocks:
     computed_by: bytes = b""  # The identity of the weights that computed them; empty = no blocks.
     is_mixed: bool = False  # True if different weights computed them, or may have.
 
-    def add(self, weights: AdapterWeights | None) -> None:
+    def note_blocks(self, weights: AdapterWeights | None) -> None:
         """Note blocks that `weights` computed; None = it is not known which weights did."""
         if weights is not None and self.computed_by in (b"", weights.identity):
             self.computed_by = weights.identity
@@ -155,7 +155,7 @@ class Adapters:
         self._by_request: dict[str, Adapter] = {}
         self.unreported_steps: deque[_PlannedStep] = deque()
 
-    def arrived(self, request: Any) -> Adapter | None:
+    def on_new_request(self, request: Any) -> Adapter | None:
         """Return the adapter of a new request; None = the request has none."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
@@ -175,11 +175,11 @@ class Adapters:
         self._by_request[request.request_id] = adapter
         return adapter
 
-    def ended(self, request_id: str) -> None:
+    def on_request_ended(self, request_id: str) -> None:
         """Forget a request that ended or was aborted."""
         self._by_request.pop(request_id, None)
 
-    def planned(self, number: int, scheduled: Iterable[str]) -> None:
+    def on_step_planned(self, number: int, scheduled: Iterable[str]) -> None:
         """Note that workers get the plan of this number, in whose step these requests compute."""
         self.reports.planned = number
         if self._by_request:
@@ -190,7 +190,7 @@ class Adapters:
         if len(self.unreported_steps) > STEPS_MAX:
             self._settle(self.unreported_steps.popleft(), is_reported=False)
 
-    def reported(self, number: int, loaded: LoadedDigests) -> None:
+    def on_report(self, number: int, loaded: LoadedDigests) -> None:
         """Take the report of the step with this number; 0 = some rank did not begin it."""
         reports = self.reports
         reports.loaded, reports.heard = loaded, max(reports.heard, number)
@@ -198,7 +198,7 @@ class Adapters:
             step = self.unreported_steps.popleft()
             self._settle(step, is_reported=step.number == number)
 
-    def emptied(self) -> None:
+    def on_cache_emptied(self) -> None:
         """Forget all blocks: the engine's prefix cache is empty, and no running request has any."""
         # The steps that are still to be reported computed blocks that are gone.
         self.unreported_steps.clear()
@@ -210,4 +210,4 @@ class Adapters:
     def _settle(self, step: _PlannedStep, *, is_reported: bool) -> None:
         """Note which weights computed a step's blocks, as the last report says if it is its own."""
         for adapter in step.adapters:
-            adapter.blocks.add(adapter.loaded if is_reported else None)
+            adapter.blocks.note_blocks(adapter.loaded if is_reported else None)

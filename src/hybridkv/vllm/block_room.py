@@ -69,11 +69,11 @@ class BlockRoom:
         held_blocks = sum(blocks for name, blocks in self._held.items() if name != request_id)
         return not held_blocks or held_blocks + self.most_blocks(tokens) <= self._pool_blocks
 
-    def hold(self, request_id: str, tokens: int) -> None:
+    def count_load(self, request_id: str, tokens: int) -> None:
         """Count the blocks that the request got for a load, until it runs."""
         self._held[request_id] = self.most_blocks(tokens)
 
-    def ran(self, request_ids: Container[str]) -> None:
+    def on_running(self, request_ids: Container[str]) -> None:
         """Count nothing any more for these requests, which ran or ended."""
         for name in [name for name in self._held if name in request_ids]:
             del self._held[name]

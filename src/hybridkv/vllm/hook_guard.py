@@ -45,11 +45,11 @@ class HookGuard:
         self._retry_at = 0.0
 
     @property
-    def healthy(self) -> bool:
+    def is_on(self) -> bool:
         """True while the side is on: neither in a pause nor over."""
         return not self.off_since and not self.is_over
 
-    def run(
+    def run_hook(
         self,
         hook: str,
         work: Callable[[], Result],
@@ -74,7 +74,7 @@ class HookGuard:
         """
         tells = tells and not self.counters[f"fault_{hook}"]
         goes_on = (fatal or not pauses) and not self.is_over
-        if not (self.healthy or tells or goes_on):
+        if not (self.is_on or tells or goes_on):
             self.counters["switched_off"] += 1
             return otherwise()
         began = self._clock()
@@ -88,9 +88,9 @@ class HookGuard:
             text = "hybridkv: %s failed in %s; the engine goes on without the cache"
             logger.exception(text, self._role, hook)
             if fatal:
-                self.end(f"a fault in {hook}")
+                self.end_side(f"a fault in {hook}")
             elif is_flood:
-                self.switch_off(f"{FAULTS_MAX} faults")
+                self.pause(f"{FAULTS_MAX} faults")
             return otherwise()
         finally:
             now = self._clock()
@@ -104,11 +104,11 @@ class HookGuard:
         self._slow.append(now)
         if len(self._slow) == SLOW_MAX and now - self._slow[0] <= FAULTS_SECONDS:
             self._slow.clear()
-            self.switch_off(f"{SLOW_MAX} hooks took {self._slow_seconds:g} s or longer")
+            self.pause(f"{SLOW_MAX} hooks took {self._slow_seconds:g} s or longer")
 
-    def switch_off(self, why: str) -> None:
+    def pause(self, why: str) -> None:
         """Begin a pause, in which hooks do not run, unless the side is off already."""
-        if not self.healthy:
+        if not self.is_on:
             return
         now = self._clock()
         is_rested = not self.pause_seconds or now - self._began >= PAUSE_SECONDS_MAX
@@ -119,7 +119,7 @@ class HookGuard:
         text = "hybridkv: %s is switched off for %d s: %s"
         logger.error(text, self._role, self.pause_seconds, why)
 
-    def end(self, why: str) -> None:
+    def end_side(self, why: str) -> None:
         """Switch the side off until the engine starts again."""
         if not self.is_over:
             self.counters["quarantined"] += not self.off_since
@@ -139,4 +139,4 @@ class HookGuard:
         self.counters["begun_anew"] += 1
         text = "hybridkv: %s begins anew after %d s"
         logger.warning(text, self._role, self.pause_seconds)
-        self.run("begin_anew", renew, lambda: self.switch_off("it could not begin anew"))
+        self.run_hook("begin_anew", renew, lambda: self.pause("it could not begin anew"))

@@ -46,7 +46,7 @@ class LoadedAdapters:
         self._read: dict[int, _ReadAdapter] = {}  # The adapters of the last look, by lora_int_id.
         self._is_unread = False  # True once the log has that some adapter cannot be read.
 
-    def look(self) -> dict[int, bytes]:
+    def digests_now(self) -> dict[int, bytes]:
         """Return the digest of each adapter that is loaded now, by lora_int_id; HASH_BYTES each.
 
         An adapter that cannot be read has random bytes, which stay the same until it is loaded

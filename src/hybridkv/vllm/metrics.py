@@ -29,7 +29,7 @@ class Deltas:
         self._counters = counters
         self._taken_values: dict[str, float] = {}
 
-    def take(self) -> dict[str, float]:
+    def take_increments(self) -> dict[str, float]:
         """Return the increments by name, without counters that did not grow, and count anew."""
         before = self._taken_values
         grown = {n: value for n, value in self._counters.items() if value > before.get(n, 0)}

@@ -71,7 +71,7 @@ class WeightsReading:
     is_stopped: bool = False
     found: WeightsDigest | None = None  # None until the reading is over.
 
-    def stop(self) -> None:
+    def stop_reading(self) -> None:
         """Stop the reading and wait for its end: memory that is read must not go away."""
         self.is_stopped = True
         if self.thread is not None:
@@ -164,7 +164,7 @@ class EngineWeights:
         is_changed = self._seen is None or self._seen.version != self._version
         return reading.found.digest if self._is_of_now(reading) and not is_changed else ""
 
-    def answer(self) -> WeightsAnswer:
+    def take_step_answer(self) -> WeightsAnswer:
         """Return what the report of the present step says. Each step is in one answer alone."""
         self.compare()
         pending = {look.step for look in self._looks}
@@ -191,7 +191,7 @@ class EngineWeights:
         `is_idle`: the step writes no block.
         """
         self.question = max(self.question, question)
-        self.watch(number, is_idle=is_idle)
+        self.look_at_step(number, is_idle=is_idle)
         reading = self.reading
         is_read = reading is not None and self._is_of_now(reading)
         if self.digest or is_read or self._is_blind or self._asleep:
@@ -200,7 +200,7 @@ class EngineWeights:
             reading.is_stopped = True
         self._begin_reading(reading)
 
-    def watch(self, number: int, *, is_idle: bool = False) -> None:
+    def look_at_step(self, number: int, *, is_idle: bool = False) -> None:
         """Look at the weights where a step begins, unless it is idle and the weights are known."""
         if self._asleep or number == self._last_step:
             return
@@ -227,7 +227,7 @@ class EngineWeights:
     def close(self) -> None:
         """Stop the reading that goes on, and wait for its end."""
         if self.reading is not None:
-            self.reading.stop()
+            self.reading.stop_reading()
             self.reading = None
 
     def _is_of_now(self, reading: WeightsReading) -> bool:
@@ -298,7 +298,7 @@ class EngineWeights:
         """
         try:
             if pending.look is not None:
-                words = pending.look.digest()
+                words = pending.look.words_digest()
                 self._is_blind = self._is_blind and words is None
                 return words
         except Exception:  # noqa: BLE001  # the log has it

@@ -108,7 +108,7 @@ class PackedWeights:
         """Count weights that cannot be read as changed, because all weights may be others now."""
         self._unread_token = secrets.token_bytes(DIGEST_BYTES)
 
-    def begin(self, matrices: Iterable[PackedMatrix]) -> None:
+    def begin_reading(self, matrices: Iterable[PackedMatrix]) -> None:
         """Begin a reading of all these matrices."""
         new = (matrix for matrix in matrices if matrix.handler not in self._digests)
         self._operations = sum(
@@ -122,7 +122,7 @@ class PackedWeights:
         """Return what the digest has in place of the weights of an unread module."""
         return hashlib.blake2b(self._unread_token + name.encode(), digest_size=16).digest()
 
-    def digest(self, matrix: PackedMatrix, stop: Callable[[], bool]) -> _MatrixDigest:
+    def matrix_digest(self, matrix: PackedMatrix, stop: Callable[[], bool]) -> _MatrixDigest:
         """Return the digest of a matrix; raises StoppedError on `stop`."""
         handler = matrix.handler
         if handler not in self._digests:
@@ -173,7 +173,7 @@ def digest_weights(
     if not models:
         whole.add_unread("no model", "")
     contents = list(module_contents(models, is_left_out))
-    whole.packed.begin(matrix for content in contents for matrix in content.matrices)
+    whole.packed.begin_reading(matrix for content in contents for matrix in content.matrices)
     for content in contents:
         whole.add_module(content)
     modules = (module for model in models.values() for module in model.modules())
@@ -248,7 +248,7 @@ class _WholeDigest:
 
     def _add_matrix(self, matrix: PackedMatrix) -> bool:
         """Add a packed matrix; returns True if it was read. Raises StoppedError."""
-        found = self.packed.digest(matrix, self._stop)
+        found = self.packed.matrix_digest(matrix, self._stop)
         self.size_bytes += matrix.size_bytes
         form = f"{matrix.handler.k} {matrix.handler.n}"
         self._parts.append(_DigestPart(f"{matrix.name} {form}\n", found.content))

@@ -29,7 +29,7 @@ class WeightsLook:
     words: Sequence[torch.Tensor]  # On the host, whole once `arrivals` are over.
     arrivals: Sequence[torch.cuda.Event] = ()
 
-    def digest(self) -> bytes | None:
+    def words_digest(self) -> bytes | None:
         """Return the same bytes for the same words; None while copies from a device go on.
 
         Raises an error of the device, also that of an earlier kernel.

@@ -113,7 +113,7 @@ class Arms:
         own = self._answer(second)
         # Nothing is left of the second turn.
         with self._control() as control:
-            control.clear()
+            control.clear_objects()
         self._forget()
         self._answer(first)
         return Turn(own["cached_tokens"], self._compared(second, own))
@@ -122,7 +122,7 @@ class Arms:
         return ControlClient(self._socket_path, DEADLINE_SECONDS)
 
     def _answer(self, text: list[int]) -> Answer:
-        (answer,) = self._runner.run([text], MAX_TOKENS)
+        (answer,) = self._runner.generate([text], MAX_TOKENS)
         return answer
 
     def _compared(self, text: list[int], expected: Answer) -> Compared:
@@ -144,10 +144,10 @@ class Arms:
 
     def _forget(self) -> None:
         """Empty the engine's own cache, and wait until its weights were read again."""
-        assert self._runner.reset(connector=False)
+        assert self._runner.reset_caches(connector=False)
 
         def is_read() -> bool:
-            self._runner.run([prompt(9, 10)], 1)
+            self._runner.generate([prompt(9, 10)], 1)
             return bool(self._connector.scheduler_role.weights.is_current)
 
         until(is_read, "the weights are read")
@@ -236,7 +236,7 @@ def _forked(name: str, daemon: DaemonProcess) -> CaseReport:
     def is_free() -> bool:
         """The daemon learns of the end of an engine a moment later."""
         with ControlClient(daemon.socket_path, DEADLINE_SECONDS) as control:
-            control.clear()
+            control.clear_objects()
             return not control.engines()
 
     until(is_free, "the engine before has ended")

@@ -84,7 +84,7 @@ class Bench:
         self._product = self._factor.clone()
 
     def __enter__(self) -> "Bench":
-        self._copier.pin(ARENA_BYTES)
+        self._copier.pin_below(ARENA_BYTES)
         self.store()
         while self._pipeline.take_counters().get("copies_unpinned"):
             self.store()  # Until the pinning lane has pinned all.

@@ -123,14 +123,14 @@ class VllmEngine(EngineProcess):
                 env={**ENGINE_ENVIRONMENT, **variables(bundled_environment(MODEL))},
             )
         self.running = machine.adopt(container, self.process, self._log_path)
-        self.info = self.end("starting")
+        self.info = self.end_command("starting")
 
     def store(self) -> None:
         assert not self.hits()
 
     def hits(self) -> bool:
         forget(self)
-        results = [self.run(each, max_tokens=4)[0] for each in PROMPTS]
+        results = [self.generate(each, max_tokens=4)[0] for each in PROMPTS]
         answers = [result["tokens"] for result in results]
         assert answers == self._answers.setdefault("tokens", answers)
         return all(result["cached_tokens"] >= CHUNK for result in results)

@@ -85,7 +85,7 @@ def test_store_and_find_over_the_socket(daemon: DaemonProcess) -> None:
         engine.tell(Release(1))
     with ControlClient(daemon.socket_path) as control:
         assert control.stats().values["objects"] == 3
-        assert control.clear() == 3
+        assert control.clear_objects() == 3
         assert control.stats().values["objects"] == 0
 
 

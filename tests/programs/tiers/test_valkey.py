@@ -304,14 +304,14 @@ def test_a_server_that_trickles_keeps_nobody_waiting(make: Make) -> None:
 def test_closing_wakes_who_waits(own_server: ValkeyServer) -> None:
     @contextlib.contextmanager
     def sending(started: threading.Event) -> Iterator[None]:
-        send = RespConnection.send
+        send = RespConnection.send_all
 
         def sent(connection: RespConnection, *arguments: Any) -> None:
             send(connection, *arguments)
             started.set()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RespConnection, "send", sent)
+            patch.setattr(RespConnection, "send_all", sent)
             yield
 
     tier = tier_of(f"{own_server.url}?timeout=60")

@@ -8,30 +8,33 @@ SHAPE = (4096, 1)
 
 
 def granted(pool: SlotCredits, count: int, now: float) -> None:
-    pool.granted(SHAPE, pack_u64([*range(count)]), pack_u64([1] * count), now)
+    pool.on_granted(SHAPE, pack_u64([*range(count)]), pack_u64([1] * count), now)
 
 
 def test_a_large_pool_is_asked_for_in_several_questions() -> None:
     pool = SlotCredits({SHAPE: 2 * CHANGES_MAX + 10})
-    asked = [request.slots for request in pool.wanted(0.0)]
+    asked = [request.slots for request in pool.credit_requests(0.0)]
     assert asked == [CHANGES_MAX, CHANGES_MAX, 10]
-    assert pool.wanted(0.0) == [], "what was asked for is on its way"
+    assert pool.credit_requests(0.0) == [], "what was asked for is on its way"
     for count in asked:
-        assert pool.awaited
+        assert pool.is_awaiting
         granted(pool, count, 0.0)
-    assert not pool.awaited
-    assert pool.wanted(0.0) == []
-    assert len(pool.take(SHAPE, 1 << 16).offsets) == 8 * sum(asked)
+    assert not pool.is_awaiting
+    assert pool.credit_requests(0.0) == []
+    assert len(pool.take_slots(SHAPE, 1 << 16).offsets) == 8 * sum(asked)
 
 
 def test_after_a_short_answer_the_next_question_waits() -> None:
     pool = SlotCredits({SHAPE: 2 * CHANGES_MAX})
-    assert len(pool.wanted(0.0)) == 2
+    assert len(pool.credit_requests(0.0)) == 2
     granted(pool, 1, 1.0)
     granted(pool, 5, 1.0)
-    assert not pool.awaited
-    assert pool.wanted(1.0) == []
-    assert pool.wanted(1.0 + RETRY_SECONDS) == [(SHAPE, CHANGES_MAX), (SHAPE, CHANGES_MAX - 6)]
-    pool.reset()
-    assert not pool.awaited
-    assert [request.slots for request in pool.wanted(0.0)] == [CHANGES_MAX] * 2
+    assert not pool.is_awaiting
+    assert pool.credit_requests(1.0) == []
+    assert pool.credit_requests(1.0 + RETRY_SECONDS) == [
+        (SHAPE, CHANGES_MAX),
+        (SHAPE, CHANGES_MAX - 6),
+    ]
+    pool.forget_slots()
+    assert not pool.is_awaiting
+    assert [request.slots for request in pool.credit_requests(0.0)] == [CHANGES_MAX] * 2

@@ -66,9 +66,9 @@ class Rig:
         """Let each rank compare the slots. Returns their verdicts."""
         verdicts = []
         for auditor in self.auditors:
-            auditor.begin(self.arena, {7: ObjectPair(0, chunk, COUNT, stored, computed)})
+            auditor.compare_pairs(self.arena, {7: ObjectPair(0, chunk, COUNT, stored, computed)})
             auditor.join()
-            (verdict,) = auditor.take().values()
+            (verdict,) = auditor.take_verdicts().values()
             verdicts.append(verdict)
         return verdicts
 
@@ -121,17 +121,17 @@ def test_a_slot_of_another_object_by_now_is_no_difference(arena: Arena, which: i
 def test_an_arena_that_is_not_mapped_is_no_difference(arena: Arena) -> None:
     rig = Rig(arena)
     auditor = rig.auditors[0]
-    auditor.begin(None, {7: ObjectPair(0, 0, COUNT, rig.slot(1), rig.slot(2))})
-    assert auditor.take() == {7: UNMADE}
+    auditor.compare_pairs(None, {7: ObjectPair(0, 0, COUNT, rig.slot(1), rig.slot(2))})
+    assert auditor.take_verdicts() == {7: UNMADE}
 
 
 def test_an_arena_that_is_closed_meanwhile_ends_nothing() -> None:
     with unnamed_arena(1 << 20) as arena:
         rig = Rig(arena)
         pair = ObjectPair(0, 0, COUNT, rig.slot(1), rig.slot(2))
-    rig.auditors[0].begin(arena, {7: pair})
+    rig.auditors[0].compare_pairs(arena, {7: pair})
     rig.auditors[0].join()
-    assert rig.auditors[0].take() == {7: UNMADE}
+    assert rig.auditors[0].take_verdicts() == {7: UNMADE}
 
 
 def test_verdicts_of_all_ranks_come_together() -> None:

@@ -190,10 +190,10 @@ def test_a_hit_that_was_found_before_is_not_offered_after_a_difference(rig: Rig)
 
 def test_other_weights_are_served_and_audited_again(rig: Rig) -> None:
     found(rig, compared(rig, begun(rig)), DIFFERED, PASSED, PASSED)
-    rig.side.identify(EngineIdentity(b"o" * 32, {}))
+    rig.side.change_identity(EngineIdentity(b"o" * 32, {}))
     assert not rig.side.audits.is_cut_off
     assert rig.side.audits.budget.is_due(b"o" * 32)
-    rig.side.identify(EngineIdentity(IDENTITY, {}))
+    rig.side.change_identity(EngineIdentity(IDENTITY, {}))
     assert rig.side.audits.is_cut_off, "these weights differed"
 
 
@@ -248,7 +248,7 @@ def test_an_answer_that_is_read_and_then_not_wanted_is_released(rig: Rig) -> Non
     tracked = rig.side.requests.by_id["r"]
 
     def is_read() -> bool:
-        rig.side.poll(0.0)
+        rig.side.exchange_messages(0.0)
         return tracked.lookup.found is not None
 
     until(is_read, "it is read")
@@ -314,7 +314,7 @@ def test_a_reset_ends_the_audit(rig: Rig) -> None:
 
 def test_with_the_connection_an_audit_is_lost(rig: Rig) -> None:
     compared(rig, begun(rig))
-    rig.side.session.link.reset("a test", 0.0)
+    rig.side.session.link.drop_connection("a test", 0.0)
     assert rig.side.audits.current is None
     assert not rig.side.stores.unproven
 

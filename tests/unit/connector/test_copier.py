@@ -107,7 +107,7 @@ class Rig:
             pipeline = CopyPipeline(CudaDevice(views[0].device), blocks, largest)
             self.pipelines.append(pipeline)
             copier = CudaCopier(pipeline, self.arenas[rank], part)
-            copier.pin(ARENA)
+            copier.pin_below(ARENA)
             return copier
         return HostCopier(self.arenas[rank], blocks, part)
 

@@ -122,7 +122,7 @@ class Rig:
 
     def pin(self) -> None:
         """Pin all of the arena, and wait for it."""
-        self.copier.pin(ARENA)
+        self.copier.pin_below(ARENA)
         until(lambda: len(self.cuda.runtime.registered) == ARENA // PIN, "the registrations")
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def test_copies_go_on_beside_a_thread_that_holds_the_interpreter(
     rig = Rig(cuda, arena)
     before = rig.memory.cpu()
     ops = rig.ops(8)
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     for _ in range(3):
         assert rig.store(ops) == [True] * 8
         rig.memory[:, 1:9].zero_()
@@ -330,7 +330,7 @@ def test_memory_is_pinned_once_in_a_process(cuda: FakeCuda, arena: Arena) -> Non
     rig = Rig(cuda, arena)
     rig.pin()
     second = CudaCopier(rig.pipeline, arena, PartLayout(0, 1, "on"))
-    second.pin(ARENA)
+    second.pin_below(ARENA)
     before = rig.memory.cpu()
     ops = rig.ops(4)
     rig.pipeline.take_counters()
@@ -467,7 +467,7 @@ def test_memory_below_what_torch_gives_is_half_as_large(arena: Arena) -> None:
         rig = Rig(cuda, arena)
         assert PART <= rig.pipeline.staging_bytes < 8 * PART
         cuda.runtime.refuse("cudaHostRegister", OUT_OF_MEMORY)
-        rig.copier.pin(ARENA)
+        rig.copier.pin_below(ARENA)
         assert rig.store(rig.ops(1)) == [True]
         rig.close()
         assert not cuda.runtime.wrongs

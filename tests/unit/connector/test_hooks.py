@@ -340,11 +340,11 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     assert roles.worker.get_transfer_results(set()).finished_recving == set(), (
         "each is told once (C10)"
     )
-    counters = worker.report().counters
+    counters = worker.take_step_report().counters
     assert counters["rank_loads_failed"] == 2, "neither was refused before it began"
 
 
-@pytest.mark.parametrize("method", ["session.send", "on_reply"])
+@pytest.mark.parametrize("method", ["session.queue_message", "on_reply"])
 def test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer(
     roles: Roles, method: str
 ) -> None:
@@ -359,7 +359,7 @@ def test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer(
         delattr(part, name)
         raise ValueError("the test says so")
 
-    role.stores.credits.reset()
+    role.stores.credits.forget_slots()
     setattr(part, name, broken)
     until(lambda: roles.step(IDLE) is not None and bool(roles.faults()), "a hook faults")
     assert sum(roles.faults().values()) == 1
@@ -373,9 +373,9 @@ def test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer(
 def test_a_side_with_too_many_faults_is_switched_off() -> None:
     guard = HookGuard("scheduler")
     for _ in range(FAULTS_MAX):
-        assert guard.run("hook", lambda: 1 // 0, lambda: 7) == 7
-    assert not guard.healthy
-    assert guard.run("hook", lambda: 1, lambda: 7) == 7
+        assert guard.run_hook("hook", lambda: 1 // 0, lambda: 7) == 7
+    assert not guard.is_on
+    assert guard.run_hook("hook", lambda: 1, lambda: 7) == 7
     assert guard.counters == {"fault_hook": FAULTS_MAX, "switched_off": 1, "quarantined": 1}
 
 
@@ -480,7 +480,7 @@ def test_a_renewal_that_fails_loses_no_load_that_must_fail(
 ) -> None:
     paused = Paused(roles)
     scheduler, chunk = roles.scheduler, paused.side.geometry.chunk_tokens
-    scheduler.guard.switch_off("the test says so")
+    scheduler.guard.pause("the test says so")
     waiting = request("waiting", chunk + 1)
     scheduler.on_new_request(waiting)
     scheduler.update_state_after_alloc(waiting, blocks_of(chunk), chunk)
@@ -515,7 +515,7 @@ def test_a_scheduler_role_that_is_switched_off_begins_anew(roles: Roles) -> None
     stats_before = roles.scheduler.get_kv_connector_stats()
     assert stats_before.data["gauges"]["quarantined"] == 0
     connects = roles.scheduler.counters["connects"]
-    roles.scheduler.guard.switch_off("the test says so")
+    roles.scheduler.guard.pause("the test says so")
     gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
     assert gauges["quarantined"] == 1
     assert gauges["quarantined_until"] == gauges["quarantined_since"] + PAUSE_SECONDS
@@ -537,7 +537,7 @@ def test_a_late_report_of_an_earlier_role_commits_nothing_of_the_next(roles: Rol
     paused = Paused(roles)
     paused.attached()
     old, late = paused.stores("old")
-    roles.scheduler.guard.switch_off("the test says so")
+    roles.scheduler.guard.pause("the test says so")
     paused.begins_anew()
     new, report = paused.stores("new")
     assert not old.stores.keys() & new.stores.keys()
@@ -554,7 +554,7 @@ def test_weights_that_change_while_a_role_is_off_are_those_of_the_next(
     paused = Paused(roles)
     old = paused.side.session.hello.namespace
     if is_off:
-        roles.scheduler.guard.switch_off("the test says so")
+        roles.scheduler.guard.pause("the test says so")
     else:
         paused.side.on_reset = None
     watch = roles.scheduler.life.weights
@@ -575,20 +575,20 @@ def test_blocks_of_loads_are_counted_on_while_a_role_is_off(roles: Roles) -> Non
     """They are the engine's to give again when their request runs or ends."""
     paused = Paused(roles)
     for name in ("a", "b", "c"):
-        paused.side.room.hold(name, 4)
-    roles.scheduler.guard.switch_off("the test says so")
+        paused.side.room.count_load(name, 4)
+    roles.scheduler.guard.pause("the test says so")
     roles.step(SimpleNamespace(num_scheduled_tokens={"a": 1}))
     roles.scheduler.request_finished(request("b"), [])
     paused.begins_anew()
     assert len(paused.side.room) == 1
-    paused.side.room.ran(("c",))
+    paused.side.room.on_running(("c",))
     assert not len(paused.side.room)
 
 
 def test_a_load_that_no_worker_was_told_of_fails_with_the_next_role(roles: Roles) -> None:
     """The engine waits for it, and the pause may end before the next plan."""
     paused = Paused(roles)
-    roles.scheduler.guard.switch_off("the test says so")
+    roles.scheduler.guard.pause("the test says so")
     roles.scheduler.update_state_after_alloc(request("r"), blocks_of(1), 128)
     paused.now += PAUSE_SECONDS
     roles.scheduler.take_events()
@@ -619,7 +619,7 @@ def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) 
     paused = Paused(roles)
     arrive("before")
     run("before")
-    roles.scheduler.guard.switch_off("the test says so")
+    roles.scheduler.guard.pause("the test says so")
     arrive("meanwhile")
     if changes:
         engine.manager.remove_adapter(1)
@@ -629,7 +629,7 @@ def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) 
     arrive("later")
     known = paused.side.requests.by_id["later"].adapter
     assert (known.weights is None) == changes
-    roles.scheduler.guard.switch_off("the test says so, again")
+    roles.scheduler.guard.pause("the test says so, again")
     reset_prefix_cache(roles)
     assert known.weights is not None, "the engine has no block of the old weights"
     assert not roles.faults()
@@ -641,8 +641,8 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
     paused.attached()
     worker = roles.worker.worker_role
     arena, _ = worker.mapped[worker.boot]
-    roles.worker.guard.switch_off("the test says so")
-    roles.scheduler.guard.switch_off("the test says so, too")
+    roles.worker.guard.pause("the test says so")
+    roles.scheduler.guard.pause("the test says so, too")
     assert roles.step(IDLE).kv_connector_worker_meta.boots == {}
     assert roles.scheduler.counters["quarantined"] == 2
     attach, worker._attach = worker._attach, lambda plan: None
@@ -708,7 +708,7 @@ def test_a_worker_whose_device_fails_says_so_to_every_daemon(roles: Roles) -> No
     until(is_told, "the daemon knows")
     assert declined_at_once(roles, "r")["mappings_failed"] == 1
     assert roles.scheduler.counters["lookups_late_workers"] == 1
-    worker._link.reset("the test says so", 0.0)
+    worker._link.drop_connection("the test says so", 0.0)
     until(lambda: not stats(path)["workers_unmapped"], "the worker is gone")
     until(is_told, "it is said again")
     assert roles.scheduler.counters["workers_disabled"] == 2
@@ -718,7 +718,7 @@ def test_no_hit_waits_for_a_worker_that_pauses(roles: Roles) -> None:
     """Once the pause is over and the arena is mapped, the daemon is asked again."""
     paused = Paused(roles)
     paused.attached()
-    roles.worker.guard.switch_off("the test says so")
+    roles.worker.guard.pause("the test says so")
     roles.step(IDLE)
     declined_at_once(roles, "r")
     assert roles.scheduler.counters["lookups_late_workers"] == 1

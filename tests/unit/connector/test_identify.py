@@ -50,13 +50,13 @@ def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonPr
     with ControlClient(daemon.socket_path, hello=TAKEN) as control:
         until("lookups", 1)
         assert asks() is None, "the answer is on its way"
-        scheduler.identify(EngineIdentity(b"o" * 32, {}))
+        scheduler.change_identity(EngineIdentity(b"o" * 32, {}))
         until("losses", 1)
         assert counters["refused_identify"] == 1
         assert control.stats().values["sessions"] == 1
         assert asks() == 0
         assert counters["lookups_no_daemon"] > 0
-        scheduler.identify(EngineIdentity(b"p" * 32, {}))
+        scheduler.change_identity(EngineIdentity(b"p" * 32, {}))
         until("lookups", counters["lookups"] + 1)
         assert control.stats().values["sessions"] == 2
     scheduler.close()

@@ -63,7 +63,7 @@ def store(events: Any, tracked: Any, *chunks: int) -> list[Any]:
     events.on_stored(
         [StoredObjects(tracked, index, chunks) for index in range(len(GEOMETRY.groups))]
     )
-    fresh: list[Any] = events.take()
+    fresh: list[Any] = events.take_new()
     return fresh
 
 
@@ -100,7 +100,7 @@ def test_an_event_has_the_engines_hashes_tokens_and_parent() -> None:
     assert second.token_ids == tokens[2 * CHUNK : 3 * CHUNK]
     assert counters == {"chunks_announced": 3}
     events.withdraw_all()
-    (gone,) = events.take()
+    (gone,) = events.take_new()
     assert (gone.medium, gone.group_idx) == ("CPU", None)
     assert gone.block_hashes == names_of(tracked, 0, 3 * BLOCKS)
     assert counters["chunks_withdrawn"] == 3
@@ -118,10 +118,10 @@ def test_blocks_that_two_chunks_share_are_announced_once_and_stay_with_the_secon
     assert second.token_ids == second_prompt.request.all_token_ids[2 * BLOCK : CHUNK]
     full = 1
     events.on_removed(Removed(0, key(first_prompt, 0), bytes([full])))
-    (gone,) = events.take()
+    (gone,) = events.take_new()
     assert gone.block_hashes == first.block_hashes[2:]
     events.on_removed(Removed(0, key(second_prompt, 0), bytes([full])))
-    (gone,) = events.take()
+    (gone,) = events.take_new()
     assert gone.block_hashes == names_of(second_prompt, 0, BLOCKS)
 
 
@@ -131,14 +131,14 @@ def test_a_hit_needs_every_group() -> None:
     events, _ = make_events()
     tracked = make_request("r", [*range(2 * CHUNK)])
     events.on_stored([StoredObjects(tracked, 1, (0, 1))])
-    assert events.take() == []
+    assert events.take_new() == []
     events.on_stored([StoredObjects(tracked, 0, (1,))])
-    (both,) = events.take()
+    (both,) = events.take_new()
     assert both.block_hashes == names_of(tracked, 0, 2 * BLOCKS), (
         "a window of 100 tokens is in the second chunk"
     )
     events.on_removed(Removed(0, key(tracked, 1), b"\0"))
-    (gone,) = events.take()
+    (gone,) = events.take_new()
     assert sorted(gone.block_hashes) == sorted(both.block_hashes), (
         "no hit ends with the first chunk"
     )
@@ -149,12 +149,12 @@ def test_what_a_lookup_saw_is_announced() -> None:
     tracked = make_request("r", [*range(2 * CHUNK + 1)])
     tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 2)
     events.on_found(tracked, Found(1, 1, 1, [b"\1\0", b"\1\1"], b"", b""))
-    (seen,) = events.take()
+    (seen,) = events.take_new()
     assert seen.block_hashes == names_of(tracked, 0, BLOCKS)
     events.on_removed(Removed(0, b"x" * HASH_BYTES + key(tracked, 0), b"\1\x09"))
-    assert events.take() == [], "an object that nobody knows, and a group that there is not"
+    assert events.take_new() == [], "an object that nobody knows, and a group that there is not"
     events.on_removed(Removed(0, b"", b"", everything=True))
-    (gone,) = events.take()
+    (gone,) = events.take_new()
     assert gone.block_hashes == seen.block_hashes
 
 
@@ -172,7 +172,7 @@ def test_what_only_a_tier_has_is_announced_as_storage() -> None:
     tracked = make_request("r", tokens, salt="s", adapter="tuned")
     (stored,) = store(events, tracked, 0, 1, 2)
     events.on_removed(below(tracked, (2, 0), (2, 1), (1, 1)))
-    queued = events.take()
+    queued = events.take_new()
     summary = [(type(event).__name__, event.medium, event.block_hashes) for event in queued]
     second, third = names_of(tracked, BLOCKS, 2 * BLOCKS), names_of(tracked, 2 * BLOCKS, 3 * BLOCKS)
     assert summary == [
@@ -183,14 +183,14 @@ def test_what_only_a_tier_has_is_announced_as_storage() -> None:
     ]
     tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 3)
     events.on_found(tracked, Found(1, 1, 2, [b"\1\1\0", b"\1\1\0"], b"", b""))
-    stored, removed = events.take()
+    stored, removed = events.take_new()
     assert (stored.medium, stored.block_hashes) == ("CPU", second), "it came up again"
     assert (removed.medium, removed.block_hashes) == ("STORAGE", second)
     events.on_removed(below(tracked, (2, 0), in_tier=False))
-    (gone,) = events.take()
+    (gone,) = events.take_new()
     assert (gone.medium, gone.block_hashes) == ("STORAGE", third), "the tier evicted it"
     events.on_removed(below(tracked, (0, 1), in_tier=False))
-    (gone,) = events.take()
+    (gone,) = events.take_new()
     assert gone.medium == "CPU"
     assert sorted(gone.block_hashes) == sorted(names_of(tracked, 0, 2 * BLOCKS))
     assert not events.blocks
@@ -206,12 +206,12 @@ def test_storage_events_say_what_those_of_ram_said() -> None:
     (in_ram,) = store(events, tracked, 0, 1)
     assert (in_ram.group_idx, in_ram.kv_cache_spec_kind) == (1, "full_attention")
     events.on_removed(below(tracked, (0, 1)))
-    storage, removed = events.take()
+    storage, removed = events.take_new()
     assert (storage.medium, removed.medium, removed.group_idx) == ("STORAGE", "CPU", 1)
     storage.medium = "CPU"
     assert storage == in_ram
     events.withdraw_all()
-    (gone,) = events.take()
+    (gone,) = events.take_new()
     assert (gone.medium, gone.block_hashes) == ("STORAGE", in_ram.block_hashes)
 
 
@@ -225,7 +225,7 @@ def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(
     assert len(stored.token_ids) == 2 * CHUNK
     assert counters["chunks_not_kept"] == 1
     events.on_removed(below(tracked, (1, 0), (0, 0)))
-    assert [(event.medium, type(event).__name__) for event in events.take()] == [
+    assert [(event.medium, type(event).__name__) for event in events.take_new()] == [
         ("CPU", "BlockRemoved"),
         ("STORAGE", "BlockStored"),
         ("CPU", "BlockRemoved"),
@@ -246,7 +246,7 @@ def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
     assert counters["chunks_not_shown"] == 1
     assert counters["chunks_not_kept"] == 1
     events.on_removed(below(tracked, (1, 1), (0, 1)))
-    assert [(event.medium, type(event).__name__) for event in events.take()] == [
+    assert [(event.medium, type(event).__name__) for event in events.take_new()] == [
         ("CPU", "BlockRemoved"),
         ("STORAGE", "BlockStored"),
         ("CPU", "BlockRemoved"),

@@ -56,7 +56,7 @@ def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[str]]:
     request = requests.request("r", tokens, names)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while scheduler.session.link.welcome is None:
-        scheduler.poll(time.monotonic())
+        scheduler.exchange_messages(time.monotonic())
         assert time.monotonic() < deadline
     return scheduler, request, counters
 
@@ -97,7 +97,7 @@ def test_who_was_not_chosen_lets_go_before_its_answer_is_there(slow: DaemonProce
             lambda: not control.stats().values["tier_disk_jobs_running"],
             "what was begun has come up",
         )
-        scheduler.poll(time.monotonic())
+        scheduler.exchange_messages(time.monotonic())
         assert control.stats().values["leases"] == 0
         assert scheduler.offer_hit(request, 0) == 0
         assert not scheduler.requests.by_lease

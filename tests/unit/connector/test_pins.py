@@ -14,7 +14,7 @@ def test_no_piece_is_in_two_registrations_that_come_meanwhile() -> None:
     """CUDA refuses such a copy, and that ends the copier."""
     with unnamed_arena(ARENA) as arena:
         pins = Pins(arena, PIN)
-        lane = pins.pin(SimulatedDevice(random.Random(1)), ARENA)
+        lane = pins.pin_pages(SimulatedDevice(random.Random(1)), ARENA)
 
         class Starts(list[int]):
             """Lets the pinning thread go on after the last time that `cut` reads the length."""

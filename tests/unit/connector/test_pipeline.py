@@ -113,14 +113,14 @@ def test_a_ring_has_room_for_what_its_credits_allow() -> None:
                 pieces.append(range(start, start + size))
             else:
                 assert ring.reserve(size) is None
-                ring.release(len(pieces.pop(0)))
+                ring.free_oldest(len(pieces.pop(0)))
 
 
 def test_a_ring_gives_nothing_away_that_is_cancelled() -> None:
     ring = Ring(100, 60)
     assert ring.reserve(60) == 0
     assert ring.reserve(40) == 60
-    ring.cancel(60, 40)
+    ring.undo_reserve(60, 40)
     assert ring.reserved_bytes == 60
     assert ring.reserve(30) == 60
 
@@ -133,7 +133,7 @@ def test_memory_is_used_once_the_engines_work_with_it_is_over(arena: Arena) -> N
 def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(arena: Arena) -> None:
     """128k tokens in steps of 8k: 16 steps, each of as many bytes as the staging has (F2)."""
     rig = Rig(arena, sizes=SIZES, step=8)
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     for step in range(16):
         ops = rig.ops(8, 1 + 8 * (step % 4))
         assert rig.store_all(ops) == [True] * 8
@@ -163,7 +163,7 @@ def test_a_device_with_little_memory_gets_a_smaller_ring(
 def test_objects_of_a_load_are_on_their_way_together(arena: Arena, checksum: str) -> None:
     """Copies of later objects are queued before the first one is over (F6)."""
     rig = Rig(arena, checksum=checksum)
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     ops = rig.ops(4)
     assert rig.store_all(ops) == [True] * 4
     rig.device.frozen = set(range(1, 9))
@@ -204,7 +204,7 @@ def test_stores_and_loads_do_not_wait_for_each_other(arena: Arena) -> None:
 def test_an_arena_that_is_attached_again_delays_no_load(arena: Arena) -> None:
     """All of it is there at once, and its registration does not end (F4)."""
     rig = Rig(arena, Habits(slow_registration=True))
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     # The first piece may be pinned before.
     ops = rig.ops(4, (1 << 19) // PART + 1)
     assert rig.store_all(ops) == [True] * 4
@@ -223,7 +223,7 @@ def test_a_registration_is_followed_by_a_pause_as_long(
         perf_counter=lambda: next(clock), monotonic=lambda: 0.0, sleep=slept.append
     )
     monkeypatch.setattr(pins, "time", time)
-    lane = pins.Pins(arena, ARENA // 2).pin(SimulatedDevice(random.Random(1)), ARENA)
+    lane = pins.Pins(arena, ARENA // 2).pin_pages(SimulatedDevice(random.Random(1)), ARENA)
     for pause in lane:
         assert pause.is_over()
         pause.wait()
@@ -238,24 +238,24 @@ def test_a_refused_registration_is_said_once_and_tried_again_after_a_minute(
     monkeypatch.setattr(pins, "time", time)
     rig = Rig(arena, Habits(registers=1))
     for reserved in range(1 << 19, ARENA + 1, 1 << 19):
-        rig.copier.pin(reserved)
+        rig.copier.pin_below(reserved)
     ops = rig.ops(20)
     assert rig.store_all(ops[:8]) == rig.store_all(ops[8:16]) == [True] * 8
     assert rig.load_all(ops[:16]) is None
     now[0] += pins.RETRY_SECONDS - 1
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     rig.device.settle()
     assert rig.device.refusals == 1
     now[0] += 1
     for _ in range(3):
-        rig.copier.pin(ARENA)
+        rig.copier.pin_below(ARENA)
         rig.device.settle()
     assert rig.device.refusals == 2
     assert caplog.text.count("does not pin the cache's memory") == 1
     now[0] += pins.RETRY_SECONDS
     rig.device.habits.registers = 1 << 30
     for _ in range(3):
-        rig.copier.pin(ARENA)
+        rig.copier.pin_below(ARENA)
         rig.device.settle()
     assert rig.device.counts["hybridkv-pin", "register"] == ARENA // (1 << 19) + 2
     rig.pipeline.take_counters()
@@ -370,7 +370,7 @@ def test_a_thread_that_cannot_choose_the_device_hangs_nobody(arena: Arena, broke
                 raise ZeroDivisionError("no device")
 
     rig = Rig(arena, device=Device(random.Random(1)))
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     ops = rig.ops(4)
     rig.store(ops)
     rig.load(ops)
@@ -409,7 +409,7 @@ def test_an_error_of_an_object_that_cannot_begin_hangs_nobody(arena: Arena) -> N
 def test_a_batch_is_queued_by_a_few_calls(arena: Arena) -> None:
     """However many objects it has: a thread may wait for the interpreter after each call."""
     rig = Rig(arena, sizes=replace(SIZES, load_ring_bytes=256 * PART))
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     rig.device.settle()
     ops = rig.ops(24)
     for number in range(3):
@@ -435,7 +435,7 @@ def test_a_batch_has_a_limit(arena: Arena, limit: str) -> None:
         sizes, copy_bytes=4096, pin_bytes=ARENA, bounce_bytes=8192, load_ring_bytes=256 * PART
     )
     rig = Rig(arena, sizes=sizes)
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     rig.device.settle()
     ops = rig.ops(8)
     assert rig.store_all(ops) == [True] * 8
@@ -447,7 +447,7 @@ def test_a_batch_has_a_limit(arena: Arena, limit: str) -> None:
 def test_an_error_of_whoever_is_told_hangs_nobody_else(arena: Arena) -> None:
     sizes = replace(SIZES, pin_bytes=1 << 19, load_ring_bytes=8 * PART, depth=2)
     rig = Rig(arena, sizes=sizes)
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     ops = rig.ops(4)
     assert rig.store_all(ops) == [True] * 4
     rig.device.frozen = {1, 3}
@@ -491,7 +491,7 @@ def test_a_drain_waits_for_copiers_that_were_retired(arena: Arena) -> None:
 def test_nothing_is_told_failed_while_the_device_still_copies(arena: Arena) -> None:
     """The daemon gives such a slot to another object at once, which the copy would overwrite."""
     rig = Rig(arena)
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     rig.device.settle()
     rig.device.frozen = {1}
     ops = rig.ops(4)
@@ -511,7 +511,7 @@ def test_the_lanes_run_in_threads(arena: Arena, can_digest: bool) -> None:
     device = ThreadedDevice()
     device.habits.can_digest = can_digest
     rig = Rig(arena, device=device)
-    rig.copier.pin(ARENA)
+    rig.copier.pin_below(ARENA)
     before = [view.clone() for view in rig.views]
     for _ in range(20):
         ops = rig.ops(8)

@@ -26,7 +26,7 @@ class Tracking:
     def __init__(self, state: RequestState = RequestState.PREFETCHING) -> None:
         self.sent: list[Any] = []
         session: Any = SimpleNamespace(
-            is_connected=True, send=lambda message, now: self.sent.append(message)
+            is_connected=True, queue_message=lambda message, now: self.sent.append(message)
         )
         meter: Any = None
         room = BlockRoom((), 1000, 2048)
@@ -34,7 +34,7 @@ class Tracking:
         request = SimpleNamespace(request_id="r", num_prompt_tokens=1)
         self.tracked = TrackedRequest(request, state=state)
         self.requests.by_id["r"] = self.tracked
-        room.hold("r", 1)
+        room.count_load("r", 1)
 
     def after(self, event: RequestEvent) -> RequestState:
         """Return the state after an event."""

@@ -66,7 +66,7 @@ class Rig:
             self.step({})
 
     def _welcomed(self) -> bool:
-        self.side.poll(time.monotonic())
+        self.side.exchange_messages(time.monotonic())
         return self.side.session.link.welcome is not None
 
     def request(self, prompt: int, tokens: int, name: str = "r", preemptions: int = 0) -> Any:
@@ -113,7 +113,7 @@ class Rig:
         """Return once there are write slots of each size: the first answer may have none."""
 
         def has_slots() -> bool:
-            self.side.poll(time.monotonic())
+            self.side.exchange_messages(time.monotonic())
             if self.side.session.is_connected:
                 self.side.reserve_slots(time.monotonic())
             return requests.has_write_slots(self.side)
@@ -172,7 +172,7 @@ def test_a_daemon_that_stays_away_is_one_line_of_the_log(
     daemon.process.send_signal(signal.SIGSTOP)
     try:
         for index in range(100):
-            rig.side.session.send(Lookup(index, index, bytes(1 << 20)), time.monotonic())
+            rig.side.session.queue_message(Lookup(index, index, bytes(1 << 20)), time.monotonic())
         until(lambda: _poll(rig) or rig.counters["losses"] >= 3, "it is greeted in vain")
     finally:
         daemon.process.send_signal(signal.SIGCONT)
@@ -336,7 +336,7 @@ def test_a_failed_load_is_never_offered_again_and_stored_anew(rig: Rig) -> None:
     assert stored == {(index, 0) for index in range(len(GEOMETRY.groups))}
 
 
-@pytest.mark.parametrize("part", ["stores.plan_stores", "room.ran", "lookups.on_flush"])
+@pytest.mark.parametrize("part", ["stores.plan_stores", "room.on_running", "lookups.on_flush"])
 def test_the_loads_of_a_plan_that_a_fault_ends_fail(rig: Rig, part: str) -> None:
     """No worker sees that plan, so none would report the loads in it (C38)."""
     request, unknown = (rig.request(1, STORED * CHUNK + 1, name) for name in ("r", "unknown"))
@@ -426,7 +426,9 @@ def test_a_lookup_asks_for_no_more_than_a_hit_may_have(
     unit = CHUNK // 4
     lookups.with_tails = True
     lookups.geometry = replace(GEOMETRY, hash_tokens=unit, alignment_tokens=unit)
-    monkeypatch.setattr(rig.side.session, "send", lambda message, now: sent.append(message))
+    monkeypatch.setattr(
+        rig.side.session, "queue_message", lambda message, now: sent.append(message)
+    )
     names = b"".join(hashes(2, STORED * 4))
     rig.side.on_new_request(requests.request("s", STORED * CHUNK + 1, names))
     (lookup,) = sent
@@ -516,7 +518,7 @@ def test_the_speed_of_prefill_is_that_of_its_own_step(
 
 
 def _poll(rig: Rig) -> bool:
-    rig.side.poll(time.monotonic())
+    rig.side.exchange_messages(time.monotonic())
     return False
 
 
@@ -666,7 +668,7 @@ def test_a_connector_that_is_switched_off_ends_its_session(rig: Rig) -> None:
     request = rig.request(1, STORED * CHUNK + 1)
     connector.on_new_request(request)
     until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
-    connector.guard.switch_off("the test says so")
+    connector.guard.pause("the test says so")
     greeted = rig.side.session.link.greetings
     idle = SimpleNamespace(num_scheduled_tokens={})
     assert [connector.build_connector_meta(idle).session for _ in range(2)] == [greeted + 1] * 2
@@ -765,12 +767,12 @@ def test_replies_after_the_loss_of_a_connection_are_not_taken(rig: Rig) -> None:
 
     def on_reply(reply: Any, now: float) -> None:
         taken_replies.append(reply)
-        rig.side.session.link.reset("the test says so", now)
+        rig.side.session.link.drop_connection("the test says so", now)
 
     replies: list[Any] = ["the reply that loses it", "the next reply"]
     rig.side.session.link.poll = lambda now: replies
     rig.side.on_reply = on_reply
-    rig.side.poll(time.monotonic())
+    rig.side.exchange_messages(time.monotonic())
     assert taken_replies == ["the reply that loses it"]
 
 
@@ -792,7 +794,7 @@ def test_what_was_computed_before_a_weight_update_is_committed_under_the_old_nam
         assert plan.stores
         done = {number: {0} for number in plan.stores}
         rig.side.on_report(set(), set(), rig.report(boots={rig.side.session.boot: 1}, done=done))
-        rig.side.identify(EngineIdentity(b"o" * 32, {}))
+        rig.side.change_identity(EngineIdentity(b"o" * 32, {}))
         rig.side.on_step_end()
         until(lambda: old.values().get("objects_stored", 0) > 0, "they are committed")
         found = old.answer(old.ask(2, STORED))

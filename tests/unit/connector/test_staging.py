@@ -71,7 +71,7 @@ class Prefill:
             tables.append([NULL_BLOCK] * kept + [*range(1 + kept, 1 + -(-end // size))])
         for shape in {shape for group in geometry.groups for shape in slot_shapes(geometry, group)}:
             slots = pack_u64(list(range(64)))
-            self.planner.credits.granted(shape, slots * 8, slots * 8, 0.0)
+            self.planner.credits.on_granted(shape, slots * 8, slots * 8, 0.0)
         state = SimpleNamespace(boundary_state_offloads={"r": offers})
         output = SimpleNamespace(num_scheduled_tokens={"r": tokens}, kv_connector_block_state=state)
         runs = self.planner.plan_stores(output, {"r": self.tracked}, lambda _: tables)

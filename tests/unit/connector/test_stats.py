@@ -119,9 +119,9 @@ def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: lis
         for name, added in counted:
             counters[name] += added
         for name, value in seen:
-            meter.observe(name, value)
+            meter.add_observation(name, value)
             observed[name] += 1
-        fresh = meter.take({"loads_pending": gauge})
+        fresh = meter.take_payload({"loads_pending": gauge})
         assert fresh is None or not fresh.is_empty()
         if fresh is not None:
             kept = fresh if kept is None else kept.aggregate(fresh)
@@ -139,7 +139,7 @@ def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: lis
             after[name] >= value for name, value in before.items() if "pending" not in name[0]
         )
         before = after
-    assert meter.take({"loads_pending": last[2]}) is None, "nothing is told twice"
+    assert meter.take_payload({"loads_pending": last[2]}) is None, "nothing is told twice"
     assert interval.data["counters"] == {name: value for name, value in counters.items() if value}
     assert {name: len(values) for name, values in interval.data["observed"].items()} == observed
     assert scraped.total("loaded_tokens_total") == counters["tokens_loaded"]

@@ -57,7 +57,7 @@ def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
         for group in geometry.groups:
             for shape in slot_shapes(geometry, group):
                 slots = pack_u64(list(range(offset, offset + STEP_CHUNKS)))
-                stores.credits.granted(shape, slots, slots, 0.0)
+                stores.credits.on_granted(shape, slots, slots, 0.0)
                 offset += STEP_CHUNKS
         request.num_computed_tokens = number * step
         before = [group.seen for group in groups]
@@ -99,7 +99,7 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
     ]
     for shape in {shape for group in geometry.groups for shape in slot_shapes(geometry, group)}:
         slots = pack_u64(list(range(chunks * len(groups))))
-        stores.credits.granted(shape, slots, slots, 0.0)
+        stores.credits.on_granted(shape, slots, slots, 0.0)
     output = SimpleNamespace(
         num_scheduled_tokens={"r": tokens},
         kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
@@ -178,7 +178,7 @@ class Step:
             shape for group in self.geometry.groups for shape in slot_shapes(self.geometry, group)
         }:
             slots = pack_u64(list(range(chunks * len(self.tables))))
-            self.stores.credits.granted(shape, slots, slots, 0.0)
+            self.stores.credits.on_granted(shape, slots, slots, 0.0)
 
     def stored(
         self, scheduled: int, offers: list[tuple[int, int, int]] | None = None, number: int = 0
@@ -345,11 +345,11 @@ def test_without_slots_a_store_waits_with_its_prefix_first() -> None:
     (shape,) = {
         shape for group in step.geometry.groups for shape in slot_shapes(step.geometry, group)
     }
-    step.stores.credits.reset()
+    step.stores.credits.forget_slots()
     assert step.stored(step.tokens) == {0: set()}
     assert step.counters["stores_no_slot"] == 1
     slots = pack_u64([1, 2, 3])
-    step.stores.credits.granted(shape, slots, slots, 0.0)
+    step.stores.credits.on_granted(shape, slots, slots, 0.0)
     assert step.stored(step.tokens) == {0: {0, 1, 2}}
 
 
@@ -359,14 +359,14 @@ def test_what_a_step_computed_is_committed_if_it_had_the_adapter_of_its_plan(loa
     step, adapters = Step("qwen3", 2), Adapters(1)
     lora = LoRARequest("a", 1, "/a")
     asked = SimpleNamespace(request_id="r", lora_request=lora, mm_features=[], cache_salt=None)
-    step.tracked.adapter = adapters.arrived(asked)
+    step.tracked.adapter = adapters.on_new_request(asked)
     tokens = step.geometry.chunk_tokens
     assert step.stored(tokens) == {0: set()}, "the adapter is not known"
-    adapters.planned(1, ["r"])
-    adapters.reported(1, {0: {1: OLD}})
+    adapters.on_step_planned(1, ["r"])
+    adapters.on_report(1, {0: {1: OLD}})
     assert step.stored(tokens, number=2) == {0: {0}}
-    adapters.planned(2, ["r"])
-    adapters.reported(2, {0: {1: loaded} if loaded else {}})
+    adapters.on_step_planned(2, ["r"])
+    adapters.on_report(2, {0: {1: loaded} if loaded else {}})
     report = StepReport(done={run: {0} for run in step.stores.storing})
     messages = step.stores.on_report(report, lambda step: True)
     assert [type(message) for message in messages] == [Commit if loaded == OLD else Free]
@@ -383,13 +383,13 @@ def test_what_was_planned_with_another_adapter_than_the_present_one_is_not_commi
     step, adapters = Step("qwen3", 2), Adapters(1)
     lora = LoRARequest("a", 1, "/a")
     asked = SimpleNamespace(request_id="r", lora_request=lora, mm_features=[], cache_salt=None)
-    step.tracked.adapter = adapters.arrived(asked)
-    adapters.planned(1, [])
-    adapters.reported(1, {0: {1: OLD}})
-    adapters.emptied()
+    step.tracked.adapter = adapters.on_new_request(asked)
+    adapters.on_step_planned(1, [])
+    adapters.on_report(1, {0: {1: OLD}})
+    adapters.on_cache_emptied()
     step.stored(step.geometry.chunk_tokens, number=2)
-    adapters.planned(2, ["r"])
-    adapters.reported(2, {0: {1: NEW}})
+    adapters.on_step_planned(2, ["r"])
+    adapters.on_report(2, {0: {1: NEW}})
     assert step.tracked.has_hashes()
     report = StepReport(done={run: {0} for run in step.stores.storing})
     assert [type(message) for message in step.stores.on_report(report, lambda step: True)] == [Free]

@@ -79,7 +79,7 @@ def test_what_went_is_heard_over_every_connection(daemon: DaemonProcess) -> None
                 with socket.socket(fileno=os.dup(fd)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
             else:
-                control.clear()
+                control.clear_objects()
             until(lambda: hears(BlockRemoved, CHUNKS), "what was announced is withdrawn")
         assert counters["losses"] == 1
         assert not counters["fault_kv_events"]

@@ -209,7 +209,7 @@ class LateSentinel:
 
     def look(self, models: Any) -> "LateLook":
         """Late, of what is seen now."""
-        self._late.append(LateLook(self._sentinel.look(models).digest()))
+        self._late.append(LateLook(self._sentinel.look(models).words_digest()))
         return self._late[-1]
 
     def arrive(self) -> None:
@@ -225,7 +225,7 @@ class LateLook:
     seen: bytes
     has_arrived: bool = False
 
-    def digest(self) -> bytes | None:
+    def words_digest(self) -> bytes | None:
         return self.seen if self.has_arrived else None
 
 
@@ -307,7 +307,7 @@ class SimulatedEngine:
         self._has_changed = False
         self._weights.step(self._number, self._watch.question, is_idle=True)
         self._arrive()
-        self._reports.append(SimulatedReport(self._weights.answer(), None))
+        self._reports.append(SimulatedReport(self._weights.take_step_answer(), None))
         if len(self._reports) > self._lag:
             self._report(self._reports.popleft())
 
@@ -345,7 +345,7 @@ class SimulatedEngine:
             )
         self._blocks |= content
         written = SimulatedObject(set(self._blocks), self._number) if is_stored else None
-        self._reports.append(SimulatedReport(weights.answer(), written))
+        self._reports.append(SimulatedReport(weights.take_step_answer(), written))
         if len(self._reports) > self._lag:
             self._report(self._reports.popleft())
 
@@ -439,8 +439,8 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
         if update:
             weights.neg_()
         role.start_stores(plan)
-        finished, failed = role.collect()
-        report = role.report()
+        finished, failed = role.take_finished()
+        report = role.take_step_report()
         answers.append(report.weights[0])
         assert finished == {"r"}
         assert report.done == {number: {0}}
@@ -452,7 +452,7 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
             role.start_loads(StepPlan(number=at, question=question, is_idle=True))
             if role._weights.reading.thread is not None:
                 role._weights.reading.thread.join()
-            answers.append(role.report().weights[0])
+            answers.append(role.take_step_report().weights[0])
 
     answers: list[WeightsAnswer] = []
     assert step(1, 0, 0) == (True, True)
@@ -464,7 +464,7 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
     assert answers[-1].steps == (StepLook(4, 1),)
     weights.neg_()
     runner.update_weights()
-    assert role.report().weights == {0: WeightsAnswer(0, 1, "")}
+    assert role.take_step_report().weights == {0: WeightsAnswer(0, 1, "")}
     idle(5, 0)
     assert answers[-1][:3] == (0, 2, digest), "they are the old ones again"
     assert step(7, 0, 2) == (True, True)
@@ -474,7 +474,7 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
     assert step(12, 1, 2, update=True) == (False, True)
     assert answers[-1] == WeightsAnswer(1, 3, "", (StepLook(12, 3),)), "in an era of its own"
     role.start_loads(StepPlan(number=13, question=1))
-    assert role.report().weights[0][1:] == (4, "", (StepLook(13, 4),))
+    assert role.take_step_report().weights[0][1:] == (4, "", (StepLook(13, 4),))
     role.close()
 
 
@@ -491,9 +491,9 @@ def test_a_load_that_began_before_the_weights_changed_fails() -> None:
         plan = StepPlan(boot="b", session=1, loads={"r": LoadPlan("b", ())})
         plan.number, plan.eras = number, (0,)
         role.start_loads(plan)
-        assert role.collect() == (set(), set()), "nobody knows yet which weights it was for"
-        assert role.report().weights[0].steps == ()
+        assert role.take_finished() == (set(), set()), "nobody knows yet which weights it was for"
+        assert role.take_step_report().weights[0].steps == ()
         sentinel.arrive()
-        assert role.report().weights[0].steps == (StepLook(number, number - 1),)
-        assert role.collect() == ({"r"}, {"r"} if update else set())
+        assert role.take_step_report().weights[0].steps == (StepLook(number, number - 1),)
+        assert role.take_finished() == ({"r"}, {"r"} if update else set())
     role.close()

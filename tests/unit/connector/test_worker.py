@@ -69,7 +69,7 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
             {"a"},
             set(),
         )
-    assert not connector.guard.healthy
+    assert not connector.guard.is_on
     report = connector.build_connector_worker_meta()
     assert report.boots == {}
     assert report.aggregate(StepReport()).is_disabled
@@ -100,7 +100,7 @@ def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> 
     run = CopyRun(ObjectSpan(0, 4, 2, [5, 6, 7, NULL_BLOCK, 8, 9]), slots, slots)
     worker.start_stores(StepPlan(boot="b", session=1, stores={1: run}))
     assert [(op.chunk, op.blocks) for op in copied] == [(4, (5, 6)), (6, (8, 9))]
-    report = worker.report()
+    report = worker.take_step_report()
     assert report.done == {1: {0}}
     assert report.unstored == {1: {1}}
     assert report.counters["stores_hole"] == 1
@@ -124,10 +124,10 @@ def test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done_with_it
     plan = StepPlan(boot="b", session=1, stores={1: run})
     worker.start_stores(plan)
     worker.fail_stores(plan)
-    assert not worker.report().done
+    assert not worker.take_step_report().done
     for op, done in begun:
         done(op, True)
-    report = worker.report()
+    report = worker.take_step_report()
     assert (report.done, report.unstored) == ({1: {0}}, {})
 
 
@@ -138,11 +138,11 @@ def test_a_worker_whose_device_failed_offers_nothing() -> None:
     pipeline = SimpleNamespace(take_counters=lambda: {"copies_unpinned": 3.0})
     worker.factory = SimpleNamespace(pipeline=pipeline, is_alive=True)
     worker.boot = "b"
-    report = worker.report()
+    report = worker.take_step_report()
     assert report.boots == {"b": 1}
     assert report.counters["copies_unpinned"] == 3
     worker.factory.is_alive = False
-    report = worker.report()
+    report = worker.take_step_report()
     assert report.boots == {}
     assert report.is_disabled
 
@@ -152,11 +152,12 @@ def test_before_the_engine_sleeps_no_copy_runs_of_copiers_that_were_retired_eith
     worker = worker_role()
     events: list[str] = []
     worker.factory = SimpleNamespace(
-        retire=lambda copier: events.append("retired"), drain=lambda: events.append("drained")
+        retire_copier=lambda copier: events.append("retired"),
+        drain_copiers=lambda: events.append("drained"),
     )
     map_arena(worker, Broken())
-    worker.begin_anew()
-    worker.detach()
+    worker.map_anew()
+    worker.detach_arena()
     assert events == ["retired", "drained"]
 
 
@@ -183,20 +184,20 @@ def test_a_load_of_an_adapter_begins_only_while_the_engine_has_it() -> None:
             "others": LoadPlan("b", (), others),
         }
         role.start_loads(StepPlan(number, "b", 1, loads=loads))
-        finished, failures = role.collect()
+        finished, failures = role.take_finished()
         assert finished == loads.keys()
         return {*failures}
 
     assert failed(1) == {"others"}
-    report = role.report()
+    report = role.take_step_report()
     assert report.adapters == {1: {1: digest}}
     assert report.counters["loads_other_adapter"] == 1
     other_rank = StepReport(adapters={0: {1: b"", 2: b""}})
     assert report.aggregate(other_rank).adapters == {0: {1: b"", 2: b""}, 1: {1: digest}}
     engine.manager.remove_adapter(1)
     assert failed(2) == {"others", "ours"}
-    assert role.report().adapters == {}
+    assert role.take_step_report().adapters == {}
     engine.add(adapter(1, alpha=8))
     assert failed(3) == {"others", "ours"}
-    assert role.report().adapters[1].keys() == {1}
-    assert role.report().adapters == {}, "a step that this worker did not begin"
+    assert role.take_step_report().adapters[1].keys() == {1}
+    assert role.take_step_report().adapters == {}, "a step that this worker did not begin"

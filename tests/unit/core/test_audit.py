@@ -15,7 +15,7 @@ CHUNK = 128
 
 def audited(budget: AuditBudget, identity: bytes, outcome: AuditOutcome) -> None:
     budget.spent_tokens += CHUNK
-    budget.ended(identity, outcome)
+    budget.on_outcome(identity, outcome)
 
 
 def test_the_first_hit_of_a_start_is_audited_and_then_one_in_a_thousand_chunks() -> None:
@@ -37,14 +37,14 @@ def test_after_a_change_of_weights_the_next_hit_is_audited() -> None:
     budget = AuditBudget(AUDIT_SHARE)
     audited(budget, HERE, AuditOutcome.PASSED)
     assert not budget.is_due(HERE)
-    budget.identify()
+    budget.forget_audited()
     assert budget.is_due(HERE)
 
 
 def test_what_differs_is_never_audited_again_and_other_weights_are() -> None:
     budget = AuditBudget(1.0)
     audited(budget, HERE, AuditOutcome.DIFFERED)
-    budget.identify()
+    budget.forget_audited()
     budget.prefilled_tokens = 1 << 40
     assert not budget.is_due(HERE)
     assert budget.is_due(THERE)

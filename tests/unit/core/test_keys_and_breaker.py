@@ -53,15 +53,15 @@ def test_the_breaker_opens_probes_and_closes() -> None:
     breaker = Breaker()
     for number in range(FAILURES_TO_OPEN):
         assert breaker.allows(float(number))
-        breaker = breaker.failed(float(number))
+        breaker = breaker.on_failure(float(number))
     opened_at = float(FAILURES_TO_OPEN - 1)
     assert breaker.is_open
     assert not breaker.allows(opened_at + PAUSE_SECONDS / 2)
     probe_at = opened_at + PAUSE_SECONDS
     assert breaker.allows(probe_at)
-    assert not breaker.asked(probe_at).allows(probe_at), "one probe in a pause"
-    assert breaker.failed(probe_at).is_open
-    assert not breaker.succeeded().is_open
+    assert not breaker.on_request(probe_at).allows(probe_at), "one probe in a pause"
+    assert breaker.on_failure(probe_at).is_open
+    assert not breaker.on_success().is_open
 
 
 def test_any_salt_has_a_tenant() -> None:

@@ -57,7 +57,7 @@ def offered(found: Found) -> AuditOffer:
 
 
 def leases(daemon: Daemon) -> float:
-    return daemon.view.values().of("leases")
+    return daemon.view.metric_values().of("leases")
 
 
 def test_the_last_chunk_of_a_hit_is_offered_with_the_hit_before_it() -> None:
@@ -195,7 +195,7 @@ def test_what_came_of_an_audit_is_counted_and_explained() -> None:
     daemon.handle(1, ReportRequest("r", RequestExplanation(600, 2)))
     daemon.handle(1, ReportAudit("r", AuditOutcome.DIFFERED, "layer x differs by 2"))
     daemon.handle(1, ReportAudit("not known", AuditOutcome.PASSED))
-    values = daemon.view.values()
+    values = daemon.view.metric_values()
     outcomes = ("passed", "differed", "unmade")
     assert [values.of(f"audits_{outcome}") for outcome in outcomes] == [1, 1, 0]
     explained = daemon.handle(1, Explain(4, "r"))

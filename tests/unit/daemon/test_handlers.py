@@ -100,10 +100,10 @@ def test_stored_then_found_then_released() -> None:
     assert found.chunks == 3
     assert found.masks == [b"\1\1\1\0"]
     assert list(unpack_u64(found.offsets)) == [slot.offset for slot in slots]
-    assert daemon.view.values().named()["leases"] == 1
+    assert daemon.view.metric_values().named()["leases"] == 1
     daemon.handle(1, Release(7, 384, 1000))
-    assert daemon.view.values().named()["leases"] == 0
-    assert daemon.view.values().named()["tokens_loaded"] == 384
+    assert daemon.view.metric_values().named()["leases"] == 0
+    assert daemon.view.metric_values().named()["tokens_loaded"] == 384
     check_daemon(daemon)
 
 
@@ -204,7 +204,7 @@ def test_a_duplicate_gives_its_slot_back() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
     commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 1])
-    values = daemon.view.values().named()
+    values = daemon.view.metric_values().named()
     assert (values["objects"], values["duplicates"], values["bytes_writing"]) == (1, 1, 0)
 
 
@@ -218,10 +218,10 @@ def test_what_a_session_holds_ends_with_its_last_process() -> None:
     commit(daemon, 1, slots[:2], 0, [1, 2])
     lookup(daemon, 1, 1, 1, 2)
     daemon.on_disconnect(1)
-    assert daemon.view.values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1)
-    assert daemon.view.values().named()["leases"] == 1
+    assert daemon.view.metric_values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1)
+    assert daemon.view.metric_values().named()["leases"] == 1
     daemon.on_disconnect(2)
-    values = daemon.view.values().named()
+    values = daemon.view.metric_values().named()
     assert (values["bytes_writing"], values["leases"], values["sessions"]) == (0, 0, 0)
     assert values["objects"] == 2, "objects outlive the engine"
     check_daemon(daemon)
@@ -247,11 +247,11 @@ def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> No
     daemon.handle(2, Drained(1))
     grant(daemon, 3, PART, 2)
     daemon.on_disconnect(3)
-    assert daemon.view.values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1), (
+    assert daemon.view.metric_values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1), (
         "its worker may still write"
     )
     daemon.handle(2, Drained(2))
-    assert daemon.view.values().named()["bytes_writing"] == 0
+    assert daemon.view.metric_values().named()["bytes_writing"] == 0
 
 
 def test_workers_that_copy_no_more_are_forgotten_with_their_connection() -> None:
@@ -277,13 +277,13 @@ def test_a_thousand_engines_come_and_go() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "first")
     commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
-    before = daemon.view.values().named()
+    before = daemon.view.metric_values().named()
     for number in range(2, 1002):
         engine(daemon, number, QWEN3, f"e{number}")
         grant(daemon, number, PART, 2)
         lookup(daemon, number, 1, 1, 2)
         daemon.on_disconnect(number)
-    after = daemon.view.values().named()
+    after = daemon.view.metric_values().named()
     for name in (
         "bytes_writing",
         "bytes_committed",
@@ -305,7 +305,7 @@ def test_credits_are_bounded_and_objects_under_a_lease_stay() -> None:
     lookup(daemon, 1, 1, 0, 1)
     for number in range(100, 200):
         commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [number])
-    assert daemon.view.values().named()["evicted"] > 0
+    assert daemon.view.metric_values().named()["evicted"] > 0
     assert lookup(daemon, 1, 2, 0, 1).chunks == 2
     check_daemon(daemon)
 
@@ -317,9 +317,9 @@ def test_clear_keeps_what_is_being_read_until_it_is_released() -> None:
     lookup(daemon, 1, 1, 1)
     assert daemon.handle(1, Clear(3)) == Done(3, 2)
     assert lookup(daemon, 1, 2, 1).chunks == 0
-    assert daemon.view.values().named()["bytes_committed"] == slot_bytes(PART, 1)
+    assert daemon.view.metric_values().named()["bytes_committed"] == slot_bytes(PART, 1)
     daemon.handle(1, Release(1))
-    assert daemon.view.values().named()["bytes_committed"] == 0
+    assert daemon.view.metric_values().named()["bytes_committed"] == 0
     check_daemon(daemon)
 
 
@@ -359,9 +359,9 @@ def test_unused_slots_can_be_given_back() -> None:
     slots = grant(daemon, 1, PART, 2)
     packed = pack_refs(slots)
     daemon.handle(1, Free(packed.offsets, packed.generations))
-    assert daemon.view.values().named()["bytes_writing"] == 0
+    assert daemon.view.metric_values().named()["bytes_writing"] == 0
     commit(daemon, 1, slots, 0, [1, 2])
-    assert daemon.view.values().named()["commits_unknown"] == 2
+    assert daemon.view.metric_values().named()["commits_unknown"] == 2
     check_daemon(daemon)
 
 
@@ -381,7 +381,7 @@ def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -
     refused = daemon.handle(1, request_)
     assert isinstance(refused, Error)
     assert refused.code == code
-    assert daemon.view.values().named()[f"refused_{code}"] == 1
+    assert daemon.view.metric_values().named()[f"refused_{code}"] == 1
     check_daemon(daemon)
 
 
@@ -499,7 +499,7 @@ def test_a_refused_commit_stores_nothing() -> None:
     )
     assert isinstance(refused, Error)
     assert refused.code == "commit"
-    assert daemon.view.values().named()["objects"] == 0
+    assert daemon.view.metric_values().named()["objects"] == 0
     assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
     assert lookup(daemon, 1, 1, *range(1, 4)).chunks == 3
     check_daemon(daemon)
@@ -526,7 +526,7 @@ def test_what_all_objects_of_a_commit_have_in_common_is_said_once(first: int) ->
             tenants=tenants * times,
         )
         assert daemon.handle(1, request) is None
-        slots = [daemon.store.get(ref.offset, ref.generation) for ref in refs]
+        slots = [daemon.store.slot_at(ref.offset, ref.generation) for ref in refs]
         known.append([record_of(slot) for slot in slots if slot is not None])
         empty = Commit(b"", b"", groups, b"", parents=before, tenants=tenants)
         assert daemon.handle(1, empty) is None
@@ -554,7 +554,7 @@ def test_columns_of_a_commit_have_one_item_or_one_for_each() -> None:
         refused = daemon.handle(1, wrong)
         assert isinstance(refused, Error), wrong
         assert refused.code == "commit"
-    assert daemon.view.values().named()["objects"] == 0
+    assert daemon.view.metric_values().named()["objects"] == 0
     check_daemon(daemon)
 
 
@@ -601,7 +601,7 @@ def test_a_control_connection_keeps_no_session_alive() -> None:
     daemon.sessions.on_connect(2)
     daemon.handle(2, Hello(1, PROTOCOL_VERSION, "control", "e"))
     daemon.on_disconnect(1)
-    assert daemon.view.values().named()["sessions"] == 0
+    assert daemon.view.metric_values().named()["sessions"] == 0
 
 
 @pytest.mark.parametrize("state", ConnectionState)

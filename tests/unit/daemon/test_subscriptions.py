@@ -49,7 +49,7 @@ def test_who_watches_hears_of_its_identity_alone() -> None:
     daemon.on_disconnect(1)
     daemon.handle(2, Clear(7))
     assert turn(daemon) == [], "nobody is there to hear"
-    assert daemon.view.values().named()["watching"] == 0
+    assert daemon.view.metric_values().named()["watching"] == 0
 
 
 def test_what_is_there_again_did_not_go() -> None:
@@ -132,7 +132,7 @@ def test_an_engine_that_says_nothing_is_sent_no_more_than_it_may_keep_unread(
     come_and_go(*range(1, 1 + 2 * UNHEARD_MAX))
     come_and_go(*range(30, 51))
     come_and_go(51)
-    assert daemon.view.values().named()["removals_overflowed"] == 1
+    assert daemon.view.metric_values().named()["removals_overflowed"] == 1
     sent.clear()
     daemon.handle(1, Lookup(9, 1, hashes(1)))
     assert turn(daemon) == [(1, Removed(0, b"", b"", everything=True))]
@@ -193,4 +193,4 @@ def test_of_more_than_a_session_is_told_the_rest_is_counted(
     (removed,) = [reply for _, reply in node.daemon.outgoing if isinstance(reply, Removed)]
     untold = len(removed.below) - 1
     assert sorted(removed.below) == [*bytes(untold), 1]
-    assert node.daemon.view.values().named()["below_untold"] == untold > 0
+    assert node.daemon.view.metric_values().named()["below_untold"] == untold > 0

@@ -120,7 +120,7 @@ def test_a_shorter_tail_in_ram_is_held_while_a_longer_one_is_read(tmp_path: Path
     node = below_ram(tmp_path, 0, 105)
     node.store(FINE, [0, 103])
     assert isinstance(looked_up(node), Pending)
-    pinned = [slot for slot in node.daemon.sessions.all[0].namespace.objects() if slot.pins]
+    pinned = [slot for slot in node.daemon.sessions.all[0].namespace.slots_by_chunk() if slot.pins]
     assert len(pinned) == 1 + 3, "attention of chunk 0, and the tail"
     node.work()
     assert node.answer().tail == 6

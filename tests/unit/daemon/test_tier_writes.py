@@ -33,7 +33,7 @@ def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
     tier = DictTier({}, is_remote=False)
     line = TierState(0, "sim", tier, parse_tier("sim://0", "tier"), jobs.append)
     store = Store(memoryview(bytearray(arena)))
-    store.grow(arena)
+    store.grow_arena(arena)
     daemon = Daemon(store, make_welcome(arena), [line])
     engine(daemon, 1, LAYOUTS["qwen3"])
     size = part_bytes(LAYOUTS["qwen3"], LAYOUTS["qwen3"].groups[0], 0)
@@ -299,7 +299,7 @@ def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
         for number, spec in enumerate(specs)
     ]
     node.daemon = Daemon(store, make_welcome(ARENA), lines)
-    node.daemon.sessions.recover(())
+    node.daemon.sessions.recover_sessions(())
     node.tick()
     node.work()
     for name in ("one", "two"):
@@ -314,7 +314,7 @@ def hit(node: Node, *numbers: int) -> list[Slot]:
     node.work()
     node.daemon.handle(1, Release(7), node.now)
     slots = [
-        node.daemon.store.get(offset, generation)
+        node.daemon.store.slot_at(offset, generation)
         for offset, generation in unpack_refs(found.offsets, found.generations)
     ]
     return [slot for slot in slots if slot is not None]

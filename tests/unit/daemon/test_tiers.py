@@ -78,7 +78,7 @@ def test_whose_turn_does_not_come_in_time_is_told_so() -> None:
         == ["it was not read in time"] * FINDS_MAX
         + ["no tier had a thread to look for it in time"] * late
     )
-    assert node.daemon.view.values().named()["deadlines_missed"] == len(prompts)
+    assert node.daemon.view.metric_values().named()["deadlines_missed"] == len(prompts)
     for job in list(node.jobs):
         node.jobs.remove(job)
         node.finish(job, execute(node.daemon.tiers[0].tier, job, node.memory))
@@ -110,7 +110,10 @@ def test_nobody_waits_for_a_turn_of_a_tier_that_hangs() -> None:
     node.work()
     answers = {found.lease: found for _, found in node.daemon.outgoing if isinstance(found, Found)}
     assert [answers[lease].chunks for lease in sorted(answers)] == [2] * (len(prompts) - FINDS_MAX)
-    assert node.daemon.view.values().named()["promotions_tiers_away"] == len(prompts) - FINDS_MAX
+    assert (
+        node.daemon.view.metric_values().named()["promotions_tiers_away"]
+        == len(prompts) - FINDS_MAX
+    )
     node.tick(WAIT_MS / 1e3)
     assert len(node.daemon.outgoing) == len(prompts)
     for job in hung:
@@ -189,14 +192,14 @@ def test_at_the_deadline_the_answer_is_what_ram_has(tmp_path: Path) -> None:
     found = node.answer()
     assert found.chunks == 0
     assert found.why == "it was not read in time"
-    assert node.daemon.view.values().named()["deadlines_missed"] == 1
+    assert node.daemon.view.metric_values().named()["deadlines_missed"] == 1
     (job,) = [job for job in node.jobs if job.kind is JobKind.READ]
-    assert node.daemon.view.values().named()["bytes_writing"] > 0, (
+    assert node.daemon.view.metric_values().named()["bytes_writing"] > 0, (
         "its slots are kept while a thread may write into them"
     )
     node.jobs.remove(job)
     node.finish(job, execute(node.daemon.tiers[0].tier, job, node.memory))
-    assert node.daemon.view.values().named()["bytes_writing"] == 0
+    assert node.daemon.view.metric_values().named()["bytes_writing"] == 0
     assert not node.daemon.outgoing, "a late completion is no second answer"
     assert is_found(node.ask(1, 2, 3)).chunks == 3, "but the next one has it"
 
@@ -325,7 +328,7 @@ def test_what_is_slower_than_computing_is_computed(tmp_path: Path) -> None:
     found = is_found(node.ask(1, 2, 3, 4, wait_ms=30_000, rate=1_000_000))
     assert found.chunks == 0, "there is time enough for it, and yet"
     assert "computing" in found.why
-    assert node.daemon.view.values().named()["promotions_slower"] == 1
+    assert node.daemon.view.metric_values().named()["promotions_slower"] == 1
     assert isinstance(node.ask(1, 2, 3, 4, wait_ms=30_000, rate=1), Pending), (
         "a slow engine waits for a slow tier"
     )
@@ -360,8 +363,8 @@ def test_a_tier_that_fails_is_left_alone_and_asked_again(
     left_alone = is_found(node.ask(1, 2, 3))
     assert left_alone.chunks == 0, "the breaker is open"
     assert left_alone.why == "no tier can be asked at the moment"
-    assert node.daemon.view.values().named()["promotions_failed"] == 3
-    assert node.daemon.view.values().named()["promotions_tiers_away"] == 1
+    assert node.daemon.view.metric_values().named()["promotions_failed"] == 3
+    assert node.daemon.view.metric_values().named()["promotions_tiers_away"] == 1
     monkeypatch.setattr(tier, "get", real)
     node.tick(1.0)
     assert isinstance(node.ask(1, 2, 3), Pending)
@@ -418,7 +421,7 @@ def test_a_tier_that_is_tended_for_long_is_read_and_written_meanwhile(tmp_path: 
     assert node.jobs == [tend], "one at a time"
     assert node.daemon.wakes_at() > node.now
     hung = TierJob(JobKind.READ, 0)
-    line.submit(hung, node.now)
+    line.submit_job(hung, node.now)
     node.tick(line.spec.timeout_seconds + 1)
     assert line.is_hung, "a read that does not come back"
 
@@ -456,7 +459,7 @@ def test_no_more_is_read_than_ram_has_room_for(tmp_path: Path) -> None:
     assert 0 < found.chunks < len(numbers)
     node.prove(FULL, found, numbers)
     assert found.why.startswith("RAM has room for ")
-    assert node.daemon.view.values().named()["promotions_no_room"] == 1
+    assert node.daemon.view.metric_values().named()["promotions_no_room"] == 1
 
 
 def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None:
@@ -472,7 +475,7 @@ def test_room_for_more_does_not_cost_what_is_hit_already(tmp_path: Path) -> None
     found = node.answer() if isinstance(reply, Pending) else is_found(reply)
     assert found.chunks == 2
     assert found.why.startswith("RAM has room for ")
-    assert node.daemon.view.values().named()["promotions_no_room"] == 1
+    assert node.daemon.view.metric_values().named()["promotions_no_room"] == 1
     node.prove(FULL, found, [1, 2, 3])
 
 

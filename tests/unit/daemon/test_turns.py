@@ -94,7 +94,7 @@ def test_everything_is_cleared_in_pieces(daemon: DaemonProcess) -> None:
             control.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * count), names))
             stored += count
         assert control.stats().values["objects"] == OBJECTS
-        assert control.clear() == OBJECTS
+        assert control.clear_objects() == OBJECTS
         assert control.stats().values["objects"] == 0
 
 

@@ -48,7 +48,7 @@ class Node:
             for number, spec in enumerate(specs)
         ]
         self.daemon = Daemon(store, make_welcome(arena), lines)
-        store.grow(arena)
+        store.grow_arena(arena)
         self.tick()
         self.work()
 
@@ -126,7 +126,7 @@ class Node:
     def prove(self, geometry: Geometry, found: Found, numbers: list[int]) -> None:
         """Every slot of an answer has the bytes of its name, signed."""
         for offset, generation in unpack_refs(found.offsets, found.generations):
-            slot = self.daemon.store.get(offset, generation)
+            slot = self.daemon.store.slot_at(offset, generation)
             assert slot is not None
             assert slot.entry is not None
             memory = self.memory[offset : offset + slot.size_bytes]

@@ -20,7 +20,7 @@ def test_a_silent_child_is_told_of_until_its_limit(monkeypatch: pytest.MonkeyPat
         AnsweringChild("tests.unit.lab.silent", [], log, ChildEnvironment({}, {})) as child,
     ):
         with pytest.raises(TimeoutError, match=r"^silent since "):
-            child.receive(0.1, waited.append)
+            child.receive_answer(0.1, waited.append)
         assert child.process.poll() is None
     assert child.process.returncode == 0, "it ends by itself when nobody listens"
     assert waited

@@ -363,7 +363,7 @@ def test_a_raising_child_ends_nothing(hook: str, is_async: bool, rng: random.Ran
         == engine.totals["hits"]
     )
     asks = Counter(name for (name,) in calls_of(bad, "get_num_new_matched_tokens"))
-    off = not engine.connector.children.all[0].guard.healthy
+    off = not engine.connector.children.all[0].guard.is_on
     assert ("r9" not in asks) == off, "who is switched off is not asked"
     assert engine.selection("Scripted-2")["hit_tokens"] >= HIT * off
     events = Counter(
@@ -380,7 +380,7 @@ def test_a_child_that_faults_too_often_is_asked_again_after_a_pause(rng: random.
     engine = MultiEngine([child(bad)], hybrid())
     first = engine.connector.children.all[0]
     first.guard = HookGuard("first", clock=lambda: engine.now)
-    while first.guard.healthy:
+    while first.guard.is_on:
         engine.add(prompt(rng))
         engine.run()
     bad.raises = set()
@@ -423,7 +423,7 @@ def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None
     engine = MultiEngine([child(bad)], hybrid(), ranks=2, settle_seconds=0.2)
     engine.add(prompt(rng))
     engine.step()
-    engine.workers[1].children.all[0].guard.end("the test says so")
+    engine.workers[1].children.all[0].guard.end_side("the test says so")
     engine.step()
     assert not engine.connector.children.all[0].is_alive
     assert engine.scheduler.requests["r1"].num_computed_tokens, (
@@ -455,7 +455,7 @@ def test_blocks_that_a_dead_child_holds_come_back(rank: int, rng: random.Random)
     while engine.scheduler.get_num_unfinished_requests():
         engine.step()
     engine.step()
-    engine.workers[rank].children.all[0].guard.end("the test says so")
+    engine.workers[rank].children.all[0].guard.end_side("the test says so")
     engine.step()
     before = engine.now
     assert engine.scheduler.requests

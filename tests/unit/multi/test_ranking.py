@@ -143,10 +143,10 @@ def test_every_announced_load_ends_once(events: list[tuple[str, int, str]]) -> N
             case "fail":
                 ledger.on_loads_reported(child, [name], [name])
             case "give up":
-                ledger.give_up([child])
+                ledger.end_children([child])
             case "taint":
                 ledger.on_loads_reported(child, [], ledger.loads)
-        results = ledger.take()
+        results = ledger.take_ended()
         assert results.failed_recving <= results.finished_recving
         ended += results.finished_recving
     assert len(ended) == len(set(ended))
@@ -160,10 +160,10 @@ def test_blocks_are_held_until_all_have_sent(order: tuple[int, int]) -> None:
     ledger.announce({}, {"x": (0, 1)})
     for _ in range(3):
         ledger.on_saves_reported(order[0], ["x"])
-    assert not ledger.take().finished_sending
-    ledger.give_up([order[1]])
+    assert not ledger.take_ended().finished_sending
+    ledger.end_children([order[1]])
     ledger.on_saves_reported(order[1], ["x"])
-    assert ledger.take().finished_sending == {"x"}
+    assert ledger.take_ended().finished_sending == {"x"}
     assert ledger.absorbed == 3
 
 
@@ -171,13 +171,13 @@ def test_a_part_that_failed_before_the_end_counts() -> None:
     ledger = TransferLedger()
     ledger.announce({"x": 0}, {})
     ledger.on_loads_reported(0, [], ["x"])
-    assert ledger.take() == KVConnectorTransferResults()
+    assert ledger.take_ended() == KVConnectorTransferResults()
     ledger.on_loads_reported(1, ["x"], ["x"])
-    assert ledger.take() == KVConnectorTransferResults(), "another child does not load it"
+    assert ledger.take_ended() == KVConnectorTransferResults(), "another child does not load it"
     ledger.on_loads_reported(0, ["x"], [])
-    assert ledger.take() == KVConnectorTransferResults(set(), {"x"}, {"x"})
+    assert ledger.take_ended() == KVConnectorTransferResults(set(), {"x"}, {"x"})
     ledger.announce({"x": 1}, {})
     ledger.on_loads_reported(1, ["x"], [])
-    assert ledger.take() == KVConnectorTransferResults(set(), {"x"}, set()), (
+    assert ledger.take_ended() == KVConnectorTransferResults(set(), {"x"}, set()), (
         "the next load is another one"
     )

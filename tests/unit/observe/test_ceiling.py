@@ -120,7 +120,7 @@ def happen(step: Step, model: Unlimited, ceiling: HitRateCeiling) -> None:
         case "store":
             model.ever.update(objects)
             model.held.update(objects)
-            ceiling.stored(
+            ceiling.on_stored(
                 step.identity,
                 [stored.group for stored in objects],
                 b"".join(stored.chunk_hash for stored in objects),
@@ -132,12 +132,12 @@ def happen(step: Step, model: Unlimited, ceiling: HitRateCeiling) -> None:
                 if stored in model.held:
                     model.held.discard(stored)
                     model.ever.discard(stored)
-                    ceiling.lost(stored.identity, stored.group, stored.chunk_hash)
+                    ceiling.on_lost(stored.identity, stored.group, stored.chunk_hash)
         case "ask":
             asked = [name(step.prompt, at) for at in range(step.last + 1)]
             found = model.look_up(step.identity, asked)
             hashes = b"".join(asked)
-            ceiling.answered(step.identity, model.geometry, hashes, found.masks, found.chunks)
+            ceiling.on_answered(step.identity, model.geometry, hashes, found.masks, found.chunks)
         case "work":
             ceiling.work()
 
@@ -152,7 +152,7 @@ def test_it_is_the_hit_of_a_cache_that_forgets_nothing(run: tuple[Geometry, list
             drain(ceiling)
             model.held.clear()
             model.ever.clear()
-            ceiling.cleared()
+            ceiling.on_cleared()
     drain(ceiling)
     assert ceiling.lookups_left_out == ceiling.forgotten == 0
     assert (ceiling.asked_tokens, ceiling.hit_tokens) == (model.asked, model.hit)
@@ -170,7 +170,7 @@ def test_whatever_it_forgets_it_stays_between_hit_and_asked(
         before = ceiling.asked_tokens, ceiling.hit_tokens, ceiling.ceiling_tokens
         happen(step, model, ceiling)
         if step.kind == "clear":
-            ceiling.cleared()
+            ceiling.on_cleared()
         assert len(ceiling) <= remembered
         assert ceiling.asked_tokens - before[0] >= ceiling.ceiling_tokens - before[2]
         assert ceiling.ceiling_tokens - before[2] >= ceiling.hit_tokens - before[1]
@@ -184,28 +184,28 @@ def test_what_is_forgotten_is_what_was_longest_not_asked_for() -> None:
     geometry = LAYOUTS["qwen3"]
     ceiling = HitRateCeiling(remembered_max=4)
     nothing = [bytes(2)]
-    ceiling.stored(IDENTITIES[0], [0, 0], names(1, 2))
-    ceiling.stored(IDENTITIES[1], [0, 0], names(2, 2))
-    ceiling.answered(IDENTITIES[0], geometry, names(1, 2), nothing, 0)
-    ceiling.stored(IDENTITIES[1], [0], name(3, 3))
+    ceiling.on_stored(IDENTITIES[0], [0, 0], names(1, 2))
+    ceiling.on_stored(IDENTITIES[1], [0, 0], names(2, 2))
+    ceiling.on_answered(IDENTITIES[0], geometry, names(1, 2), nothing, 0)
+    ceiling.on_stored(IDENTITIES[1], [0], name(3, 3))
     drain(ceiling)
     assert (len(ceiling), ceiling.forgotten) == (4, 1)
     for identity, tokens in ((IDENTITIES[0], 2 * geometry.chunk_tokens), (IDENTITIES[1], 0)):
         before = ceiling.ceiling_tokens
-        ceiling.answered(identity, geometry, names(1, 2), nothing, 0)
+        ceiling.on_answered(identity, geometry, names(1, 2), nothing, 0)
         drain(ceiling)
         assert ceiling.ceiling_tokens - before == tokens
 
 
 def test_what_was_cleared_is_not_counted_as_forgotten() -> None:
     ceiling = HitRateCeiling(remembered_max=2)
-    ceiling.stored(IDENTITIES[0], [0, 0], names(1, 2))
+    ceiling.on_stored(IDENTITIES[0], [0, 0], names(1, 2))
     drain(ceiling)
-    ceiling.cleared()
-    ceiling.stored(IDENTITIES[0], [0, 0], names(1, 2))
+    ceiling.on_cleared()
+    ceiling.on_stored(IDENTITIES[0], [0, 0], names(1, 2))
     drain(ceiling)
     assert (len(ceiling), ceiling.forgotten) == (2, 0)
-    ceiling.stored(IDENTITIES[0], [0], name(3, 3))
+    ceiling.on_stored(IDENTITIES[0], [0], name(3, 3))
     drain(ceiling)
     assert ceiling.forgotten == 1
 
@@ -214,14 +214,14 @@ def test_too_much_at_once_is_left_out_of_all_three_sums() -> None:
     geometry = LAYOUTS["qwen3"]
     ceiling = HitRateCeiling(queued_max=3)
     for _ in range(2):
-        ceiling.answered(IDENTITIES[0], geometry, names(1, 2), [bytes(2)], 0)
-    ceiling.stored(IDENTITIES[0], [0, 0], names(1, 2))
+        ceiling.on_answered(IDENTITIES[0], geometry, names(1, 2), [bytes(2)], 0)
+    ceiling.on_stored(IDENTITIES[0], [0, 0], names(1, 2))
     assert (ceiling.lookups_left_out, ceiling.forgotten) == (1, 2), (
         "one lookup, and two chunks that were not taken in"
     )
     drain(ceiling)
     assert (ceiling.lookups, ceiling.asked_tokens) == (1, 2 * geometry.chunk_tokens)
-    ceiling.answered(IDENTITIES[0], geometry, names(1, 2), [bytes(2)], 0)
+    ceiling.on_answered(IDENTITIES[0], geometry, names(1, 2), [bytes(2)], 0)
     drain(ceiling)
     assert (ceiling.lookups, ceiling.lookups_left_out) == (2, 1), "there is room again"
 
@@ -229,7 +229,7 @@ def test_too_much_at_once_is_left_out_of_all_three_sums() -> None:
 def test_one_step_looks_at_few_chunks() -> None:
     geometry = LAYOUTS["mistral_swa"]
     ceiling = HitRateCeiling(step=4)
-    ceiling.answered(IDENTITIES[0], geometry, names(1, 40), [bytes(40)], 0)
+    ceiling.on_answered(IDENTITIES[0], geometry, names(1, 40), [bytes(40)], 0)
     steps = 1
     while ceiling.work():
         steps += 1

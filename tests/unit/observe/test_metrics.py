@@ -265,7 +265,7 @@ def test_a_daemon_with_a_tier(tmp_path: Path) -> None:
         # What waits to be counted when somebody clears is left out.
         until(lambda: client.values()["ceiling_lookups"] == 2, "the ceiling is not worked off")
         with ControlClient(socket_path) as control:
-            control.clear()
+            control.clear_objects()
         assert client.look_up(1, 4, wait_ms=20_000).found.chunks == 4, "from the disk"
         until(lambda: client.values()["ceiling_lookups"] == 3, "the ceiling is not worked off")
         with urllib.request.urlopen(_url(socket_path), timeout=DEADLINE_SECONDS) as answer:
@@ -298,7 +298,7 @@ def test_what_is_evicted_is_below_the_ceiling() -> None:
     held = [number for number in numbers if lookup(core, 1, number, number).chunks]
     while core.ceiling.work():
         pass
-    values = core.view.values().named()
+    values = core.view.metric_values().named()
     assert values["evicted"] > 0
     assert (values["ceiling_asked_tokens"], values["ceiling_tokens"]) == (24 * 16, 24 * 16)
     assert 0 < values["ceiling_hit_tokens"] == 16 * len(held) < 24 * 16
@@ -306,4 +306,6 @@ def test_what_is_evicted_is_below_the_ceiling() -> None:
     core.handle(1, Lookup(5, 99, hashes(1)))
     while core.ceiling.work():
         pass
-    assert core.view.values().named()["ceiling_tokens"] == 24 * 16, "who clears wants it gone"
+    assert core.view.metric_values().named()["ceiling_tokens"] == 24 * 16, (
+        "who clears wants it gone"
+    )

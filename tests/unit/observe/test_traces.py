@@ -84,7 +84,7 @@ def test_a_collector_gets_lookups_loads_and_what_tiers_did(tmp_path: Path) -> No
             client.store(1, 4)
             until(lambda: is_written(socket_path), "nothing is written")
             with ControlClient(socket_path) as control:
-                control.clear()
+                control.clear_objects()
             assert client.look_up(1, 4, wait_ms=20_000).found.chunks == 4, "from the disk"
             assert client.look_up(2, 4).found.chunks == 0
             names = ("lookup", "load", "tier read", "tier write")
@@ -130,7 +130,7 @@ def test_what_nobody_takes_is_bounded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
         spans = SpanExporter(url, "node", spans_max=8)
-        put = [spans.put("lookup", (0.0, 1.0), {"tokens": 1}) for _ in range(100)]
+        put = [spans.add_span("lookup", (0.0, 1.0), {"tokens": 1}) for _ in range(100)]
         assert 100 - 2 * 8 <= spans.dropped <= 100 - 8, "one batch is on its way, and one waits"
         assert put.count(None) == spans.dropped
         spans.close(0.1)
@@ -140,7 +140,7 @@ def test_a_span_that_is_not_sampled_takes_no_room(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     spans = SpanExporter("http://127.0.0.1:9/v1/traces", "node", spans_max=2)
     for _ in range(5):
-        spans.put("lookup", (0.0, 1.0), {})
+        spans.add_span("lookup", (0.0, 1.0), {})
     assert spans.dropped == 0
     spans.close(1.0)
 

@@ -26,7 +26,7 @@ def test_what_is_allocated_and_what_is_free_tile_the_space(
             extents.grow((first + added) * P)
         if allocate:
             longest = max((run for _, run in free_runs(extents)), default=0)
-            offset = extents.allocate(size * P)
+            offset = extents.take_run(size * P)
             assert (offset is None) == (longest < size * P), (
                 "an allocation fails only where no run is long enough"
             )
@@ -46,13 +46,13 @@ def test_what_is_allocated_and_what_is_free_tile_the_space(
 def test_best_fit_at_the_lowest_offset() -> None:
     extents = Extents()
     extents.grow(10 * P)
-    offsets = [extents.allocate(size * P) for size in (3, 1, 2, 1, 2, 1)]
+    offsets = [extents.take_run(size * P) for size in (3, 1, 2, 1, 2, 1)]
     assert offsets == [0, 3 * P, 4 * P, 6 * P, 7 * P, 9 * P]
     for offset, size in ((0, 3), (4 * P, 2), (7 * P, 2)):
         extents.free(offset, size * P)
     assert extents.free(3 * P, P) == FreeRun(6 * P, 0), "it joins its neighbours"
-    assert extents.allocate(4 * P) == 0
+    assert extents.take_run(4 * P) == 0
     extents.free(0, 3 * P)
-    assert extents.allocate(2 * P) == 4 * P
-    assert extents.allocate(2 * P) == 7 * P
-    assert extents.allocate(2 * P) == 0
+    assert extents.take_run(2 * P) == 4 * P
+    assert extents.take_run(2 * P) == 7 * P
+    assert extents.take_run(2 * P) == 0

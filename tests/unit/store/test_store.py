@@ -118,7 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(pick=st.integers(0, 99))
     def free(self, pick: int) -> None:
-        self.store.free(self.writing.pop(pick % len(self.writing)))
+        self.store.free_slot(self.writing.pop(pick % len(self.writing)))
 
     def committed(self) -> list[Slot]:
         return [
@@ -328,7 +328,7 @@ def test_an_object_of_a_failed_load_is_replaced_by_the_next_store() -> None:
     store.unpin([old])
     put(store, space, [0])
     assert space.entries[key(0)].slots[0] is not old, "who stored it has just proven it"
-    assert store.get(old.offset, old.generation) is None
+    assert store.slot_at(old.offset, old.generation) is None
     check_store(store)
 
 
@@ -438,10 +438,10 @@ def test_the_next_daemon_knows_the_order_and_the_tenants() -> None:
     memory = memoryview(bytearray(6 * SIZE))
     trailer = Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
     store = Store(memory, trailer=trailer)
-    store.grow(6 * SIZE)
+    store.grow_arena(6 * SIZE)
     put(store, full_and_window(), [0, 1, 2, 3], tenant=1)
     later = Store(memory, trailer=trailer, tenant_bytes=4 * SIZE)
-    namespaces, _ = later.recover()
+    namespaces, _ = later.recover_slots()
     space = later.regroup(namespaces[bytes(32)], full_and_window())
     check_store(later)
     put(later, space, [4], tenant=1)
@@ -455,13 +455,13 @@ def test_the_next_daemon_knows_what_was_read_and_what_are_answers() -> None:
     memory = memoryview(bytearray(16 * SIZE))
     trailer = Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
     store, space = Store(memory, trailer=trailer), full_and_window()
-    store.grow(16 * SIZE)
+    store.grow_arena(16 * SIZE)
     put(store, space, range(3))
     read(store, space, range(3))
     put_answer(store, space, [2, *range(100, 106)])
     put(store, space, range(10, 14))
     later = Store(memory, trailer=trailer)
-    namespaces, _ = later.recover()
+    namespaces, _ = later.recover_slots()
     space = later.regroup(namespaces[bytes(32)], full_and_window())
     check_store(later)
     put(later, space, range(20, 24))
@@ -480,11 +480,11 @@ def test_no_generation_is_given_again_after_the_clock_stepped_back() -> None:
     generations: list[int] = []
     for first in (1000, 1000, 10):
         store = Store(memory, first, Trailer(tail, ARENA))
-        store.recover()
-        store.grow(ARENA)
+        store.recover_slots()
+        store.grow_arena(ARENA)
         (slot,) = store.grant((100, 1), 1)
         generations.append(slot.generation)
-        store.free(slot)
+        store.free_slot(slot)
     assert generations == sorted(set(generations))
 
 
@@ -492,14 +492,14 @@ def test_a_slot_that_was_given_away_does_not_keep_its_generation() -> None:
     """Its old header may stay amid a larger slot for long, and earlier loads read it."""
     memory = memoryview(bytearray(4 * 4096))
     store = Store(memory)
-    store.grow(4 * 4096)
+    store.grow_arena(4 * 4096)
     namespace = Namespace(key(1), (0,), (frozenset(SHAPES),))
     small = store.grant((100, 1), 4)
     for number, slot in enumerate(small):
         store.commit(slot, namespace, NewObject(0, key(number)))
     read = {slot.offset: slot.generation for slot in small}
     again = Store(memory, 0, store.trailer)
-    again.recover()
+    again.recover_slots()
     assert all(read_generation(memory, offset) == generation for offset, generation in read.items())
     (large,) = again.grant((9000, 1), 1)
     end = large.offset + large.size_bytes
@@ -511,10 +511,10 @@ def test_a_slot_that_was_given_away_does_not_keep_its_generation() -> None:
 def test_a_torn_header_has_no_generation_after_a_restart() -> None:
     memory = memoryview(bytearray(ARENA))
     store = Store(memory)
-    store.grow(ARENA)
+    store.grow_arena(ARENA)
     (slot,) = store.grant((100, 1), 1)
     memory[slot.offset + 24] ^= 1
-    Store(memory, 0, store.trailer).recover()
+    Store(memory, 0, store.trailer).recover_slots()
     assert read_generation(memory, slot.offset) != slot.generation
 
 

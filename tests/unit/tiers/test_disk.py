@@ -327,7 +327,7 @@ def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
     os.utime(tmp_path / "objects/lost/alive", (1, 1))
     guest.tend()
     assert (tmp_path / "objects/lost").exists(), "that is for those who stay"
-    guest.leave()
+    guest.release_files()
     tier.writers.look_due_at = 0
     tier.tend()
     assert [path.name for path in (tmp_path / "objects").iterdir()] == ["here"]
@@ -659,7 +659,7 @@ def test_what_two_others_have_is_known_when_one_has_removed_it(
     for shard in tmp_path.glob("objects/?/??"):
         os.utime(shard, (1, 1))
     for _ in range(4):
-        tier.writers.look()
+        tier.writers.index_others()
     (home,) = [
         neighbour
         for neighbour in neighbours
@@ -671,8 +671,8 @@ def test_what_two_others_have_is_known_when_one_has_removed_it(
         home.discard([sample.key])
     if remover == "reader":
         assert isinstance(read(tier, sample), MissingError)
-    tier.writers.look()
-    tier.writers.look()
+    tier.writers.index_others()
+    tier.writers.index_others()
     assert read(tier, sample) is None
     check_disk(tier)
 
@@ -687,14 +687,14 @@ def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, fir
         for shard in tmp_path.glob("objects/other/??"):
             os.utime(shard, (1, 1))
         for _ in range(4 * first):
-            tier.writers.look()
+            tier.writers.index_others()
 
     with before_write(put_elsewhere):
         tier.put([sample.write_request()])
     for _ in range(4 * (not first)):
-        tier.writers.look()
+        tier.writers.index_others()
     tier.discard([sample.key])
-    tier.writers.look()
+    tier.writers.index_others()
     assert read(tier, sample) is None
     check_disk(tier)
 
@@ -706,7 +706,7 @@ def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(
     tier, sample = opened(tmp_path), make_sample(1)
     neighbour, third = opened(tmp_path, "other"), opened(tmp_path, "third")
     neighbour.put([sample.write_request()])
-    tier.writers.look()
+    tier.writers.index_others()
     real, turns = os.open, iter([True])
 
     def meanwhile(*args: Any) -> int:
@@ -715,7 +715,7 @@ def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(
             if elsewhere:
                 third.put([sample.write_request()])
                 os.utime(next(tmp_path.glob("objects/other/??")), (1, 1))
-                tier.writers.look()
+                tier.writers.index_others()
         return real(*args)
 
     with mock.patch("os.open", meanwhile):
@@ -755,7 +755,7 @@ def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_pa
 
 def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_path: Path) -> None:
     tier = opened(tmp_path)
-    enter = tier.writers.enter
+    enter = tier.writers.make_directories
 
     def then() -> None:
         enter()
@@ -765,7 +765,7 @@ def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_pa
         ):
             assert isinstance(tier.put([make_sample(1).write_request()])[0], TierError)
 
-    with mock.patch.object(tier.writers, "enter", then):
+    with mock.patch.object(tier.writers, "make_directories", then):
         tier.open()
     assert list(tmp_path.glob("objects/here/tmp/*/*"))
     check_disk(tier)

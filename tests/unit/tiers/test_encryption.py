@@ -115,7 +115,7 @@ def test_a_wrong_key_is_a_miss_that_is_counted_and_told_once(
         for sample in samples:
             slot = Slot(0, sample.record.part_bytes, sample.record.parts, 5)
             job = TierJob(JobKind.READ, 0, [JobItem(sample.record, slot)])
-            state.submit(job, 0.0)
+            state.submit_job(job, 0.0)
             state.on_job_done(job, execute(tier, job, memory), 0.0)
     assert state.counters["objects_undecodable"] == 3
     assert not state.counters["failures"] + state.counters["objects_damaged"]

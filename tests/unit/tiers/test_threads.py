@@ -55,16 +55,16 @@ def test_where_no_thread_can_be_started_a_job_fails_or_waits(
     with monkeypatch.context() as shortage:
         shortage.setattr(threading.Thread, "start", no_more_threads)
         tend = TierJob(JobKind.TEND, 0)
-        threads.submit(tend)
+        threads.start_or_queue(tend)
         job, outcome = done.get(timeout=SECONDS)
         assert job is tend
         assert str(outcome.error) == "no thread can be started"
     hung, waits = find(), TierJob(JobKind.TEND, 0)
-    threads.submit(hung)
+    threads.start_or_queue(hung)
     assert tier.hangs.wait(SECONDS)
     with monkeypatch.context() as shortage:
         shortage.setattr(threading.Thread, "start", no_more_threads)
-        threads.submit(waits)
+        threads.start_or_queue(waits)
     tier.goes_on.set()
     assert [done.get(timeout=SECONDS).job for _ in range(2)] == [hung, waits]
     assert threads.close(SECONDS)
@@ -77,18 +77,18 @@ def test_after_a_shortage_of_threads_no_job_waits_for_one_that_hangs(
     threads, done = start_threads(tier)
 
     hung, waits, tend = find(), TierJob(JobKind.TEND, 0), TierJob(JobKind.TEND, 0)
-    threads.submit(hung)
+    threads.start_or_queue(hung)
     assert tier.hangs.wait(SECONDS)
     with monkeypatch.context() as shortage:
         shortage.setattr(threading.Thread, "start", no_more_threads)
-        threads.submit(waits)
+        threads.start_or_queue(waits)
     tier.goes_on.set()
     assert [done.get(timeout=SECONDS).job for _ in range(2)] == [hung, waits]
     tier.hangs.clear()
     tier.goes_on.clear()
-    threads.submit(hung)
+    threads.start_or_queue(hung)
     assert tier.hangs.wait(SECONDS)
-    threads.submit(tend)
+    threads.start_or_queue(tend)
     assert done.get(timeout=SECONDS).job is tend, (
         "the one that waited had a thread that was counted as free"
     )
@@ -103,12 +103,12 @@ def test_the_first_job_after_a_shortage_of_threads_starts_those_that_were_missin
     tier = HangingTier()
     threads, done = start_threads(tier)
     tend = TierJob(JobKind.TEND, 0)
-    threads.submit(find())
+    threads.start_or_queue(find())
     assert tier.hangs.wait(SECONDS)
     with monkeypatch.context() as shortage:
         shortage.setattr(threading.Thread, "start", no_more_threads)
-        threads.submit(find())
-    threads.submit(tend)
+        threads.start_or_queue(find())
+    threads.start_or_queue(tend)
     assert done.get(timeout=SECONDS).job is tend, "it was behind one that waited, and hangs"
     tier.goes_on.set()
     assert [done.get(timeout=SECONDS).job.kind for _ in range(2)] == [JobKind.FIND] * 2
@@ -130,12 +130,12 @@ def test_a_panic_in_a_library_is_a_failure_and_ends_no_thread() -> None:
     threads, done = start_threads(PanickingTier({}, is_remote=True))
     for _ in range(THREADS + 1):
         tend = TierJob(JobKind.TEND, 0)
-        threads.submit(tend)
+        threads.start_or_queue(tend)
         job, outcome = done.get(timeout=SECONDS)
         assert job is tend
         assert str(outcome.error) == "PanicError: index out of bounds"
     well = find()
-    threads.submit(well)
+    threads.start_or_queue(well)
     assert done.get(timeout=SECONDS) == (well, JobOutcome(found=[False]))
     assert threads.close(SECONDS)
 
@@ -148,9 +148,9 @@ def test_a_call_that_hangs_holds_up_no_other_and_is_told_of_at_the_end() -> None
     tier = HangingTier()
     threads, done = start_threads(tier)
     hung, tend = find(), TierJob(JobKind.TEND, 0)
-    threads.submit(hung)
+    threads.start_or_queue(hung)
     assert tier.hangs.wait(SECONDS)
-    threads.submit(tend)
+    threads.start_or_queue(tend)
     assert done.get(timeout=SECONDS) == (tend, JobOutcome())
     assert not threads.close(0.01), "its memory may still be used"
     tier.goes_on.set()

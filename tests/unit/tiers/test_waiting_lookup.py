@@ -45,7 +45,7 @@ def test_an_event_leads_to_the_state_of_the_table_or_changes_nothing(
     state: LookupState, event: LookupEvent
 ) -> None:
     lookup = lookup_in(state)
-    assert lookup.advance(event) == ((state, event) in TRANSITIONS)
+    assert lookup.transition(event) == ((state, event) in TRANSITIONS)
     assert lookup.state is TRANSITIONS.get((state, event), state)
 
 

@@ -37,19 +37,19 @@ class Engine:
     def arrive(
         self, request_id: str, name: str = "a", number: int = 1, path: str = "/a"
     ) -> Adapter:
-        adapter = self.adapters.arrived(request_of(request_id, name, number, path))
+        adapter = self.adapters.on_new_request(request_of(request_id, name, number, path))
         assert adapter is not None
         return adapter
 
     def plan(self, *scheduled: str) -> int:
         self.number += 1
-        self.adapters.planned(self.number, scheduled)
+        self.adapters.on_step_planned(self.number, scheduled)
         return self.number
 
     def step(self, *scheduled: str, loaded: dict[int, bytes]) -> int:
         """A step of these requests, in which the worker had these adapters."""
         number = self.plan(*scheduled)
-        self.adapters.reported(number, {0: loaded})
+        self.adapters.on_report(number, {0: loaded})
         return number
 
 
@@ -57,14 +57,14 @@ def test_an_adapter_is_known_once_all_workers_have_it() -> None:
     engine = Engine(ranks=2)
     adapter = engine.arrive("r")
     for loaded in ({}, {0: {1: OLD}}, {0: {2: OLD}, 1: {1: OLD}}):
-        engine.adapters.reported(engine.plan(), loaded)
+        engine.adapters.on_report(engine.plan(), loaded)
         assert adapter.weights is None
         assert adapter.refusal == AdapterRefusal.NOT_LOADED
-    engine.adapters.reported(engine.plan(), {0: {1: OLD}, 1: {1: OLD}})
+    engine.adapters.on_report(engine.plan(), {0: {1: OLD}, 1: {1: OLD}})
     assert adapter.weights == AdapterWeights(1, (OLD, OLD))
-    engine.adapters.reported(engine.plan(), {0: {}, 1: {1: OLD}})
+    engine.adapters.on_report(engine.plan(), {0: {}, 1: {1: OLD}})
     assert adapter.weights is None, "the engine has let go of it"
-    engine.adapters.reported(engine.plan(), {0: {1: OLD}, 1: {1: OLD}})
+    engine.adapters.on_report(engine.plan(), {0: {1: OLD}, 1: {1: OLD}})
     assert adapter.weights == AdapterWeights(1, (OLD, OLD)), "the same files, loaded again"
 
 
@@ -78,8 +78,8 @@ def test_an_identity_is_that_of_all_ranks_whatever_the_number_is() -> None:
 def test_requests_without_an_adapter_have_none() -> None:
     engine = Engine()
     plain = SimpleNamespace(request_id="r", lora_request=None)
-    assert engine.adapters.arrived(plain) is None
-    assert engine.adapters.arrived(SimpleNamespace(request_id="r")) is None
+    assert engine.adapters.on_new_request(plain) is None
+    assert engine.adapters.on_new_request(SimpleNamespace(request_id="r")) is None
     engine.step("r", loaded={})
 
 
@@ -108,7 +108,7 @@ def test_other_weights_over_blocks_of_the_old_ones_are_refused_until_the_cache_i
     assert later.weights is None, "another request hits the same blocks"
     assert not later.is_awaited
     assert engine.arrive("b", name="b", number=1).weights is not None, "it has blocks of its own"
-    engine.adapters.emptied()
+    engine.adapters.on_cache_emptied()
     assert adapter.weights == later.weights == AdapterWeights(1, (NEW,))
     assert adapter.has_computed(NEW, engine.step("s", loaded={1: NEW}))
 
@@ -119,10 +119,10 @@ def test_in_either_order_of_reset_and_load_the_new_weights_are_served(is_first: 
     adapter = engine.arrive("r")
     engine.step("r", loaded={1: OLD})
     if is_first:
-        engine.adapters.emptied()
+        engine.adapters.on_cache_emptied()
     engine.step(loaded={1: OLD if is_first else NEW})
     if not is_first:
-        engine.adapters.emptied()
+        engine.adapters.on_cache_emptied()
     number = engine.step("r", loaded={1: NEW})
     assert adapter.weights == AdapterWeights(1, (NEW,))
     assert adapter.has_computed(NEW, number)
@@ -135,10 +135,10 @@ def test_a_step_from_before_the_reset_tells_nothing_of_what_is_computed_after_it
     adapter = engine.arrive("r")
     engine.step("r", loaded={1: OLD})
     before = engine.plan("r")
-    engine.adapters.emptied()
+    engine.adapters.on_cache_emptied()
     after = engine.plan("r")
-    engine.adapters.reported(before, {0: {1: OLD}})
-    engine.adapters.reported(after, {0: {1: NEW}})
+    engine.adapters.on_report(before, {0: {1: OLD}})
+    engine.adapters.on_report(after, {0: {1: NEW}})
     assert adapter.has_computed(NEW, after)
 
 
@@ -146,7 +146,7 @@ def test_what_was_loaded_counts_as_computed() -> None:
     engine = Engine()
     adapter = engine.arrive("r")
     engine.step(loaded={1: OLD})
-    adapter.blocks.add(adapter.weights)
+    adapter.blocks.note_blocks(adapter.weights)
     engine.step("r", loaded={1: NEW})
     assert adapter.weights is None
     assert adapter.refusal == AdapterRefusal.MIXED
@@ -159,9 +159,9 @@ def test_a_step_whose_adapter_nobody_knows_computed_with_any(lost: str) -> None:
     first = engine.step("r", loaded={1: OLD})
     number = engine.plan("r")
     if lost == "no worker began it":
-        engine.adapters.reported(0, {})
+        engine.adapters.on_report(0, {})
     elif lost == "some worker has none":
-        engine.adapters.reported(number, {0: {}})
+        engine.adapters.on_report(number, {0: {}})
     engine.step(loaded={1: OLD})
     assert adapter.weights is None
     assert not adapter.has_computed(OLD, first)
@@ -172,10 +172,10 @@ def test_a_step_is_not_proven_before_its_report() -> None:
     engine = Engine()
     adapter = engine.arrive("r")
     first, second = engine.plan("r"), engine.plan("r")
-    engine.adapters.reported(first, {0: {1: OLD}})
+    engine.adapters.on_report(first, {0: {1: OLD}})
     assert adapter.has_computed(OLD, first)
     assert not adapter.has_computed(OLD, second)
-    engine.adapters.reported(second, {0: {1: OLD}})
+    engine.adapters.on_report(second, {0: {1: OLD}})
     assert adapter.has_computed(OLD, second)
 
 
@@ -188,7 +188,7 @@ def test_a_request_waits_for_one_report_of_an_engine_that_is_idle() -> None:
     busy = engine.arrive("s", name="b", number=2)
     assert not busy.is_awaited, "steps go on, so the last report is fresh"
     assert adapter.is_awaited
-    engine.adapters.reported(number, {0: {}})
+    engine.adapters.on_report(number, {0: {}})
     assert not adapter.is_awaited
     engine.step(loaded={1: OLD})
     assert not engine.arrive("t").is_awaited, "it is known"
@@ -206,8 +206,8 @@ def test_an_adapter_of_an_engine_with_too_many_is_refused_until_the_cache_is_emp
     assert [adapter.weights is not None for adapter in adapters] == [True, True, False, False]
     assert engine.arrive("again", "4", 4).weights is None
     for request_id in "12":
-        engine.adapters.ended(request_id)
-    engine.adapters.emptied()
+        engine.adapters.on_request_ended(request_id)
+    engine.adapters.on_cache_emptied()
     assert [adapter.weights is not None for adapter in adapters[2:]] == [True, True]
     assert adapters[3].blocks is engine.arrive("once more", "4", 4).blocks
 
@@ -219,7 +219,7 @@ def test_steps_that_nobody_reports_are_forgotten(monkeypatch: pytest.MonkeyPatch
     for _ in range(20):
         engine.plan("r")
     assert len(engine.adapters.unreported_steps) == 8
-    engine.adapters.reported(engine.number, {0: {1: OLD}})
+    engine.adapters.on_report(engine.number, {0: {1: OLD}})
     assert adapter.weights is None
 
 
@@ -273,7 +273,7 @@ class Truth:
         if self.requests:
             request_id = self.draw.choice([*self.requests])
             del self.requests[request_id]
-            self.engine.adapters.ended(request_id)
+            self.engine.adapters.on_request_ended(request_id)
 
     def change(self) -> None:
         number, weights = self.draw.choice((1, 2)), self.draw.choice((OLD, NEW))
@@ -302,7 +302,7 @@ class Truth:
             return
         number, loaded = self.flying.pop(0)
         is_lost = self.draw.random() < 0.03
-        self.engine.adapters.reported(0 if is_lost else number, {} if is_lost else {0: loaded})
+        self.engine.adapters.on_report(0 if is_lost else number, {} if is_lost else {0: loaded})
         over = [run for run in self.runs if self.draw.random() < 0.7]
         self.runs = [run for run in self.runs if run not in over]
         for request_id, identity, step in over:
@@ -313,9 +313,9 @@ class Truth:
                 assert set().union(*(steps[at] for at in steps if at <= step)) == {identity}
 
     def reset(self) -> None:
-        self.engine.adapters.emptied()
+        self.engine.adapters.on_cache_emptied()
         self.computed_by.clear()
-        self.runs.clear()  # StorePlanner.abort
+        self.runs.clear()  # StorePlanner.withdraw_stores
 
 
 def test_no_order_of_events_names_blocks_after_other_weights() -> None:

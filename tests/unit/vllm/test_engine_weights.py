@@ -98,7 +98,7 @@ class Engine:
         """A step that stores nothing, and what its report says."""
         self._number += 1
         self.weights.step(self._number, question, **options)
-        return self.weights.answer()
+        return self.weights.take_step_answer()
 
     def read(self, question: int = 0) -> WeightsAnswer:
         """Idle steps until the weights are known."""
@@ -214,31 +214,31 @@ def test_the_sentinel_watches_words_of_every_tensor() -> None:
     for name, tensor in tensors.items():
         model.register_buffer(f"its_{name}", tensor)
     sentinel = WeightsSentinel()
-    before = sentinel.look({"model": model}).digest()
-    assert sentinel.look({"model": model}).digest() == before
+    before = sentinel.look({"model": model}).words_digest()
+    assert sentinel.look({"model": model}).words_digest() == before
     for name, tensor in tensors.items():
         seen = 0
         for at in range(tensor.numel()):
             index = torch.unravel_index(torch.tensor(at), tensor.shape)
             kept = tensor[index].clone()
             tensor[index] = 1.0 if kept.item() != 1.0 else 2.0
-            seen += sentinel.look({"model": model}).digest() != before
+            seen += sentinel.look({"model": model}).words_digest() != before
             tensor[index] = kept
         watched = min(WORDS, tensor.numel())
         assert watched * 0.8 <= seen <= watched, name
-    assert sentinel.look({"model": model}).digest() == before
+    assert sentinel.look({"model": model}).words_digest() == before
 
 
 def test_words_of_a_matrix_lie_in_several_columns() -> None:
     """Or an update of some columns alone would not be seen."""
     model = torch.nn.Linear(64, 4096, bias=False)
     sentinel, columns = WeightsSentinel(), 0
-    before = sentinel.look({"model": model}).digest()
+    before = sentinel.look({"model": model}).words_digest()
     for column in range(64):
         model.weight.data[:, column] += 1
-        columns += sentinel.look({"model": model}).digest() != before
+        columns += sentinel.look({"model": model}).words_digest() != before
         model.weight.data[:, column] -= 1
-        before = sentinel.look({"model": model}).digest()
+        before = sentinel.look({"model": model}).words_digest()
     assert columns > WORDS // 2
 
 
@@ -252,7 +252,7 @@ def test_after_methods_that_may_change_weights_all_bytes_are_read(way: str, engi
         "load_weights": lambda: engine.model.load_weights([]),
     }
     calls[way]()
-    assert engine.weights.answer() == WeightsAnswer(0, 0, ""), "unknown at once"
+    assert engine.weights.take_step_answer() == WeightsAnswer(0, 0, ""), "unknown at once"
     assert engine.step()[1:] == (1, "", (StepLook(2, 1),)), "an era begins"
     assert engine.read()[:3] == (0, 1, engine.first)
 
@@ -314,9 +314,9 @@ def test_a_step_in_which_the_weights_change_has_an_era_of_its_own(engine: Engine
     engine.weights.step(1, 0)
     negate(engine.model)
     engine.weights.computed()
-    assert engine.weights.answer() == WeightsAnswer(0, 1, "", (StepLook(1, 1),))
+    assert engine.weights.take_step_answer() == WeightsAnswer(0, 1, "", (StepLook(1, 1),))
     engine.weights.step(2, 0)
-    assert engine.weights.answer() == WeightsAnswer(0, 2, "", (StepLook(2, 2),))
+    assert engine.weights.take_step_answer() == WeightsAnswer(0, 2, "", (StepLook(2, 2),))
 
 
 def endless(begun: Event, ended: Event) -> Callable[..., Any]:
@@ -398,7 +398,7 @@ def test_only_steps_that_write_blocks_are_looked_at(engine: Engine) -> None:
     assert engine.step(is_idle=True).steps == ()
     assert engine.step().steps == (StepLook(2, 0),)
     engine.weights.step(2, 0)
-    assert engine.weights.answer().steps == (), "each step once"
+    assert engine.weights.take_step_answer().steps == (), "each step once"
 
 
 def wake_one_by_one(worker: Worker) -> None:

@@ -18,14 +18,14 @@ def fault() -> int:
 def test_a_side_that_is_switched_off_tells_people_until_that_fails_too() -> None:
     guard = HookGuard("scheduler")
     for _ in range(FAULTS_MAX):
-        assert guard.healthy
-        assert guard.run("arrive", fault, lambda: 7) == 7
-    assert not guard.healthy
-    assert guard.run("arrive", lambda: 1, lambda: 7) == 7
+        assert guard.is_on
+        assert guard.run_hook("arrive", fault, lambda: 7) == 7
+    assert not guard.is_on
+    assert guard.run_hook("arrive", lambda: 1, lambda: 7) == 7
     assert guard.counters["switched_off"] == 1
-    assert guard.run("tell", lambda: 1, lambda: 7, tells=True) == 1
-    assert guard.run("tell", fault, lambda: 7, tells=True) == 7
-    assert guard.run("tell", lambda: 1, lambda: 7, tells=True) == 7, "once is enough"
+    assert guard.run_hook("tell", lambda: 1, lambda: 7, tells=True) == 1
+    assert guard.run_hook("tell", fault, lambda: 7, tells=True) == 7
+    assert guard.run_hook("tell", lambda: 1, lambda: 7, tells=True) == 7, "once is enough"
     assert guard.counters == {
         "fault_arrive": FAULTS_MAX,
         "fault_tell": 1,
@@ -39,11 +39,11 @@ def test_faults_count_per_time_and_not_per_life() -> None:
     guard = HookGuard("scheduler", lambda: now)
     for _ in range(3 * FAULTS_MAX):
         now += FAULTS_SECONDS / (FAULTS_MAX - 2)
-        guard.run("arrive", fault, lambda: 7)
-    assert guard.healthy
+        guard.run_hook("arrive", fault, lambda: 7)
+    assert guard.is_on
     for _ in range(FAULTS_MAX - 1):
-        guard.run("arrive", fault, lambda: 7)
-    assert not guard.healthy
+        guard.run_hook("arrive", fault, lambda: 7)
+    assert not guard.is_on
 
 
 def test_pauses_double_until_the_side_was_on_for_long() -> None:
@@ -54,10 +54,10 @@ def test_pauses_double_until_the_side_was_on_for_long() -> None:
     def pause() -> float:
         """Pause the guard until it is on again; returns the length of the pause."""
         nonlocal now
-        guard.switch_off("the test says so")
-        guard.switch_off("it is off already")
+        guard.pause("the test says so")
+        guard.pause("it is off already")
         since = now
-        while not guard.healthy:
+        while not guard.is_on:
             now += PAUSE_SECONDS
             guard.begin_anew(lambda: renewed.append(None))
         return now - since
@@ -73,10 +73,10 @@ def test_pauses_double_until_the_side_was_on_for_long() -> None:
 def test_a_side_that_cannot_begin_anew_pauses_longer() -> None:
     now = 0.0
     guard = HookGuard("scheduler", lambda: now)
-    guard.switch_off("the test says so")
+    guard.pause("the test says so")
     now += PAUSE_SECONDS
     guard.begin_anew(fault)
-    assert not guard.healthy
+    assert not guard.is_on
     assert guard.pause_seconds == 2 * PAUSE_SECONDS
     assert guard.counters["fault_begin_anew"] == 1
 
@@ -85,16 +85,16 @@ def test_a_fatal_fault_is_the_last_and_its_hook_goes_on_in_a_pause() -> None:
     """What a plan's hook misses in a pause would be half done afterwards."""
     now = 0.0
     guard = HookGuard("a child", lambda: now)
-    guard.switch_off("the test says so")
-    assert guard.run("asked", lambda: 1, lambda: 7) == 7
-    assert guard.run("told", lambda: 1, lambda: 7, pauses=False) == 1
-    assert guard.run("plan", lambda: 1, lambda: 7, fatal=True) == 1
-    assert guard.run("plan", fault, lambda: 7, fatal=True) == 7
+    guard.pause("the test says so")
+    assert guard.run_hook("asked", lambda: 1, lambda: 7) == 7
+    assert guard.run_hook("told", lambda: 1, lambda: 7, pauses=False) == 1
+    assert guard.run_hook("plan", lambda: 1, lambda: 7, fatal=True) == 1
+    assert guard.run_hook("plan", fault, lambda: 7, fatal=True) == 7
     assert guard.is_over
     now += PAUSE_SECONDS
     guard.begin_anew(lambda: None)
-    assert not guard.healthy
-    assert guard.run("plan", lambda: 1, lambda: 7, fatal=True) == 7
+    assert not guard.is_on
+    assert guard.run_hook("plan", lambda: 1, lambda: 7, fatal=True) == 7
 
 
 def test_the_second_slow_hook_ends_the_engines_wait() -> None:
@@ -108,16 +108,16 @@ def test_the_second_slow_hook_ends_the_engines_wait() -> None:
             now += seconds
             return work()
 
-        return guard.run("arrive", slow, lambda: 7)
+        return guard.run_hook("arrive", slow, lambda: 7)
 
     assert hook(5.0) == 1
     now += FAULTS_SECONDS
     assert [hook(0.9) for _ in range(9)] == [1] * 9
-    assert guard.healthy
+    assert guard.is_on
     assert hook(1.0) == 1
-    assert guard.healthy, "the first one is long ago"
+    assert guard.is_on, "the first one is long ago"
     assert hook(1.0, fault) == 7
-    assert not guard.healthy
+    assert not guard.is_on
     assert hook(9.0) == 7
     assert guard.counters == {
         "slow_hooks": 3,

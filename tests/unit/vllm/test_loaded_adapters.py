@@ -93,21 +93,21 @@ def test_each_adapter_is_read_once_and_again_when_it_is_another_object(
     monkeypatch.setattr("hybridkv.vllm.loaded_adapters.digest_adapter", counted)
     worker = Worker()
     adapters = LoadedAdapters(worker.runner)
-    assert adapters.look() == {}
+    assert adapters.digests_now() == {}
     first, second = adapter(1), adapter(2, alpha=8)
     worker.add(first)
     worker.add(second)
-    looks = [adapters.look() for _ in range(3)]
+    looks = [adapters.digests_now() for _ in range(3)]
     assert looks == [{1: digest_adapter(first), 2: digest_adapter(second)}] * 3
     assert read == [first, second]
     worker.manager.remove_adapter(1)
-    assert adapters.look() == {2: digest_adapter(second)}
+    assert adapters.digests_now() == {2: digest_adapter(second)}
     again = adapter(1)
     worker.add(again)
-    assert adapters.look() == looks[0], "the same files, loaded again"
+    assert adapters.digests_now() == looks[0], "the same files, loaded again"
     worker.manager.remove_adapter(1)
     worker.add(adapter(1, alpha=8))
-    assert adapters.look()[1] == digest_adapter(second), "another adapter under its number"
+    assert adapters.digests_now()[1] == digest_adapter(second), "another adapter under its number"
     assert len(read) == 4
 
 
@@ -116,18 +116,18 @@ def test_looks_leave_the_order_in_which_vllm_evicts() -> None:
     adapters = LoadedAdapters(worker.runner)
     for number in (1, 2):
         worker.add(adapter(number))
-    adapters.look()
+    adapters.digests_now()
     worker.manager.get_adapter(1)
-    adapters.look()
+    adapters.digests_now()
     worker.manager.remove_oldest_adapter()
-    assert adapters.look().keys() == {1}
+    assert adapters.digests_now().keys() == {1}
 
 
 def test_an_adapter_that_vllm_let_go_of_is_not_kept() -> None:
     worker = Worker()
     adapters = LoadedAdapters(worker.runner)
     worker.add(adapter(1))
-    adapters.look()
+    adapters.digests_now()
     kept = weakref.ref(worker.manager.list_adapters()[1])
     worker.manager._registered_adapters.clear()
     gc.collect()
@@ -142,7 +142,7 @@ def test_an_adapter_that_cannot_be_read_is_like_no_other(caplog: pytest.LogCaptu
         model.loras["self_attn.o_proj"].lora_a = torch.empty(8, 32, device="meta")
         worker.add(model)
     with caplog.at_level(logging.WARNING, "vllm.hybridkv"):
-        first, again = adapters.look(), adapters.look()
+        first, again = adapters.digests_now(), adapters.digests_now()
     assert first == again, "it is the same object"
     assert first[1] != first[2]
     assert {*map(len, first.values())} == {HASH_BYTES}
@@ -151,11 +151,11 @@ def test_an_adapter_that_cannot_be_read_is_like_no_other(caplog: pytest.LogCaptu
     model = adapter(1)
     model.loras["self_attn.o_proj"].lora_a = torch.empty(8, 32, device="meta")
     worker.add(model)
-    assert adapters.look()[1] != first[1]
+    assert adapters.digests_now()[1] != first[1]
 
 
 @pytest.mark.parametrize(
     "runner", [None, SimpleNamespace(), SimpleNamespace(lora_manager=SimpleNamespace())]
 )
 def test_without_lora_there_are_no_adapters(runner: Any) -> None:
-    assert LoadedAdapters(runner).look() == {}
+    assert LoadedAdapters(runner).digests_now() == {}

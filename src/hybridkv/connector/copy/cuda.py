@@ -16,17 +16,17 @@ class CudaCopier:
         self._pipeline = pipeline  # It outlives its copiers.
         self.attached = pipeline.attach(arena, part)
 
-    def pin(self, reserved_bytes: int) -> None:
-        """Pin the arena's memory below `reserved_bytes` by and by, as CopyPipeline.pin does."""
-        self._pipeline.pin(self.attached, reserved_bytes)
+    def pin_below(self, reserved_bytes: int) -> None:
+        """Pin the arena's memory below `reserved_bytes`, as CopyPipeline.pin_arena does."""
+        self._pipeline.pin_arena(self.attached, reserved_bytes)
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
         """Gather on the engine's stream. `done` is called in the store lane."""
-        self._pipeline.store(self.attached, ops, done)
+        self._pipeline.queue_store(self.attached, ops, done)
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
         """Copy after the engine's present work. `done` is called in the load lane."""
-        self._pipeline.load(self.attached, ops, done)
+        self._pipeline.queue_load(self.attached, ops, done)
 
     def retire(self) -> None:
         """Finish this arena's copies by and by, then unpin it."""
@@ -34,4 +34,4 @@ class CudaCopier:
 
     def close(self) -> None:
         """As `retire`, and wait for it. Any thread may call it."""
-        self._pipeline.wait(self._pipeline.detach(self.attached))
+        self._pipeline.wait_for_latch(self._pipeline.detach(self.attached))

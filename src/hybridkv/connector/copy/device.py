@@ -49,7 +49,7 @@ class CopyList:
     def __init__(self) -> None:
         self.targets, self.sources, self.sizes = array("Q"), array("Q"), array("Q")
 
-    def add(self, target: int, source: int, size: int) -> None:
+    def append_copy(self, target: int, source: int, size: int) -> None:
         """Add a copy of `size` bytes from the address `source` to the address `target`."""
         self.targets.append(target)
         self.sources.append(source)
@@ -165,13 +165,13 @@ class JobQueue(Generic[Item]):
         self._items: deque[Item] = deque()
         self._filled = Condition()
 
-    def put(self, *items: Item) -> None:
+    def push(self, *items: Item) -> None:
         """Add the items to the end, and wake the lane."""
         with self._filled:
             self._items.extend(items)
             self._filled.notify()
 
-    def take(self) -> Item | None:
+    def pop(self) -> Item | None:
         """Remove the first item and return it. Returns None if the queue is empty."""
         return self._items.popleft() if self._items else None
 

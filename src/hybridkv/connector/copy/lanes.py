@@ -105,7 +105,7 @@ class CopyLane(ABC, Generic[Job, Transfer]):
         self._busy_since = 0.0
         self._is_entered = False  # Whether the lane's thread may call the device.
 
-    def run(self) -> Lane:
+    def run_jobs(self) -> Lane:
         """Return the lane. After any error it goes on, and fails whatever is queued."""
         self._is_entered = self._context.enter_thread()
         turn = self._turn()
@@ -124,7 +124,7 @@ class CopyLane(ABC, Generic[Job, Transfer]):
             yield from self._finish_oldest()
             if not self._batches:
                 seconds = time.perf_counter() - self._busy_since
-                self._context.count(self.seconds_counter, seconds)
+                self._context.count_event(self.seconds_counter, seconds)
         elif self._barrier is not None:
             barrier, self._barrier = self._barrier, None
             if barrier.on_reached is None:
@@ -153,7 +153,7 @@ class CopyLane(ABC, Generic[Job, Transfer]):
     def _current_job(self) -> Job | None:
         """Return the job that is not wholly in batches, or the next one. None before a barrier."""
         if self._job is None and self._barrier is None:
-            job = self.jobs.take()
+            job = self.jobs.pop()
             if isinstance(job, Barrier):
                 self._barrier = job
             else:
@@ -162,7 +162,7 @@ class CopyLane(ABC, Generic[Job, Transfer]):
 
     def _finish_oldest(self) -> Lane:
         batch = self._batches[0]
-        yield from self.staging.complete(batch)
+        yield from self.staging.finish_batch(batch)
         while batch.transfers:
             transfer = batch.transfers[0]
             is_equal, digests = True, None
@@ -193,10 +193,10 @@ class CopyLane(ABC, Generic[Job, Transfer]):
 
     def _fail_all(self, error: Exception) -> Turn:
         """End the copier, wait until the device does no work of ours, then fail all batches."""
-        self._context.end(error)
+        self._context.on_fatal_error(error)
         try:
             if self._is_entered:
-                yield from self.staging.drain()
+                yield from self.staging.drain_pieces()
         except Exception:  # `end` logged what came first
             # A device that has failed for good runs nothing any more.
             logger.debug("hybridkv: the device does not answer", exc_info=True)
@@ -210,8 +210,8 @@ class CopyLane(ABC, Generic[Job, Transfer]):
 
     def _finish_object(self, transfer: Transfer, error: Fault) -> None:
         """Release an object's staging and report its end. What that raises ends the copier."""
-        self.staging.ring.release(transfer.part_bytes)
-        self._context.count(self.bytes_counter, transfer.part_bytes)
+        self.staging.ring.free_oldest(transfer.part_bytes)
+        self._context.count_event(self.bytes_counter, transfer.part_bytes)
         self._report(transfer, error)
 
     @abstractmethod
@@ -253,7 +253,7 @@ class StoreLane(CopyLane[StoreTransfer, StoreTransfer]):
         while (transfer := self._current_job()) is not None:
             first = batch.transfers[0] if batch.transfers else transfer
             is_of_next_gather = transfer.gathered is not first.gathered
-            if is_of_next_gather or not self.staging.fits(batch, transfer.part_bytes):
+            if is_of_next_gather or not self.staging.has_room_for(batch, transfer.part_bytes):
                 return
             batch.transfers.append(transfer)
             self._job = None
@@ -276,13 +276,13 @@ class StoreLane(CopyLane[StoreTransfer, StoreTransfer]):
             attached.part.write_signature(attached.arena, transfer.op, digests)
         if is_equal:
             return None
-        self._context.count("stores_not_equal")
+        self._context.count_event("stores_not_equal")
         return HybridKVError("the slot's bytes are not those of the blocks")
 
     def _report(self, transfer: StoreTransfer, error: Fault) -> None:
         if transfer.descriptor_bytes:
-            self._descriptor_ring.release(transfer.descriptor_bytes)
-        self._context.count("stores_device_failed", isinstance(error, DeviceError))
+            self._descriptor_ring.free_oldest(transfer.descriptor_bytes)
+        self._context.count_event("stores_device_failed", isinstance(error, DeviceError))
         transfer.done(transfer.op, error is None)
 
 
@@ -325,7 +325,7 @@ class LoadLane(CopyLane[LoadJob, LoadTransfer]):
             raise HybridKVError(f"an object of {part_bytes} bytes does not fit the device staging")
         load.attached.part.check_generation(load.attached.arena, op)
         ring_offset = None
-        if self.staging.fits(batch, part_bytes):
+        if self.staging.has_room_for(batch, part_bytes):
             ring_offset = self.staging.ring.reserve(part_bytes)
         if ring_offset is None:
             return False

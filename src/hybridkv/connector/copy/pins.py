@@ -49,7 +49,7 @@ class Pins:
                 yield start, end - start, False
             start = end
 
-    def request(self, stop: int) -> bool:
+    def request_pages(self, stop: int) -> bool:
         """Note that all below `stop` is wanted. Returns True if `pin` must be called for it.
 
         That is so when `stop` is larger than before, and when a refusal is RETRY_SECONDS old.
@@ -61,7 +61,7 @@ class Pins:
         self._wanted = max(stop, self._wanted)
         return is_due
 
-    def pin(self, device: Device, stop: int) -> Lane:
+    def pin_pages(self, device: Device, stop: int) -> Lane:
         """Pin all below `stop`, up to the first refusal."""
         while self._end < stop and not self._retry_at and not self.is_closed:
             start, began = self._end, time.perf_counter()
@@ -79,7 +79,7 @@ class Pins:
             self._end = start + size
             yield _Pause(time.perf_counter() - began)
 
-    def unpin(self, device: Device) -> None:
+    def unpin_pages(self, device: Device) -> None:
         """Unpin everything, once nothing is copied any more.
 
         Raises the first DeviceError after all was tried. What failed stays pinned.
@@ -118,7 +118,7 @@ def pinning_lane(
     enter_thread()
     while True:
         yield from wait_in_lane(jobs)
-        job = jobs.take()
+        job = jobs.pop()
         if job is None:
             return
         try:

@@ -131,8 +131,8 @@ class CopyPipeline:
         # Memory may come from the engine, whose queued work still uses it.
         device.wait(device.record(device.current_stream()))
         self._pinning_jobs: JobQueue[Callable[[], Lane] | None] = JobQueue()
-        device.start_lane("hybridkv-store", self._store_lane.run())
-        device.start_lane("hybridkv-load", self._load_lane.run())
+        device.start_lane("hybridkv-store", self._store_lane.run_jobs())
+        device.start_lane("hybridkv-load", self._load_lane.run_jobs())
         device.start_lane(
             "hybridkv-pin", pinning_lane(self.context.enter_thread, self._pinning_jobs)
         )
@@ -144,13 +144,13 @@ class CopyPipeline:
 
     def take_counters(self) -> dict[str, float]:
         """Return what was counted since the last call."""
-        return self.context.take_counters()
+        return self.context.take_own_counts()
 
     def attach(self, arena: Arena, part: PartLayout) -> AttachedArena:
         """Return an arena to copy from and to. `detach` ends its use."""
         return AttachedArena(arena, part, Pins(arena, self.context.sizes.pin_bytes))
 
-    def pin(self, attached: AttachedArena, reserved_bytes: int) -> None:
+    def pin_arena(self, attached: AttachedArena, reserved_bytes: int) -> None:
         """Pin the arena's memory below `reserved_bytes`, in the pinning lane.
 
         The engine's thread calls it in each step, so that refused memory is tried again.
@@ -158,12 +158,12 @@ class CopyPipeline:
 
         def pin() -> Lane:
             if self.is_alive:
-                yield from attached.pins.pin(self._device, reserved_bytes)
+                yield from attached.pins.pin_pages(self._device, reserved_bytes)
 
-        if attached.pins.request(reserved_bytes):
-            self._pinning_jobs.put(pin)
+        if attached.pins.request_pages(reserved_bytes):
+            self._pinning_jobs.push(pin)
 
-    def store(
+    def queue_store(
         self, attached: AttachedArena, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]
     ) -> None:
         """Launch the gather on the engine's stream. The store lane does the rest."""
@@ -175,14 +175,14 @@ class CopyPipeline:
             ring_offset, part_bytes = None, context.tables.part_bytes(op)
             if not context.fatal_error and context.tables.has_blocks(op):
                 ring_offset = None if descriptor_offset is None else ring.reserve(part_bytes)
-                context.count("stores_staging_full", ring_offset is None)
+                context.count_event("stores_staging_full", ring_offset is None)
             if ring_offset is None:
                 done(op, False)
             else:
                 transfers.append(StoreTransfer(attached, op, part_bytes, ring_offset, done=done))
         if descriptor_offset is None or not transfers:
             if descriptor_offset is not None:
-                self._descriptor_ring.cancel(descriptor_offset, descriptor_bytes)
+                self._descriptor_ring.undo_reserve(descriptor_offset, descriptor_bytes)
             return
         transfers[-1].descriptor_bytes = descriptor_bytes
         try:
@@ -198,9 +198,9 @@ class CopyPipeline:
                 transfer.gathered = gathered
         finally:
             # Whatever happened, the store lane releases what was reserved, in its order.
-            self._store_lane.jobs.put(*transfers)
+            self._store_lane.jobs.push(*transfers)
 
-    def load(
+    def queue_load(
         self,
         attached: AttachedArena,
         ops: Sequence[CopyOp],
@@ -211,7 +211,7 @@ class CopyPipeline:
             done(None)
             return
         engine_event = self._device.record(self._device.current_stream())
-        self._load_lane.jobs.put(LoadJob(attached, deque(ops), engine_event, done))
+        self._load_lane.jobs.push(LoadJob(attached, deque(ops), engine_event, done))
 
     def detach(self, attached: AttachedArena) -> Latch:
         """Unpin the arena once nothing is copied from or to it. The latch is over then."""
@@ -220,17 +220,17 @@ class CopyPipeline:
 
         def unpin() -> Lane:
             try:
-                attached.pins.unpin(self._device)
+                attached.pins.unpin_pages(self._device)
             finally:
                 unpinned.reach()
             yield from wait_in_lane(unpinned)
 
-        drained = Latch(2, lambda: self._pinning_jobs.put(unpin))
-        self._store_lane.jobs.put(Barrier(drained.reach))
-        self._load_lane.jobs.put(Barrier(drained.reach))
+        drained = Latch(2, lambda: self._pinning_jobs.push(unpin))
+        self._store_lane.jobs.push(Barrier(drained.reach))
+        self._load_lane.jobs.push(Barrier(drained.reach))
         return unpinned
 
-    def wait(self, latch: Latch) -> None:
+    def wait_for_latch(self, latch: Latch) -> None:
         """Block the caller, which may be any thread, until the latch is over."""
         self._device.wait(latch)
 
@@ -238,15 +238,15 @@ class CopyPipeline:
         """Wait until what is queued is over, so that no copy uses the device's memory."""
         latch = Latch(2)
         for jobs in (self._store_lane.jobs, self._load_lane.jobs):
-            jobs.put(Barrier(latch.reach))
+            jobs.push(Barrier(latch.reach))
         self._device.wait(latch)
 
     def close(self) -> None:
         """Finish what is queued and end the lanes."""
         self.drain()
         for jobs in (self._store_lane.jobs, self._load_lane.jobs):
-            jobs.put(Barrier(None))
-        self._pinning_jobs.put(None)
+            jobs.push(Barrier(None))
+        self._pinning_jobs.push(None)
 
     def check(self) -> None:
         """Assert that nothing is in flight and all staging was released. For tests."""

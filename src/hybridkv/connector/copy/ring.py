@@ -38,13 +38,13 @@ class Ring:
             self._reserved_bytes += size
             return start
 
-    def release(self, size: int) -> None:
+    def free_oldest(self, size: int) -> None:
         """Free the oldest piece, which has `size` bytes."""
         with self._lock:
             self._reserved_bytes -= size
             assert self._reserved_bytes >= 0
 
-    def cancel(self, start: int, size: int) -> None:
+    def undo_reserve(self, start: int, size: int) -> None:
         """Undo the last `reserve`, which returned `start` for `size` bytes that nobody used."""
         with self._lock:
             self._next = start

@@ -56,13 +56,13 @@ class DeviceContext:
     _counters: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _lock: Lock = field(default_factory=Lock)
 
-    def count(self, name: str, amount: float = 1) -> None:
+    def count_event(self, name: str, amount: float = 1) -> None:
         """Add to a counter. Any thread may call it."""
         if amount:
             with self._lock:
                 self._counters[name] += amount
 
-    def take_counters(self) -> dict[str, float]:
+    def take_own_counts(self) -> dict[str, float]:
         """Return what was counted since the last call."""
         with self._lock:
             counters = dict(self._counters)
@@ -79,11 +79,11 @@ class DeviceContext:
         try:
             self.device.enter_thread()
         except Exception as error:  # noqa: BLE001  # `end` logs it
-            self.end(error)
+            self.on_fatal_error(error)
             return False
         return True
 
-    def end(self, error: Exception) -> None:
+    def on_fatal_error(self, error: Exception) -> None:
         """Note and log the error that ended the copier. Later errors are those that follow it."""
         if not self.fatal_error:
             self.fatal_error = str(error) or type(error).__name__
@@ -150,7 +150,7 @@ class BounceCopy:
     buffer_address: int
     size: int
 
-    def complete(self) -> Lane:
+    def finish_piece(self) -> Lane:
         """Wait until the buffer's piece is free again. A store's bytes are in the slot then."""
         yield from wait_in_lane(self.event)
         if self.arena_address:
@@ -182,7 +182,7 @@ class Staging:
         self._digests = device.allocate(self._digest_bytes * sizes.depth, pinned=True)
         self._scratch: torch.Tensor | None = None  # Made when parts are first compared.
 
-    def fits(self, batch: Batch[Any], part_bytes: int) -> bool:
+    def has_room_for(self, batch: Batch[Any], part_bytes: int) -> bool:
         """Return True if the batch can have one more object of so many bytes."""
         together = sum(transfer.part_bytes for transfer in batch.transfers) + part_bytes
         is_full = len(batch.transfers) == self._context.sizes.batch_objects
@@ -208,14 +208,14 @@ class Staging:
             )
             for offset, size, is_pinned in pieces:
                 if not is_pinned:
-                    self._context.count("copies_unpinned")
+                    self._context.count_event("copies_unpinned")
                     yield from self._copy_unpinned(
                         batch, arena_address + offset, staging_address + offset, size, into_slot
                     )
                 elif into_slot:
-                    copies.add(arena_address + offset, staging_address + offset, size)
+                    copies.append_copy(arena_address + offset, staging_address + offset, size)
                 else:
-                    copies.add(staging_address + offset, arena_address + offset, size)
+                    copies.append_copy(staging_address + offset, arena_address + offset, size)
         device.copy_all(copies, self.copy_stream)
         batch.events.append(device.record(self.copy_stream))
 
@@ -242,12 +242,12 @@ class Staging:
         whole = ctypes.string_at(self._digests.data_ptr() + offset, pieces * NUMBER_BYTES)
         return whole + piece_digests(transfer.memory[pieces * PIECE_BYTES :])
 
-    def complete(self, batch: Batch[Any]) -> Lane:
+    def finish_batch(self, batch: Batch[Any]) -> Lane:
         """Wait until all that was queued for a batch is over, and the slots have its bytes."""
         for event in batch.events:
             yield from wait_in_lane(event)
         for bounce_copy in batch.bounce_copies:
-            yield from bounce_copy.complete()
+            yield from bounce_copy.finish_piece()
 
     def is_in_slot(self, transfer: ObjectTransfer) -> Generator[Waitable, None, bool]:
         """Copy the part back from the ring. Returns True if the slot has the same bytes."""
@@ -260,7 +260,7 @@ class Staging:
         yield from wait_in_lane(device.record(self.kernel_stream))
         return ctypes.string_at(scratch_address, transfer.part_bytes) == transfer.memory
 
-    def drain(self) -> Lane:
+    def drain_pieces(self) -> Lane:
         """Wait for everything that is queued, and forget what the bounce buffer has."""
         for stream in (self.copy_stream, self.kernel_stream):
             yield from wait_in_lane(self._context.device.record(stream))
@@ -274,7 +274,7 @@ class Staging:
         self._next_bounce = (index + 1) % len(self._bounce_copies)
         earlier = self._bounce_copies[index]
         if earlier is not None:
-            yield from earlier.complete()
+            yield from earlier.finish_piece()
         device = self._context.device
         buffer_address = self._bounce.data_ptr() + index * self._context.sizes.copy_bytes
         if into_slot:
@@ -321,7 +321,7 @@ class Descriptors:
         for index, transfer in enumerate(transfers):
             transfer.entry_address = device_address + index * ENTRY * NUMBER_BYTES
         ctypes.memmove(host_address, words_address, size)
-        copies.add(device_address, host_address, size)
+        copies.append_copy(device_address, host_address, size)
         return KernelLaunch(
             ops=ops,
             part_offsets=part_offsets,

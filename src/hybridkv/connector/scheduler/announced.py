@@ -124,7 +124,7 @@ class AnnouncedChunks:
             later.is_end = later.is_end and not is_full and self._may_end(later)
         return [hidden for later in reversed(near) for hidden in self._prune(later)]
 
-    def clear(self) -> list[bytes]:
+    def forget_all(self) -> list[bytes]:
         """Forget all chunks. Returns the hashes of those that were shown."""
         hashes = list(self._shown)
         self._shown.clear()

@@ -124,7 +124,7 @@ class Audits:
         if found.audit is not None:
             self._release(found.audit.lease, now)
 
-    def begin(self, tracked: TrackedRequest, local_tokens: int, now: float) -> None:
+    def offer_chunk(self, tracked: TrackedRequest, local_tokens: int, now: float) -> None:
         """Give the audited request the shorter hit, unless the engine itself has the chunk.
 
         The engine asks about a request again and again. Only its first question changes something.
@@ -187,7 +187,7 @@ class Audits:
         item.is_stored = True
         return True
 
-    def put_into(self, plan: StepPlan, now: float) -> None:
+    def add_pairs(self, plan: StepPlan, now: float) -> None:
         """Add the pairs to compare to a plan, and end an audit that has no more to wait for."""
         audit = self.current
         if audit is None:
@@ -195,7 +195,7 @@ class Audits:
         request = audit.tracked.request
         if request.num_computed_tokens >= (audit.offer.chunk + 1) * self._geometry.chunk_tokens:
             audit.steps += 1
-        self.settle(now)
+        self.end_if_over(now)
         if self.current is not audit:
             return
         for number, item in audit.objects.items():
@@ -215,10 +215,10 @@ class Audits:
             item.verdicts.update(verdicts)
             if len(item.verdicts) >= self._geometry.ranks:
                 item.verdict = worst(list(item.verdicts.values()))
-        self.settle(now)
+        self.end_if_over(now)
         return self.is_cut_off
 
-    def settle(self, now: float) -> None:
+    def end_if_over(self, now: float) -> None:
         """End the present audit if it is over."""
         audit = self.current
         if audit is None:
@@ -253,7 +253,7 @@ class Audits:
     def on_new_identity(self, now: float) -> None:
         """Drop the audit, and make one due for the new weights."""
         self.on_reset(now)
-        self.budget.identify()
+        self.budget.forget_audited()
 
     def on_connection_lost(self) -> None:
         """Forget the audit. With the connection the daemon has ended its lease."""
@@ -267,10 +267,12 @@ class Audits:
     def _finish(self, audit: Audit, verdict: AuditVerdict, now: float) -> None:
         tracked = audit.tracked
         outcome, detail = verdict.outcome, verdict.sentence
-        self.budget.ended(audit.identity, outcome)
+        self.budget.on_outcome(audit.identity, outcome)
         self._counters[f"audits_{outcome}"] += 1
         tracked.audited = verdict
-        self._session.send(ReportAudit(wire_name(tracked), outcome, detail[:FACT_MAX]), now)
+        self._session.queue_message(
+            ReportAudit(wire_name(tracked), outcome, detail[:FACT_MAX]), now
+        )
         if outcome is AuditOutcome.DIFFERED:
             text = (
                 "hybridkv: the live audit of %s found that this engine computes other bytes than "
@@ -285,7 +287,7 @@ class Audits:
             ]
             offsets = pack_u64([slot.offset for slot in differing])
             generations = pack_u64([slot.generation for slot in differing])
-            self._session.send(ReportCorrupt(offsets, generations), now)
+            self._session.queue_message(ReportCorrupt(offsets, generations), now)
         self._drop(now)
 
     def _drop(self, now: float) -> None:
@@ -294,4 +296,4 @@ class Audits:
             self._release(audit.lease, now)
 
     def _release(self, lease: int, now: float) -> None:
-        self._session.send(Release(lease), now)
+        self._session.queue_message(Release(lease), now)

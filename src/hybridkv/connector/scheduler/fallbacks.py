@@ -88,7 +88,7 @@ class RoleFallback(NoRole):
 
     def on_new_request(self, request: Any) -> None:
         """Follow the request's adapter."""
-        self._role.life.adapters.arrived(request)
+        self._role.life.adapters.on_new_request(request)
 
     def on_allocated(
         self, request: Any, tables: Callable[[], Sequence[Sequence[int]]], external_tokens: int
@@ -101,7 +101,7 @@ class RoleFallback(NoRole):
 
         While the role is off, the session ends too, and the daemon gets back all that it lent.
         """
-        if self._guard.healthy:
+        if self._guard.is_on:
             return self._role.plan_after_fault(output.num_scheduled_tokens)
         return self._role.plan_while_off(output.num_scheduled_tokens)
 
@@ -114,14 +114,14 @@ class RoleFallback(NoRole):
         """
         if report is not None:
             life = self._role.life
-            life.adapters.reported(report.number, report.adapters)
+            life.adapters.on_report(report.number, report.adapters)
             life.weights.on_answers(report.weights)
             life.counters.update(report.counters)
 
     def on_finished(self, request_id: str) -> None:
         """Forget the request's blocks, which are the engine's now, and its adapter."""
-        self._role.life.room.ran((request_id,))
-        self._role.life.adapters.ended(request_id)
+        self._role.life.room.on_running((request_id,))
+        self._role.life.adapters.on_request_ended(request_id)
 
     def on_step_end(self) -> list[KVCacheEvent]:
         """Return the KV events that withdraw all chunks."""
@@ -133,5 +133,5 @@ class RoleFallback(NoRole):
         # A role that begins anew later asks for the weights too.
         self._role.life.weights.on_reset(is_empty)
         if is_empty:
-            self._role.life.adapters.emptied()
+            self._role.life.adapters.on_cache_emptied()
         return False

@@ -61,7 +61,7 @@ class Patience:
             return TierWait(0.0, 0)
         if self.policy is LoadPolicy.ALWAYS:
             return TierWait(self.seconds_max, 0)
-        seconds = min(self.seconds_max, self.prefill.seconds(tokens))
+        seconds = min(self.seconds_max, self.prefill.prefill_seconds(tokens))
         return TierWait(seconds, int(self.prefill.speed.per_second))
 
 
@@ -99,15 +99,15 @@ class Lookups:
         lookup.deadline = now + self._seconds_max
         self._send(tracked, now)
 
-    def offer(self, tracked: TrackedRequest, local_tokens: int, now: float) -> int | None:
+    def tokens_to_load(self, tracked: TrackedRequest, local_tokens: int, now: float) -> int | None:
         """Return the tokens beyond `local_tokens` to load; None = the engine is to ask again."""
         found, request = tracked.lookup.found, tracked.request
         if found is None:
             return self._unanswered(tracked, local_tokens, now)
         if self._audits.is_cut_off:
-            self._requests.settle(tracked, Decline.AUDIT, now)
+            self._requests.decline_lookup(tracked, Decline.AUDIT, now)
             return 0
-        self._audits.begin(tracked, local_tokens, now)
+        self._audits.offer_chunk(tracked, local_tokens, now)
         tokens = tracked.lookup.hit_tokens(self.geometry)
         if tokens >= request.num_tokens or tokens <= local_tokens:
             return 0
@@ -129,16 +129,16 @@ class Lookups:
         """
         deadline = tracked.lookup.deadline
         if now >= deadline:
-            self._requests.settle(tracked, Decline.ADAPTER, now, adapter.refusal)
+            self._requests.decline_lookup(tracked, Decline.ADAPTER, now, adapter.refusal)
             return 0
-        self._requests.release(tracked, now)
+        self._requests.end_lease(tracked, now)
         self.look_up(tracked, now)
         tracked.lookup.deadline = min(tracked.lookup.deadline, deadline)
         return None if tracked.is_prefetching else 0
 
     def on_pending(self, pending: Pending, now: float) -> None:
         """Wait longer for a lookup, because the daemon reads tiers for it."""
-        self._session.breaker = self._session.breaker.succeeded()
+        self._session.breaker = self._session.breaker.on_success()
         tracked = self._requests.by_lease.get(pending.lease)
         if tracked is not None and tracked.is_prefetching:
             tracked.lookup.deadline = now + pending.wait_ms / 1e3 + self._answer_seconds
@@ -148,16 +148,16 @@ class Lookups:
 
     def on_found(self, found: Found, now: float) -> None:
         """Keep the answer to a lookup. If its request does not wait any more, end its lease."""
-        self._session.breaker = self._session.breaker.succeeded()
+        self._session.breaker = self._session.breaker.on_success()
         tracked = self._requests.by_lease.get(found.lease)
         is_sound = len(found.masks) == len(self.geometry.groups)
         if tracked is None or not tracked.is_prefetching or not is_sound:
             self._requests.by_lease.pop(found.lease, None)
-            self._session.send(Release(found.lease), now)
+            self._session.queue_message(Release(found.lease), now)
             self._audits.on_unwanted_answer(found, now)
             return
         tracked.lookup.found = tracked.lookup.answer = found
-        self._requests.meter.observe("lookup_wait_seconds", now - tracked.lookup.sent_at)
+        self._requests.meter.add_observation("lookup_wait_seconds", now - tracked.lookup.sent_at)
         self._events.update(lambda events: events.on_found(tracked, found))
         if not found.chunks:
             # A miss opens no lease.
@@ -215,10 +215,10 @@ class Lookups:
         elif not session.breaker.allows(now):
             reason = Decline.BREAKER_OPEN
         if reason:
-            self._requests.settle(tracked, reason, now, detail)
+            self._requests.decline_lookup(tracked, reason, now, detail)
             return
         lookup, lease = tracked.lookup, self._requests.open_lease(tracked)
-        session.breaker = session.breaker.asked(now)
+        session.breaker = session.breaker.on_request(now)
         lookup.adapter = adapter.weights if adapter is not None else None
         lookup.hashes = tracked.chunk_hashes(self.geometry, 0, chunks)
         if with_tails:
@@ -239,7 +239,7 @@ class Lookups:
             tails_from=lookup.tails_from,
             audit_lease=self._audits.lease_for_lookup(tracked),
         )
-        lookup.sent = session.send(message, now)
+        lookup.sent = session.queue_message(message, now)
         self.queued.append(tracked)
         self._counters["lookups"] += 1
 
@@ -265,7 +265,7 @@ class Lookups:
         if not lookup.sent:
             self._send(tracked, now, is_asked=True)
         elif obstacle := self._obstacle():
-            self._requests.settle(tracked, obstacle, now)
+            self._requests.decline_lookup(tracked, obstacle, now)
         if not tracked.is_prefetching:
             return 0
         has_hashes = tracked.has_hashes()
@@ -287,9 +287,9 @@ class Lookups:
         if may_wait and now < lookup.deadline + extra_seconds:
             return None
         if reason is Decline.LATE_ANSWER:
-            self._session.breaker = self._session.breaker.failed(now)
-            self._requests.meter.observe("lookup_wait_seconds", now - lookup.sent_at)
-        self._requests.settle(tracked, reason, now)
+            self._session.breaker = self._session.breaker.on_failure(now)
+            self._requests.meter.add_observation("lookup_wait_seconds", now - lookup.sent_at)
+        self._requests.decline_lookup(tracked, reason, now)
         return 0
 
 
@@ -333,12 +333,12 @@ class LoadPlanner:
             logger.warning("hybridkv: %s is computed: %s", request_id, error)
             load.plan = LoadPlan("", ())
         load.tokens, load.allocated_at = tokens, now
-        self.requests.room.hold(request_id, tracked.request.num_tokens + 1)
+        self.requests.room.count_load(request_id, tracked.request.num_tokens + 1)
         load.is_handed_over = load.is_overdue = False
         self.to_plan.append(tracked)
         self.loading[request_id] = tracked
 
-    def fail_load(self, request_id: str) -> None:
+    def mark_load_failed(self, request_id: str) -> None:
         """Fail the load that the engine waits for, unless the next plan already has it."""
         tracked = self.requests.by_id.get(request_id)
         if tracked is None or tracked not in self.to_plan:
@@ -346,7 +346,7 @@ class LoadPlanner:
             if tracked is not None:
                 tracked.load.is_handed_over = True
 
-    def put_into(self, plan: StepPlan, now: float) -> None:
+    def add_loads(self, plan: StepPlan, now: float) -> None:
         """Add all loads that have blocks to a plan, and all requests whose load must fail."""
         plan.failed += self.to_fail
         for tracked in self.to_plan:
@@ -357,13 +357,13 @@ class LoadPlanner:
             self.requests.advance(tracked, RequestEvent.PLANNED, now)
 
     def on_handed_over(self) -> None:
-        """Forget what the last `put_into` added, because the workers get that plan."""
+        """Forget what the last `add_loads` added, because the workers get that plan."""
         for tracked in self.to_plan:
             tracked.load.is_handed_over = True
         self.to_plan.clear()
         self.to_fail.clear()
 
-    def give_up(self) -> list[str]:
+    def take_unsent(self) -> list[str]:
         """Forget all loads that no worker knows of. Returns their requests, which must fail now."""
         failed = [*self.to_fail]
         self.to_fail.clear()
@@ -396,7 +396,7 @@ class LoadPlanner:
         self.loading.pop(tracked.request.request_id, None)
         if has_failed:
             self.requests.decline(tracked, Decline.LOAD_FAILED)
-            self.requests.release(tracked, now, has_failed=True)
+            self.requests.end_lease(tracked, now, has_failed=True)
             # The engine computes all of it now, and it is stored again although it was found.
             tracked.lookup.found = None
             tracked.next_chunk = [0] * len(self.requests.geometry.groups)
@@ -407,7 +407,7 @@ class LoadPlanner:
         load, loaded_bytes = tracked.load, 0
         load.restored = range(load.local_tokens, load.local_tokens + load.tokens)
         if tracked.adapter is not None:
-            tracked.adapter.blocks.add(load.plan.adapter)
+            tracked.adapter.blocks.note_blocks(load.plan.adapter)
         for run in load.plan.runs:
             group = geometry.groups[run.span.group_index]
             loaded_bytes += len(run.span.blocks) * group.block_bytes * geometry.parts(group)
@@ -418,13 +418,13 @@ class LoadPlanner:
         for tier, tokens in self.tiers_of(tracked).items():
             counters[f"tokens_loaded_from_{tier}"] += tokens
         seconds = now - load.allocated_at
-        self.requests.meter.observe("load_seconds", seconds)
+        self.requests.meter.add_observation("load_seconds", seconds)
         request_id, size = tracked.request.request_id, format_size(loaded_bytes)
         text = "hybridkv: loaded %d tokens, %s, for %s in %.1f ms"
         logger.debug(text, load.tokens, size, request_id, 1e3 * seconds)
         load.loaded_tokens += load.tokens
         load.loaded_bytes += loaded_bytes
-        self.requests.release(tracked, now, loaded_tokens=load.tokens, loaded_bytes=loaded_bytes)
+        self.requests.end_lease(tracked, now, loaded_tokens=load.tokens, loaded_bytes=loaded_bytes)
         self.requests.advance(tracked, RequestEvent.LOADED, now)
 
     def tiers_of(self, tracked: TrackedRequest) -> dict[str, int]:

@@ -170,14 +170,14 @@ class KVEventPublisher:
 
     def withdraw_all(self) -> None:
         """Withdraw all chunks: the daemon or the identity changed, so nothing is known any more."""
-        self.in_ram.clear()
-        self.anywhere.clear()
+        self.in_ram.forget_all()
+        self.anywhere.forget_all()
         for medium, announced in self._announced.items():
             self._queue_removed(medium, list(announced))
         self.blocks.clear()
         self.kept_tokens = 0
 
-    def take(self) -> list[KVCacheEvent]:
+    def take_new(self) -> list[KVCacheEvent]:
         """Return the events since the last call, in their order."""
         events, self._queue = self._queue, []
         return events

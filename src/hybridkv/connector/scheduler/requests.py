@@ -251,18 +251,18 @@ class RequestRegistry:
             return
         tracked.state = next_state
         if next_state in STATES_WITHOUT_LEASE:
-            self.release(tracked, now)
+            self.end_lease(tracked, now)
         if next_state is RequestState.DONE:
-            self.report(tracked, now)
+            self.send_explanation(tracked, now)
             self.by_id.pop(tracked.request.request_id, None)
-            self.room.ran((tracked.request.request_id,))
+            self.room.on_running((tracked.request.request_id,))
 
     def decline(self, tracked: TrackedRequest, reason: wire.Decline, detail: str = "") -> None:
         """Count why a request is not served, and keep the reason for `hybridkv explain`."""
         self.counters[reason.value] += 1
         tracked.declined, tracked.decline_detail = reason, detail
 
-    def settle(
+    def decline_lookup(
         self, tracked: TrackedRequest, reason: wire.Decline, now: float, detail: str = ""
     ) -> None:
         """Decline a request that waits for its lookup; the engine computes it."""
@@ -280,7 +280,7 @@ class RequestRegistry:
         self.by_lease[lease] = tracked
         return lease
 
-    def release(
+    def end_lease(
         self,
         tracked: TrackedRequest,
         now: float,
@@ -293,7 +293,9 @@ class RequestRegistry:
         lease, tracked.lookup.lease = tracked.lookup.lease, 0
         if lease:
             self.by_lease.pop(lease, None)
-            self.session.send(wire.Release(lease, loaded_tokens, loaded_bytes, has_failed), now)
+            self.session.queue_message(
+                wire.Release(lease, loaded_tokens, loaded_bytes, has_failed), now
+            )
 
     def on_connection_lost(self, now: float) -> None:
         """Settle all requests that wait. With the connection the daemon has ended every lease."""
@@ -301,13 +303,13 @@ class RequestRegistry:
         for tracked in self.by_id.values():
             tracked.lookup.lease = 0
         for tracked in [request for request in self.by_id.values() if request.is_prefetching]:
-            self.settle(tracked, wire.Decline.LOST, now)
+            self.decline_lookup(tracked, wire.Decline.LOST, now)
 
-    def report(self, tracked: TrackedRequest, now: float) -> None:
+    def send_explanation(self, tracked: TrackedRequest, now: float) -> None:
         """Send the daemon the explanation of a request that ended, for `hybridkv explain`."""
         if self.session.is_connected:
             explanation = explain_request(self.geometry, tracked)
-            self.session.send(wire.ReportRequest(wire_name(tracked), explanation), now)
+            self.session.queue_message(wire.ReportRequest(wire_name(tracked), explanation), now)
 
 
 def wire_name(tracked: TrackedRequest) -> str:

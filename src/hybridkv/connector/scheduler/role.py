@@ -111,14 +111,14 @@ class SchedulerRole:
         self._push_until = 0.0  # When the engine stops waiting for the reports of stores.
         self.changes: list[wire.Commit | wire.Free] = []
         """Messages that leave with the end of the step."""
-        self.poll(time.monotonic())
+        self.exchange_messages(time.monotonic())
 
     @property
     def slots_fd(self) -> int | None:
         """The descriptor to wait on while slots are being reserved, outside of hooks; else None."""
-        return self.session.link.fd if self.stores.credits.awaited else None
+        return self.session.link.fd if self.stores.credits.is_awaiting else None
 
-    def run(self, work: Callable[["SchedulerRole"], Result]) -> Result:
+    def run_work(self, work: Callable[["SchedulerRole"], Result]) -> Result:
         """Return the result of a hook's work. A fault ends the connection and is raised again.
 
         Messages may be lost with the fault. With the connection the daemon ends the leases and
@@ -127,18 +127,18 @@ class SchedulerRole:
         try:
             return work(self)
         except Exception:
-            self.session.link.reset("a hook failed", time.monotonic())
+            self.session.link.drop_connection("a hook failed", time.monotonic())
             raise
 
     def on_new_request(self, request: Any) -> None:
         """Track a new request. Its lookup leaves with the engine's next question or next plan."""
         now = time.monotonic()
-        adapter = self._adapters.arrived(request)
+        adapter = self._adapters.on_new_request(request)
         ahead = self.geometry.chunk_tokens if self.geometry.lookahead_tokens else 0
         if not is_hashable(request, self._own_hashes, ahead):
             tracked = requests.TrackedRequest(request)
             self.requests.decline(tracked, wire.Decline.UNHASHABLE)
-            self.requests.report(tracked, now)
+            self.requests.send_explanation(tracked, now)
             return
         tracked = requests.TrackedRequest(
             request,
@@ -148,7 +148,7 @@ class SchedulerRole:
             next_chunk=[0] * len(self.geometry.groups),
         )
         if not self.session.is_connected:
-            self.poll(now)
+            self.exchange_messages(now)
         self.requests.by_id[request.request_id] = tracked
         self.lookups.look_up(tracked, now)
 
@@ -158,7 +158,7 @@ class SchedulerRole:
         `local_tokens` are the tokens of the engine's own hit.
         """
         now = time.monotonic()
-        self.poll(now)
+        self.exchange_messages(now)
         tracked = self.requests.by_id.get(request.request_id)
         if tracked is None:
             return 0
@@ -170,7 +170,9 @@ class SchedulerRole:
             tracked.preemptions = request.num_preemptions
             self.requests.advance(tracked, requests.RequestEvent.RESUMED, now)
             self.lookups.look_up(tracked, now)
-        return self.lookups.offer(tracked, local_tokens, now) if tracked.is_prefetching else 0
+        return (
+            self.lookups.tokens_to_load(tracked, local_tokens, now) if tracked.is_prefetching else 0
+        )
 
     def on_allocated(
         self, request: Any, tables: Callable[[], Sequence[Sequence[int]]], external_tokens: int
@@ -192,7 +194,7 @@ class SchedulerRole:
     def fail_load(self, request_id: str, external_tokens: int) -> None:
         """Fail the load that a request waits for, if it waits for `external_tokens` > 0 tokens."""
         if external_tokens:
-            self.loads.fail_load(request_id)
+            self.loads.mark_load_failed(request_id)
 
     def plan_step(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
         """Return a step's copies: loads that have blocks, and stores of what the step completes.
@@ -203,7 +205,7 @@ class SchedulerRole:
         plan = self._make_plan(output, tables)
         loads_for = plan.eras if plan.loads else ()
         self.weights.on_step_planned(plan.number, loads_for=loads_for, computes=not plan.is_idle)
-        self._adapters.planned(plan.number, output.num_scheduled_tokens)
+        self._adapters.on_step_planned(plan.number, output.num_scheduled_tokens)
         # This comes last, because workers never see a plan that a fault ends.
         self.loads.on_handed_over()
         return plan
@@ -217,7 +219,7 @@ class SchedulerRole:
         plan = StepPlan(number, session.boot, greetings, session.reserved_bytes)
         plan.question = self.weights.question
         plan.is_idle = not output.total_num_scheduled_tokens
-        self.loads.put_into(plan, now)
+        self.loads.add_loads(plan, now)
         plan.eras = self.weights.eras
         if session.is_connected:
             # Workers that were connected before this role map the arena as the first step begins,
@@ -227,13 +229,15 @@ class SchedulerRole:
                 self._counters["stores_unattached"] += len(output.num_scheduled_tokens)
             elif not self.weights.is_stale and not self.audits.is_cut_off:
                 plan.stores = self.stores.plan_stores(output, self.requests.by_id, tables, number)
-            self.audits.put_into(plan, now)
+            self.audits.add_pairs(plan, now)
             self.reserve_slots(now)
         if plan.stores:
             self._push_until = now + PUSH_SECONDS
         self._report_staleness(now)
-        self.lookups.patience.prefill.step_planned(number, output.total_num_scheduled_tokens, now)
-        self.room.ran(output.num_scheduled_tokens)
+        self.lookups.patience.prefill.on_step_planned(
+            number, output.total_num_scheduled_tokens, now
+        )
+        self.room.on_running(output.num_scheduled_tokens)
         self._flush(now)
         return plan
 
@@ -245,10 +249,10 @@ class SchedulerRole:
         if self._drafted is not None:
             self._drafted.on_unobserved_steps(self.requests.by_id)
         greetings, number = self.session.link.greetings, next(self.life.plan_numbers)
-        plan = StepPlan(number, session=greetings, failed=self.loads.give_up())
+        plan = StepPlan(number, session=greetings, failed=self.loads.take_unsent())
         plan.question = self.weights.question
         self.weights.on_step_planned(number)
-        self._adapters.planned(number, scheduled)
+        self._adapters.on_step_planned(number, scheduled)
         return plan
 
     def on_report(
@@ -260,7 +264,7 @@ class SchedulerRole:
         """
         now = time.monotonic()
         if report is not None:
-            self._adapters.reported(report.number, report.adapters)
+            self._adapters.on_report(report.number, report.adapters)
         for request_id in finished:
             tracked = self.requests.by_id.get(request_id)
             if tracked is not None:
@@ -270,7 +274,7 @@ class SchedulerRole:
         if report is None:
             return
         session.attached_ranks = report.boots
-        self.lookups.patience.prefill.step_ended(report.number, now)
+        self.lookups.patience.prefill.on_step_end(report.number, now)
         if report.is_disabled or report.counters.get("attach_failed"):
             session.unmapped = session.boot
         elif session.workers_attached():
@@ -279,7 +283,7 @@ class SchedulerRole:
             self._condemn(report.corrupt, now)
         self._take_weights(report.weights, now)
         if self.audits.on_report(report, now):
-            self.stores.abort()
+            self.stores.withdraw_stores()
         self.changes += self.stores.on_report(report, self.weights.is_proven)
         if session.is_connected:
             self.events.update(lambda events: events.on_stored(self.stores.committed))
@@ -292,14 +296,14 @@ class SchedulerRole:
         offsets = pack_u64([slot.offset for slot in slots])
         generations = pack_u64([slot.generation for slot in slots])
         for batch in batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64)):
-            self.session.send(wire.ReportCorrupt(*batch), now)
+            self.session.queue_message(wire.ReportCorrupt(*batch), now)
 
     def _take_weights(self, answers: Mapping[int, WeightsAnswer], now: float) -> None:
         """Take what ranks answer about their weights, and the identity that follows from it."""
         was_stale = self.weights.is_stale
         digests = self.weights.on_answers(answers)
         if self.weights.is_stale and not was_stale:
-            self.stores.abort()
+            self.stores.withdraw_stores()
             self._counters["weights_stale"] += 1
             logger.warning(
                 "hybridkv: the weights changed, and the engine's own prefix cache has blocks of "
@@ -308,7 +312,7 @@ class SchedulerRole:
             )
             self._report_staleness(now)
         if digests is not None:
-            self.identify(EngineIdentity.of_facts(self.weights.facts_of(digests)))
+            self.change_identity(EngineIdentity.of_facts(self.weights.facts_of(digests)))
             self.weights.is_identified = True
 
     def _report_staleness(self, now: float) -> None:
@@ -316,7 +320,7 @@ class SchedulerRole:
         greeting, is_stale = self.session.link.greetings, self.weights.is_stale
         is_reported = self._stale_greeting == greeting
         if self.session.is_connected and is_stale != is_reported:
-            self.session.send(wire.ReportStale(is_stale), now)
+            self.session.queue_message(wire.ReportStale(is_stale), now)
             self._stale_greeting = greeting if is_stale else 0
 
     def has_pending_work(self) -> bool:
@@ -330,12 +334,12 @@ class SchedulerRole:
 
     def on_finished(self, request_id: str) -> None:
         """Forget a request that ended or was aborted, unless its load goes on."""
-        self._adapters.ended(request_id)
+        self._adapters.on_request_ended(request_id)
         now, tracked = time.monotonic(), self.requests.by_id.get(request_id)
         if tracked is not None:
             self.audits.count_prefill(tracked)
             self.requests.advance(tracked, requests.RequestEvent.FINISHED, now)
-            self.audits.settle(now)
+            self.audits.end_if_over(now)
 
     def on_reset(self, is_empty: bool) -> bool:
         """Ask the workers for their weights, because the engine reset its prefix cache.
@@ -347,22 +351,22 @@ class SchedulerRole:
         now = time.monotonic()
         # The queued commits are of earlier weights. Objects that are being written may not be.
         self._send_changes(now)
-        self.stores.abort()
+        self.stores.withdraw_stores()
         self.audits.on_reset(now)
         self.weights.on_reset(is_empty)
         if is_empty:
-            self._adapters.emptied()
+            self._adapters.on_cache_emptied()
         self._push_until = now + PUSH_SECONDS
         self._flush(now)
         return True
 
-    def identify(self, identity: EngineIdentity) -> None:
+    def change_identity(self, identity: EngineIdentity) -> None:
         """Take another identity: the weights changed, and no block of the old weights is left."""
         now = time.monotonic()
         # The queued commits are of the old weights.
         self._send_changes(now)
-        self.session.identify(identity, now)
-        self.stores.abort()
+        self.session.send_identity(identity, now)
+        self.stores.withdraw_stores()
         self.audits.on_new_identity(now)
         self.events.update(KVEventPublisher.withdraw_all)
         for tracked in [*self.requests.by_id.values()]:
@@ -370,7 +374,7 @@ class SchedulerRole:
             tracked.stored_states.clear()
             tracked.lookup.found = None
             if tracked.is_prefetching:
-                self.requests.release(tracked, now)
+                self.requests.end_lease(tracked, now)
                 self.lookups.look_up(tracked, now)
         self._flush(now)
 
@@ -397,19 +401,19 @@ class SchedulerRole:
             "loads_pending": len(self.room),
             "loads_overdue": self.loads.count_overdue(time.monotonic()),
         }
-        return self.life.meter.take(gauges)
+        return self.life.meter.take_payload(gauges)
 
     def on_step_end(self) -> list[KVCacheEvent]:
         """Send the step's messages and take slots, in its last hook. Returns the KV events."""
         now = time.monotonic()
         self._send_changes(now)
-        self.poll(now)
-        return self.events.take()
+        self.exchange_messages(now)
+        return self.events.take_new()
 
     def final_events(self) -> list[KVCacheEvent]:
         """Return the KV events that withdraw all chunks, because nothing is offered any more."""
         self.events.update(KVEventPublisher.withdraw_all)
-        return self.events.take()
+        return self.events.take_new()
 
     def plan_while_off(self, scheduled: Collection[str]) -> StepPlan:
         """Return the plan of a role that is switched off, and end the session.
@@ -418,7 +422,7 @@ class SchedulerRole:
         that run in this step.
         """
         self.close()
-        self.room.ran(scheduled)
+        self.room.on_running(scheduled)
         plan = self.plan_after_fault(scheduled)
         # No greeting of this number will come. With it the workers report that they copy nothing
         # that was planned under an earlier one.
@@ -432,9 +436,9 @@ class SchedulerRole:
     def hand_over(self) -> None:
         """Leave to the next role what it needs of this one, which was closed."""
         self.life.last_greeting = self.session.link.greetings + 1
-        self.life.to_fail[:] = self.loads.give_up()
+        self.life.to_fail[:] = self.loads.take_unsent()
 
-    def poll(self, now: float) -> None:
+    def exchange_messages(self, now: float) -> None:
         """Send what is queued, and take the daemon's replies."""
         # A queued lookup's deadline begins before an answer is read that sets another one.
         self._flush(now)
@@ -455,7 +459,7 @@ class SchedulerRole:
         elif isinstance(reply, wire.Reserved):
             session, shape = self.session, (reply.part_bytes, reply.parts)
             session.reserved_bytes = max(session.reserved_bytes, reply.reserved_bytes)
-            self.stores.credits.granted(shape, reply.offsets, reply.generations, now)
+            self.stores.credits.on_granted(shape, reply.offsets, reply.generations, now)
         elif isinstance(reply, wire.Removed):
             self.events.update(lambda events: events.on_removed(reply))
         elif isinstance(reply, wire.Error):
@@ -466,8 +470,8 @@ class SchedulerRole:
 
     def reserve_slots(self, now: float) -> None:
         """Ask the daemon for write slots, as many as are wanted."""
-        for (part_bytes, parts), count in self.stores.credits.wanted(now):
-            self.session.send(wire.Reserve(part_bytes, part_bytes, parts, count), now)
+        for (part_bytes, parts), count in self.stores.credits.credit_requests(now):
+            self.session.queue_message(wire.Reserve(part_bytes, part_bytes, parts, count), now)
 
     def _flush(self, now: float) -> None:
         self.lookups.on_flush(now)
@@ -476,7 +480,7 @@ class SchedulerRole:
     def _send_changes(self, now: float) -> None:
         changes, self.changes = self.changes, []
         for message in changes:
-            self.session.send(message, now)
+            self.session.queue_message(message, now)
 
     def _on_connection_lost(self) -> None:
         self.changes.clear()

@@ -80,7 +80,7 @@ class DaemonSession:
         geometry, attached = self.hello.geometry, self.attached_ranks or {}
         return geometry is not None and attached.get(self.boot) == geometry.ranks
 
-    def send(self, message: wire.Request, now: float) -> bool:
+    def queue_message(self, message: wire.Request, now: float) -> bool:
         """Queue a message for the link's next flush. Returns False if it is lost, and counts it."""
         sent = self.link.queue(message, now)
         if not sent:
@@ -108,21 +108,21 @@ class DaemonSession:
         self.is_loss_logged = False
         if self.subscribes and self.subscribed != self.link.greetings:
             self.subscribed = self.link.greetings
-            self.send(wire.Subscribe(), now)
+            self.queue_message(wire.Subscribe(), now)
         if welcome.boot == self.boot:
             return False
         self.boot, self.reserved_bytes, self.breaker = welcome.boot, 0, Breaker()
         self.counters["connects"] += 1
         logger.info("hybridkv: connected to the daemon at %s", self.socket_path)
-        return self.send(wire.ReportIdentity(describe_facts(self.facts)), now)
+        return self.queue_message(wire.ReportIdentity(describe_facts(self.facts)), now)
 
-    def identify(self, identity: EngineIdentity, now: float) -> None:
+    def send_identity(self, identity: EngineIdentity, now: float) -> None:
         """Give the engine another identity, which its bytes have from here on."""
         self.hello = msgspec.structs.replace(self.hello, namespace=identity.namespace)
         self.link.greet_with(self.hello)
         self.facts = identity.facts
-        self.send(wire.Identify(1, identity.namespace), now)
-        self.send(wire.ReportIdentity(describe_facts(identity.facts)), now)
+        self.queue_message(wire.Identify(1, identity.namespace), now)
+        self.queue_message(wire.ReportIdentity(describe_facts(identity.facts)), now)
 
     def _on_lost(self, why: str) -> None:
         self.counters["losses"] += 1

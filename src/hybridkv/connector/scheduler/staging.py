@@ -42,7 +42,7 @@ class StagingCredits:
             fitting = min(fitting, share.first + fitting_here * share.step)
         return fitting
 
-    def take(self, span: ObjectSpan) -> None:
+    def count_span(self, span: ObjectSpan) -> None:
         """Count a span that is planned. The caller has asked `room` whether it fits."""
         self._add(span, 1)
 

@@ -124,7 +124,7 @@ class StorePlanner:
 
     def on_connection_lost(self) -> None:
         """Forget all slots, which are gone with the daemon."""
-        self.credits.reset()
+        self.credits.forget_slots()
         self.unproven.clear()
         for storing in self.storing.values():
             storing.is_lost = True
@@ -134,7 +134,7 @@ class StorePlanner:
         """Whether some store is not over yet."""
         return bool(self.storing or self.unproven)
 
-    def abort(self) -> None:
+    def withdraw_stores(self) -> None:
         """Let no object be committed that is being written now."""
         for storing in (*self.storing.values(), *self.unproven):
             storing.unstored = frozenset(range(storing.run.objects))
@@ -446,12 +446,12 @@ class StorePlanner:
     def _take_slots(self, span: ObjectSpan) -> CopyRun:
         """Return a run of the span's first objects, as many as have slots and staging room."""
         room = self.staging.room(span)
-        offsets, generations = self.credits.take(self._shape(span), room)
+        offsets, generations = self.credits.take_slots(self._shape(span), room)
         slots = len(offsets) // U64
         if slots < span.objects:
             self._counters["stores_no_staging" if slots == room else "stores_no_slot"] += 1
         part = span.part(0, slots)
-        self.staging.take(part)
+        self.staging.count_span(part)
         return CopyRun(part, offsets, generations)
 
     def _number_runs(

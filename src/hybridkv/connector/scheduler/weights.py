@@ -74,7 +74,7 @@ class RankLooks:
             return None
         return after if before == after else -step
 
-    def forget(self, step: int) -> None:
+    def forget_steps(self, step: int) -> None:
         """Forget the steps up to this one."""
         for number in [number for number in self.by_step if number <= step]:
             self.era = self.by_step.pop(number)
@@ -189,7 +189,7 @@ class WeightsWatch:
             self._on_blocks_written(step, tuple(era for era in eras if era is not None))
         first = self._steps[0].number if self._steps else max(self._last_looks(), default=0) + 1
         for looks in self._looks.values():
-            looks.forget(first - 1)
+            looks.forget_steps(first - 1)
 
     def _last_looks(self) -> list[int]:
         return [number for looks in self._looks.values() for number in looks.by_step]

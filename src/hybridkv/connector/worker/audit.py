@@ -53,7 +53,7 @@ class Auditor:
         self._verdicts: dict[int, AuditVerdict] = {}  # Guarded by the lock.
         self._thread: threading.Thread | None = None  # The last one that was started.
 
-    def begin(self, arena: Arena | None, pairs: Mapping[int, ObjectPair]) -> None:
+    def compare_pairs(self, arena: Arena | None, pairs: Mapping[int, ObjectPair]) -> None:
         """Compare the objects. `arena` has their slots; None = it is not mapped here."""
         if arena is None:
             self._add_verdicts(dict.fromkeys(pairs, AuditVerdict(AuditOutcome.UNMADE)))
@@ -63,7 +63,7 @@ class Auditor:
         )
         self._thread.start()
 
-    def take(self) -> dict[int, AuditVerdict]:
+    def take_verdicts(self) -> dict[int, AuditVerdict]:
         """Return the verdicts since the last call, by the numbers of the pairs."""
         with self._lock:
             verdicts, self._verdicts = self._verdicts, {}

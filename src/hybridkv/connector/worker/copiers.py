@@ -50,7 +50,7 @@ class CopierFactory:
         """False once an error of the device has ended all copies."""
         return self.pipeline is None or self.pipeline.is_alive
 
-    def make(self, arena: Arena) -> Copier:
+    def make_copier(self, arena: Arena) -> Copier:
         """Return a new copier of the arena."""
         self._prepared_bytes = 0
         if self.pipeline is not None:
@@ -64,20 +64,20 @@ class CopierFactory:
         this.
         """
         if isinstance(mapped.copier, CudaCopier):
-            mapped.copier.pin(reserved_bytes)
+            mapped.copier.pin_below(reserved_bytes)
         elif reserved_bytes > self._prepared_bytes:
             pages = self._prepared_bytes, reserved_bytes
             self._prepared_bytes = reserved_bytes
             threading.Thread(target=mapped.arena.populate, args=pages, daemon=True).start()
 
-    def retire(self, copier: Copier) -> None:
+    def retire_copier(self, copier: Copier) -> None:
         """Close a copier without waiting: there may be copies to finish, gigabytes to unpin."""
         if isinstance(copier, CudaCopier):
             copier.retire()
         else:
             threading.Thread(target=copier.close, daemon=True).start()
 
-    def drain(self) -> None:
+    def drain_copiers(self) -> None:
         """Wait for all copies, also those of copiers that were retired."""
         if self.pipeline is not None:
             self.pipeline.drain()

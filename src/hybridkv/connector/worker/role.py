@@ -101,11 +101,11 @@ class WorkerRole:
         """Store runs and loads that were running when the first plan of that greeting came."""
         self._drained = DrainedGreetings(0, 0)  # Of the last Drained that was sent.
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_tensors(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's tensors. Raises GeometryError where a layout is not understood."""
         config = self._config
         views = block_views(config, kv_caches)
-        self._weights = EngineWeights.of_caller(self.detach)
+        self._weights = EngineWeights.of_caller(self.detach_arena)
         self.adapters = LoadedAdapters(self._weights.runner)
         weights = self._weights.read().digest
         self.layout = replace(worker_layout(config, views), weights=weights)
@@ -137,7 +137,7 @@ class WorkerRole:
         """Begin the plan's loads. Those that cannot begin are reported as failed."""
         self._report.number = plan.number
         # vLLM has loaded the adapters of the step by now.
-        adapters = self.adapters.look() if self.adapters is not None else {}
+        adapters = self.adapters.digests_now() if self.adapters is not None else {}
         if adapters:
             self._report.adapters = {self._part.rank: adapters}
         if self._weights is not None:
@@ -162,7 +162,7 @@ class WorkerRole:
                 self._load(request_id, load, plan.number)
         if plan.audits and self.auditor is not None:
             mapped = self.mapped.get(plan.boot)
-            self.auditor.begin(None if mapped is None else mapped.arena, plan.audits)
+            self.auditor.compare_pairs(None if mapped is None else mapped.arena, plan.audits)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out what the plan says. On return the blocks are the engine's again."""
@@ -201,7 +201,7 @@ class WorkerRole:
         self._copier_has_stores = True
         self._report.counters["store_seconds"] += time.perf_counter() - started
 
-    def begin_anew(self) -> None:
+    def map_anew(self) -> None:
         """Map the arena again with the next plan. Copies that run end as they would have."""
         self.boot = ""
         self._close_old_copiers()
@@ -212,13 +212,13 @@ class WorkerRole:
         The weights are watched as in `start_loads`, because the engine computes in this step too.
         """
         if self._weights is not None:
-            self._weights.watch(plan.number, is_idle=plan.is_idle)
+            self._weights.look_at_step(plan.number, is_idle=plan.is_idle)
         with self._lock:
             lost = {*plan.loads, *plan.failed} - self._loading.keys() - self._finished
             self._finished |= lost
             self._failed |= lost
         if self.auditor is not None:
-            self.auditor.begin(None, plan.audits)
+            self.auditor.compare_pairs(None, plan.audits)
 
     def fail_stores(self, plan: StepPlan) -> None:
         """After a fault in `start_stores`: report as not stored what no copier has."""
@@ -229,7 +229,7 @@ class WorkerRole:
             for position in list(self._storing.get(run_number, ())):
                 self._on_stored(run_number, position, False)
 
-    def collect(self) -> tuple[set[str], set[str]]:
+    def take_finished(self) -> tuple[set[str], set[str]]:
         """Return (finished, failed) requests since the last call. Failed ones are in both."""
         with self._lock:
             finished, self._finished = self._finished, set()
@@ -250,7 +250,7 @@ class WorkerRole:
             self._load_starts.pop(request_id, None)
         return finished, failed
 
-    def report(self) -> StepReport:
+    def take_step_report(self) -> StepReport:
         """Return what else this worker did since the last call."""
         with self._lock:
             report, self._report = self._report, StepReport()
@@ -263,13 +263,13 @@ class WorkerRole:
         if self.auditor is not None:
             rank = self._part.rank
             report.audits = {
-                number: {rank: verdict} for number, verdict in self.auditor.take().items()
+                number: {rank: verdict} for number, verdict in self.auditor.take_verdicts().items()
             }
         if self._weights is not None:
-            report.weights[self._part.rank] = self._weights.answer()
+            report.weights[self._part.rank] = self._weights.take_step_answer()
         return report
 
-    def detach(self) -> None:
+    def detach_arena(self) -> None:
         """Finish the copies. The next plan maps the arena anew."""
         self.boot = ""
         copiers = (mapped.copier for mapped in self.mapped.values())
@@ -277,13 +277,13 @@ class WorkerRole:
             copier.close()
         self.mapped.clear()
         if self.factory is not None:
-            self.factory.drain()
+            self.factory.drain_copiers()
 
     def close(self) -> None:
         """Finish the copies and end the connection. The daemon hears that nothing is copied."""
         if self._weights is not None:
             self._weights.close()
-        self.detach()
+        self.detach_arena()
         if self.factory is not None:
             self.factory.close()
             # An engine of the same process may outlive this role, and its memory must not.
@@ -383,7 +383,7 @@ class WorkerRole:
                 arena.close()
                 self.mapped[welcome.boot] = old
             else:
-                self.mapped[welcome.boot] = MappedArena(arena, factory.make(arena))
+                self.mapped[welcome.boot] = MappedArena(arena, factory.make_copier(arena))
             self.boot = welcome.boot
         if plan.reserved_bytes > 0 and plan.boot == self.boot:
             factory.prepare(self.mapped[self.boot], plan.reserved_bytes)
@@ -427,7 +427,7 @@ class WorkerRole:
             copier = self.mapped.pop(boot).copier
             is_shared = any(copier is mapped.copier for mapped in self.mapped.values())
             if self.factory is not None and not is_shared:
-                self.factory.retire(copier)
+                self.factory.retire_copier(copier)
 
     def _send_disabled(self, now: float) -> None:
         """Tell the daemon, once for each greeting, that this worker copies nothing any more."""

@@ -42,12 +42,12 @@ class OwnFile(NamedTuple):
 class FileIndex:
     """The files of one directory by key.
 
-    The caller holds `lock`, except for `path`, `use`, `replace`, `take_shards_to_list`, `sweep`,
-    `scan` and `count_failed`.
+    The caller holds `lock`, except for `path_of`, `touch`, `replace`, `take_shards_to_list`,
+    `sweep`, `index_directory` and `count_failed`.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes` bounds this daemon's files. 0 = half of the free room at the first `scan`."""
+        """`max_bytes` bounds this daemon's files. 0 = half of the room that is free."""
         self.lock = threading.Lock()
         self.max_bytes = max_bytes
         self.ours: dict[bytes, OwnFile] = {}
@@ -73,12 +73,12 @@ class FileIndex:
         """Bytes that count against the bound."""
         return self._taken_bytes + self.writing_bytes
 
-    def path(self, key: bytes) -> str | None:
+    def path_of(self, key: bytes) -> str | None:
         """Returns the path of a record's file. None = the record is not there."""
         file = self.ours.get(key)
         return file.path if file is not None else self.others.get(key)
 
-    def enter(self, name: FileName, path: str, size_bytes: int, touched_at: float) -> None:
+    def insert_file(self, name: FileName, path: str, size_bytes: int, touched_at: float) -> None:
         """Add a file of this daemon that takes `size_bytes` and is not in `ours`."""
         key, parent, interior = name
         short = _short_key(key)
@@ -93,9 +93,9 @@ class FileIndex:
         self._keys[short] = key
         self._children[before] += 1
         eviction_class = EvictionClass.INTERIOR if interior else EvictionClass.PROMPT
-        self._order.add(key, size_bytes, eviction_class, key)
+        self._order.add_item(key, size_bytes, eviction_class, key)
 
-    def forget(self, key: bytes) -> None:
+    def drop_record(self, key: bytes) -> None:
         """Drop a record whose file is gone."""
         self.others.pop(key, None)
         self._list_shard_again(key)
@@ -114,14 +114,14 @@ class FileIndex:
             if parent is not None:
                 self._order.offer(parent)
 
-    def use(self, key: bytes) -> None:
+    def touch(self, key: bytes) -> None:
         """Count a record as used, because it was read."""
         now = time.time()
         with self.lock:
             file = self.ours.get(key)
             if file is None:
                 return
-            self._order.use((key,))
+            self._order.mark_used((key,))
             if self._may_go(key):
                 self._order.offer(key)
             if now - file.touched_at <= TOUCH_SECONDS:
@@ -144,7 +144,7 @@ class FileIndex:
         while self.ours and self._taken_bytes > goal:
             self._evict()
 
-    def remove(self, path: str, size_bytes: int) -> None:
+    def remove_file(self, path: str, size_bytes: int) -> None:
         """Remove a file of this daemon that is not in the index, now or with a later `sweep`."""
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -165,7 +165,7 @@ class FileIndex:
         for path in list(self.strays):
             with self.lock:
                 if path in self.strays:
-                    self.remove(path, self.strays[path])
+                    self.remove_file(path, self.strays[path])
 
     def _may_go(self, key: bytes) -> bool:
         return _short_key(key) not in self._children
@@ -189,9 +189,9 @@ class FileIndex:
             self._stuck += 1
             self.add_stray(file.path, file.taken_bytes)
         self._order.remember(key, key)
-        self.forget(key)
+        self.drop_record(key)
 
-    def scan(self, home: Path) -> None:
+    def index_directory(self, home: Path) -> None:
         """Index the records in this daemon's directory, the oldest first, and keep the bound."""
         found: list[FoundFile] = []
         errors = FileErrors()
@@ -211,9 +211,9 @@ class FileIndex:
             self._order = EvictionQueue(EvictionPolicy.TWO_QUEUES, self.max_bytes)
             for file in sorted(found):
                 if file.name.key not in self.ours:
-                    self.enter(file.name, file.path, file.taken_bytes, file.changed)
+                    self.insert_file(file.name, file.path, file.taken_bytes, file.changed)
                 else:
-                    self.remove(file.path, file.taken_bytes)
+                    self.remove_file(file.path, file.taken_bytes)
             self.make_room(0)
         self.count_failed(errors)
 

@@ -115,11 +115,11 @@ class DiskTier(Tier):
         index, writers = self.index, self.writers
         try:
             try:
-                writers.enter()
+                writers.make_directories()
             except FileNotFoundError:
                 # Another daemon was taking the directory over, because this writer was lost.
-                writers.enter()
-            writers.scan()
+                writers.make_directories()
+            writers.index_own()
             try:
                 self._settle()
             except OSError as error:
@@ -141,7 +141,7 @@ class DiskTier(Tier):
             format_size(index.max_bytes),
             "" if self._direct else "; no direct I/O there",
         )
-        writers.look()
+        writers.index_others()
 
     def peek(self, key: bytes) -> bool:
         return key in self.index.ours or key in self.index.others
@@ -151,7 +151,7 @@ class DiskTier(Tier):
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         for key in keys:
-            self.index.use(key)
+            self.index.touch(key)
         return self.find(keys)
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
@@ -164,7 +164,7 @@ class DiskTier(Tier):
         index = self.index
         for key in keys:
             with index.lock:
-                path, file = index.path(key), index.ours.get(key)
+                path, file = index.path_of(key), index.ours.get(key)
                 if path is None:
                     continue
                 try:
@@ -177,7 +177,7 @@ class DiskTier(Tier):
                     if file is not None and not is_gone:
                         # No other record gets its room while the file is there.
                         index.add_stray(path, file.taken_bytes)
-                index.forget(key)
+                index.drop_record(key)
 
     def keys(self) -> Iterator[bytes]:
         with self.index.lock:
@@ -192,7 +192,7 @@ class DiskTier(Tier):
                 logger.info(text, self.writers.home)
                 self.open()
             self.index.sweep()
-            self.writers.tend(now)
+            self.writers.look_when_due(now)
         except OSError as error:
             raise _translated(error) from error
 
@@ -209,13 +209,13 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Nothing is held open between calls."""
 
-    def leave(self) -> None:
+    def release_files(self) -> None:
         """Let others take over this writer's files at once, because it has no next life."""
         os.utime(self.writers.alive, (0, 0))
 
     def _get(self, item: ReadRequest) -> TierError | None:
         index, key = self.index, item.key
-        file, path = index.ours.get(key), index.path(key)
+        file, path = index.ours.get(key), index.path_of(key)
         if path is None:
             return contract.MissingError("it is not there")
         try:
@@ -223,8 +223,8 @@ class DiskTier(Tier):
         except FileNotFoundError:
             with index.lock:
                 # Another thread may have put it again meanwhile.
-                if index.ours.get(key) is file and index.path(key) == path:
-                    index.forget(key)
+                if index.ours.get(key) is file and index.path_of(key) == path:
+                    index.drop_record(key)
             return contract.MissingError("it is not there any more")
         except OSError as error:
             if error.errno not in SYSTEM_ERRORS and self._failures.on_failure(path):
@@ -232,7 +232,7 @@ class DiskTier(Tier):
             return _translated(error)
         if error is None:
             self._failures.on_success(path)
-            index.use(key)
+            index.touch(key)
         return error
 
     def _read(self, path: str, pieces: Sequence[memoryview]) -> contract.DamagedError | None:
@@ -260,7 +260,7 @@ class DiskTier(Tier):
         temporary = str(home / TMP / str(number % TMP_DIRECTORIES) / str(number))
         path = str(home / name.path)
         with index.lock:
-            if index.path(item.key) is not None:
+            if index.path_of(item.key) is not None:
                 return None
             try:
                 if not index.make_room(reserved):
@@ -278,7 +278,7 @@ class DiskTier(Tier):
                 os.rename(temporary, path)
         except OSError as error:
             with index.lock, contextlib.suppress(OSError):
-                index.remove(temporary, reserved)
+                index.remove_file(temporary, reserved)
                 index.writing_bytes -= reserved
                 if error.errno in FULL_ERRORS:
                     # The file system has less room than the bound, so some of it is given back.
@@ -287,10 +287,10 @@ class DiskTier(Tier):
         with index.lock:
             known = index.ours.get(item.key)
             if known is not None and known.path != path:
-                index.remove(path, file_bytes)
+                index.remove_file(path, file_bytes)
             index.writing_bytes -= reserved
             if known is None:
-                index.enter(name, path, file_bytes, time.time())
+                index.insert_file(name, path, file_bytes, time.time())
         return None
 
     def _write(self, path: str, pieces: Sequence[memoryview], size: int) -> int:

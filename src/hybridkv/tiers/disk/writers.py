@@ -111,7 +111,7 @@ class Writers:
         self.look_due_at = 0.0  # When `tend` looks at the other writers next.
         self._shards: dict[str, ShardLook] = {}  # By path, those of all other writers.
 
-    def enter(self) -> None:
+    def make_directories(self) -> None:
         """Make this daemon's directories, and remove files that it never finished."""
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -131,9 +131,9 @@ class Writers:
                     os.unlink(os.path.join(directory, name))
         self._index.count_failed(errors)
 
-    def scan(self) -> None:
+    def index_own(self) -> None:
         """Index this daemon's records anew. The caller calls `look` next."""
-        self._index.scan(self.home)
+        self._index.index_directory(self.home)
         self._shards.clear()
 
     def show_alive(self, now: float) -> bool:
@@ -154,15 +154,15 @@ class Writers:
         self.alive_due_at = now + ALIVE_SECONDS
         return True
 
-    def tend(self, now: float) -> None:
+    def look_when_due(self, now: float) -> None:
         """Where that is due, look for other writers' records, and adopt those of lost writers."""
         if now >= self.look_due_at:
-            self.look()
+            self.index_others()
             if self._adopts:
                 self._adopt()
             self.look_due_at = time.monotonic() + LOOK_SHARE * (time.monotonic() - now)
 
-    def look(self) -> None:
+    def index_others(self) -> None:
         """Index the records that other writers have put and removed since the last look."""
         shards_to_list = self._index.take_shards_to_list()
         for path in self._shards:
@@ -250,7 +250,7 @@ class Writers:
                 room = index.max_bytes - index.held_bytes
                 if file.name.key not in index.ours and file.taken_bytes <= room:
                     os.rename(file.path, to)
-                    index.enter(file.name, to, file.taken_bytes, file.changed)
+                    index.insert_file(file.name, to, file.taken_bytes, file.changed)
                     return True
         except OSError as error:
             if error.errno not in FULL_ERRORS:

@@ -157,7 +157,7 @@ class MooncakeTier(Tier):
                 try:
                     self.find([bytes(KEY_BYTES)])
                 except TierError:
-                    self.client.kill()
+                    self.client.kill_child()
             if not (self.client and self.client.is_alive):
                 lanes = LaneSizes(LANES, self._lane_bytes)
                 self.client = self._start_child(lanes, segment_bytes=0)
@@ -265,9 +265,9 @@ class MooncakeTier(Tier):
         """End the children. This node's memory leaves the store, in order where that is quick."""
         self._closed = True
         if self.client:
-            self.client.kill()
+            self.client.kill_child()
         if self.keeper:
-            self.keeper.stop(min(self._timeout_seconds, STOP_SECONDS_MAX))
+            self.keeper.close_or_kill(min(self._timeout_seconds, STOP_SECONDS_MAX))
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_seconds
@@ -298,7 +298,7 @@ class MooncakeTier(Tier):
                 f" {error}"
             ) from error
         if code:
-            child.kill()
+            child.kill_child()
             raise TierError(
                 f"Mooncake's client cannot be set up: {code}; the option log=PATH has its reasons"
             )
@@ -318,7 +318,7 @@ class MooncakeTier(Tier):
 
     def _call(self, lane: Lane, deadline: float, method: str, *arguments: object) -> list[int]:
         """Returns the code of each item. Raises TierError where the master answered for none."""
-        codes = lane.call(deadline, method, *arguments)
+        codes = lane.call_method(deadline, method, *arguments)
         if all(code in _NOBODY for code in codes):
             raise self._error(codes[0])
         return codes

@@ -95,7 +95,7 @@ class ConnectionPool:
             what = f"{self.place}: password_file={self._password_file!r} cannot be read ({why})"
             raise ConfigError(what, "a file of yours with the password alone works") from None
 
-    def open(self, deadline: Deadline) -> None:
+    def connect(self, deadline: Deadline) -> None:
         """Log in anew. Raises ConfigError where the login can never work, else TierError."""
         if self._wants_tls:
             try:
@@ -227,7 +227,7 @@ class ConnectionPool:
                 words = [word.encode() for word in self._login]
                 steps = {"AUTH": command(b"AUTH", *words)} | steps
             for buffers in steps.values():
-                connection.send(buffers)
+                connection.send_all(buffers)
             for step in steps:
                 if isinstance(answer := connection.reply(), RefusedCommand):
                     raise self.refusal_error(answer, step)

@@ -63,7 +63,7 @@ class RespConnection(io.RawIOBase):
             raise ConnectionResetError("the server has closed the connection")
         return count
 
-    def send(self, buffers: Iterable[bytes | memoryview]) -> None:
+    def send_all(self, buffers: Iterable[bytes | memoryview]) -> None:
         """Send all bytes of the buffers. Raises OSError."""
         for buffer in buffers:
             rest = memoryview(buffer)

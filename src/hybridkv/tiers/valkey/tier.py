@@ -60,7 +60,7 @@ class ValkeyTier(Tier):
     def open(self) -> None:
         """Log in anew and try each command. Raises ConfigError where the server refuses one."""
         deadline = Deadline(self._timeout_seconds)
-        self.pool.open(deadline)
+        self.pool.connect(deadline)
         probe = self._ask_each(b"EXISTS", [bytes(KEY_BYTES)], deadline)
         for answer in (*probe, *self._ask_gauges(deadline)):
             if isinstance(answer, RefusedCommand):
@@ -172,7 +172,7 @@ class ValkeyTier(Tier):
                 try:
                     with self.pool.connection(deadline) as connection:
                         for ask in pending:
-                            connection.send(ask.send)
+                            connection.send_all(ask.send)
                         for ask in pending:
                             answers.append(connection.reply(ask.into))
                     break
