@@ -15,12 +15,14 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import typing
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 import vllm
@@ -245,6 +247,43 @@ def test_every_fact_changes_the_identity_and_nothing_else_does(config: Any) -> N
                 hashed = name == "CacheConfig.prefix_caching_hash_algo"  # By the fact `hash`.
                 assert is_other == (name in facts or hashed), name
     assert facts - seen == set(), "no configuration here has these"
+
+
+class Slotted:
+    """It keeps its state in a slot."""
+
+    __slots__ = ("bits",)
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Slotted, lambda n: bytes([n]), functools.partial(functools.partial, int), numpy.array],
+    ids=["slots", "bytes", "partial", "array"],
+)
+def test_what_an_object_keeps_outside_its_dictionary_is_a_fact(
+    config: Any, make: Callable[[int], object]
+) -> None:
+    """Requirements D16: two quantizations of one class, and what differs is not in `__dict__`."""
+    names = []
+    for bits in (4, 8, 4):
+        changed = copy.copy(config)
+        object.__setattr__(changed, "quant_config", make(bits))
+        names.append(identity(changed))
+    assert names[0] == names[2] != names[1]
+
+
+def test_a_setting_that_cannot_be_read_is_shared_with_nobody(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also not with another engine of this process, whose setting is another object."""
+    changed = copy.copy(config)
+    object.__setattr__(changed, "quant_config", threading.Lock())
+    with caplog.at_level("WARNING"):
+        assert identity(changed) != identity(changed)
+    assert "cannot be read" in caplog.text
 
 
 @tables_are_exact

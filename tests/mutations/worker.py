@@ -393,7 +393,7 @@ FAULTS: tuple[Mutation, ...] = (
         "address-in-the-identity",
         "a quantization is told by the address of its object",
         "_plain",
-        "return [name, _plain(attributes, depth - 1)]",
+        "return [name, _plain(state, depth - 1)]",
         "return str(value)",
         ("D16",),
         (f"{FIELDS}::test_every_fact_changes_the_identity_and_nothing_else_does",),

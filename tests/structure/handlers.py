@@ -140,6 +140,12 @@ HANDLERS = (
         NO + "the caller asks at once",
     ),
     Handler(
+        "_state",
+        "except Exception",
+        "An object that cannot be taken apart shares with no other: a random token stands for it.",
+        NO + "the log says so",
+    ),
+    Handler(
         "LoadedAdapters._digest",
         "except Exception",
         "A LoRA adapter that cannot be read shares with no other: its digest is random.",

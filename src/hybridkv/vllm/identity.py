@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from enum import Enum
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from hybridkv.vllm.versions import minor_version
 logger = logging.getLogger("vllm.hybridkv")
 
 _DEPTH_MAX = 4  # Of objects inside objects that are no data classes.
-_UNREAD = secrets.token_hex(16)  # Stands for what was not read: no other process has it.
 _MEASURED = "online_quantization_time"  # Seconds that a quantization took, among its settings.
 
 
@@ -161,17 +160,48 @@ def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
         return [_plain(item, depth) for item in value]
     if isinstance(value, float | Enum | Path | torch.dtype):
         return str(value)
+    if isinstance(value, bytes | bytearray):
+        return value.hex()
     # The text of any other object may have its address in it.
-    definition = value if isinstance(value, type | FunctionType) else type(value)
-    name = f"{definition.__module__}.{definition.__qualname__}"
-    is_object = definition is not value and hasattr(value, "__dict__")
-    attributes = dict(vars(value)) if is_object else {}
-    attributes.pop(_MEASURED, None)
-    if attributes and not depth:
+    is_named = isinstance(value, type | FunctionType | ModuleType)
+    state = {} if is_named else _state(value)
+    name = _name(value if is_named else type(value))
+    if state is None or (state and not depth):
         logger.warning(
-            "hybridkv: a setting of type %s is too deep inside others to be read, so this engine "
-            "shares with no other and with no later one",
+            "hybridkv: a setting of type %s cannot be read, so this engine shares with no other "
+            "and with no later one",
             name,
         )
-        return [name, _UNREAD]
-    return [name, _plain(attributes, depth - 1)]
+        return [name, secrets.token_hex(16)]
+    return [name, _plain(state, depth - 1)]
+
+
+def _name(value: type | FunctionType | ModuleType) -> str:
+    """Return the name by which a module has a class or a function, or that of a module."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _state(value: object) -> object:
+    """Return what pickle would keep of an object, which knows of slots and of what C keeps.
+
+    `Quantization(bits=4) -> {"bits": 4}`. Returns {} for an object without state, and None for one
+    that says nothing of its state, as a lock.
+    """
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # noqa: BLE001  # It is any library's code.
+        return None
+    if isinstance(reduced, str):
+        return reduced
+    make, arguments, *rest = reduced
+    state = rest[0] if rest else None
+    items = [[*part] for part in rest[1:3] if part is not None]  # Of a list, and of a mapping.
+    if arguments != (type(value),) or items:
+        return [make, arguments, state, items]
+    if isinstance(state, tuple):  # What is in the dictionary, and what is in slots.
+        state = {name: own for part in state for name, own in (part or {}).items()}
+    if isinstance(state, dict):
+        state = {name: own for name, own in state.items() if name != _MEASURED}
+    return state or {}
