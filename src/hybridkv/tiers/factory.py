@@ -9,9 +9,8 @@ from hybridkv.tiers.coding import coding_of
 from hybridkv.tiers.contract import Tier
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.encoded import EncodedTier
-from hybridkv.tiers.fault_injection import OPTIONS, InjectedTier
 
-INJECT = "inject+"  # Before a scheme: see fault_injection.
+INJECT = "inject+"  # Before a scheme: tiers.fault_injection, which a release does not have.
 LIBRARIES = {
     **dict.fromkeys(
         ("valkey", "valkeys", "valkey+unix", "redis", "rediss"), ("valkey.tier", "ValkeyTier")
@@ -30,11 +29,7 @@ def make_tier(spec: TierSpec, node: str) -> Tier:
 def _make_bare(spec: TierSpec, node: str) -> Tier:
     """Returns the tier without its encoding. Raises ConfigError."""
     if spec.kind.startswith(INJECT):
-        options = {name: value for name, value in spec.options.items() if name not in OPTIONS}
-        kind, location = spec.kind.removeprefix(INJECT), spec.location.removeprefix(INJECT)
-        return InjectedTier(
-            _make_bare(replace(spec, kind=kind, location=location, options=options), node), spec
-        )
+        return _make_injected(spec, node)
     if spec.kind == "disk":
         return DiskTier(spec, node)
     if spec.kind not in LIBRARIES:
@@ -50,4 +45,20 @@ def _make_bare(spec: TierSpec, node: str) -> Tier:
             f"tier: {spec.kind} needs {error.name}",
             f"pip install 'hybridkv[{module.partition('.')[0]}]' works",
         ) from error
+    return tier
+
+
+def _make_injected(spec: TierSpec, node: str) -> Tier:
+    """Returns the tier of the rest of the URL, with faults. Raises ConfigError in a release."""
+    kind, location = spec.kind.removeprefix(INJECT), spec.location.removeprefix(INJECT)
+    try:
+        injection = importlib.import_module("hybridkv.tiers.fault_injection")
+    except ImportError as error:
+        raise ConfigError(
+            f"tier: {INJECT} is for tests and not in a release", f'"{location}" works'
+        ) from error
+    own = injection.OPTIONS
+    options = {name: value for name, value in spec.options.items() if name not in own}
+    bare = _make_bare(replace(spec, kind=kind, location=location, options=options), node)
+    tier: Tier = injection.InjectedTier(bare, spec)
     return tier

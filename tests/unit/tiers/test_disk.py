@@ -77,16 +77,6 @@ class TestWithoutDirectIO(TestDisk):
         monkeypatch.setattr(os, "O_DIRECT", 0)
 
 
-class TestInjected(TestDisk):
-    """What nothing is done to passes as it is."""
-
-    def make(self) -> Tier:
-        return make_tier(
-            parse_tier(f"inject+disk://{self._root}?bytes=64MiB&latency=0.0001&rate=1GiB", "disk"),
-            "here",
-        )
-
-
 class TestCompressed(TestDisk):
     encoded = True
 
@@ -120,35 +110,6 @@ def test_a_file_system_without_direct_io_is_told_of_at_the_first_start(
         tier = opened(tmp_path)
         assert tier.put([make_sample(1).write_request()]) == [None]
     assert [line.endswith("; no direct I/O there") for line in caplog.messages] == [True]
-
-
-def test_faults_come_as_often_as_asked_for(tmp_path: Path) -> None:
-    def errors(option: str) -> list[TierError | None]:
-        url = f"inject+disk://{tmp_path}/{option}?bytes=64MiB&{option}=0.5&seed=3"
-        tier = make_tier(parse_tier(url, "disk"), "here")
-        tier.open()
-        samples = [make_sample(number) for number in range(40)]
-        for sample in samples:
-            while tier.put([sample.write_request()]) != [None]:
-                pass
-        found: list[TierError | None] = []
-        for sample in samples:
-            try:
-                found.append(read(tier, sample))
-            except AssertionError:
-                found.append(DamagedError("seen by whoever proves it"))
-        return found
-
-    for option, kind in (("fail", TierError), ("lose", MissingError), ("damage", DamagedError)):
-        found = errors(option)
-        assert 10 < sum(type(error) is kind for error in found) < 30
-        assert 10 < found.count(None) < 30
-
-
-def test_options_that_are_no_numbers_are_one_sentence(tmp_path: Path) -> None:
-    for option in ("latency=x", "fail=-1", "rate=fast"):
-        with pytest.raises(ConfigError, match=option.partition("=")[0]):
-            make_tier(parse_tier(f"inject+disk://{tmp_path}?{option}", "disk"), "here")
 
 
 def chain(length: int, start: int = 0, part_bytes: int = 9000) -> list[tuple[SampleObject, bytes]]:
