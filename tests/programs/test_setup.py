@@ -30,3 +30,10 @@ def test_the_vllm_command_runs_on_the_cpu_build(tmp_path: Path) -> None:
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines()[-1] == "0.32.0+cpu"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_first_day() -> None:
+    """The wheel, a real `vllm serve`, an upgrade under load: the script looks at all of it."""
+    subprocess.run(["scripts/first-day"], cwd=ROOT, check=True)

@@ -162,10 +162,12 @@ def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
         return str(value)
     if isinstance(value, bytes | bytearray):
         return value.hex()
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, type | FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
     # The text of any other object may have its address in it.
-    is_named = isinstance(value, type | FunctionType | ModuleType)
-    state = {} if is_named else _state(value)
-    name = _name(value if is_named else type(value))
+    name, state = _plain(type(value)), _state(value)
     if state is None or (state and not depth):
         logger.warning(
             "hybridkv: a setting of type %s cannot be read, so this engine shares with no other "
@@ -174,13 +176,6 @@ def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
         )
         return [name, secrets.token_hex(16)]
     return [name, _plain(state, depth - 1)]
-
-
-def _name(value: type | FunctionType | ModuleType) -> str:
-    """Return the name by which a module has a class or a function, or that of a module."""
-    if isinstance(value, ModuleType):
-        return value.__name__
-    return f"{value.__module__}.{value.__qualname__}"
 
 
 def _state(value: object) -> object:
