@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from hybridkv import __version__
 from hybridkv.cli.arguments import Command
+from hybridkv.core.copies import PAYLOAD_VERSION
 from hybridkv.core.errors import HybridKVError
+from hybridkv.tiers.record import RECORD_VERSION
 from hybridkv.vllm.proven import PROVEN
 from hybridkv.wire.messages import PROTOCOL_VERSION
 
@@ -131,7 +133,8 @@ def _run(words: list[str]) -> int:
 
 def _versions() -> str:
     """This package's version, and those of what it must agree with: daemons, engines, vLLM."""
-    return f"hybridkv {__version__}, protocol {PROTOCOL_VERSION}, vLLM {', '.join(PROVEN)}"
+    formats = f"protocol {PROTOCOL_VERSION}, payload {PAYLOAD_VERSION}, record {RECORD_VERSION}"
+    return f"hybridkv {__version__}, {formats}, vLLM {', '.join(PROVEN)}"
 
 
 def command_of(name: str) -> Command:

@@ -13,7 +13,9 @@ import pytest
 
 from hybridkv import __version__
 from hybridkv.cli.main import COMMANDS, command_of, main
+from hybridkv.core.copies import PAYLOAD_VERSION
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.tiers.record import RECORD_VERSION
 from hybridkv.vllm.proven import PROVEN
 from hybridkv.wire.messages import PROTOCOL_VERSION
 
@@ -60,7 +62,8 @@ def test_versions_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     served = ", ".join(PROVEN)
     assert ended.value.code == 0
     assert capsys.readouterr().out.split("\n") == [
-        f"hybridkv {__version__}, protocol {PROTOCOL_VERSION}, vLLM {served}",
+        f"hybridkv {__version__}, protocol {PROTOCOL_VERSION}, payload {PAYLOAD_VERSION}, "
+        f"record {RECORD_VERSION}, vLLM {served}",
         "",
     ]
 
