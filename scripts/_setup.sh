@@ -11,10 +11,10 @@ venv=$root/.venv
 log=$venv/install.log
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
-# For the engines that the scripts start: nothing is fetched or reported, and torch compiles no kernels with g++ (tiny
-# models gain nothing from it, g++ may be missing, and it fails in a path with a space).
 # What is imported is compiled once, and kept, since pip compiles nothing ahead.
 unset PYTHONDONTWRITEBYTECODE
+# For the engines that the scripts start: nothing is fetched or reported, and torch compiles no kernels with g++ (tiny
+# models gain nothing from it, g++ may be missing, and it fails in a path with a space).
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 TORCHDYNAMO_DISABLE="${TORCHDYNAMO_DISABLE:-1}"
 
 say() { printf '%s\n' "$*" >&2; }

@@ -1,6 +1,6 @@
 """A first day, typed and looked at. scripts/first-day runs it with a fresh environment's Python.
 
-    first_day.py WHEEL NEXT_WHEEL DOCUMENTS
+    first_day.py WHEEL NEXT_WHEEL
 
 It prints a page of Markdown, and progress on stderr. It ends with a sentence and status 1 where
 something is not as promised.
@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
-VOCABULARY = 2048
+ROOT = Path(__file__).parents[1]
 TURNS, TURN_TOKENS, ANSWER_TOKENS = 10, 150, 8
 QUESTIONS, QUESTION_TOKENS = 16, 1500
 BLOCK_TOKENS = 128  # A hit ends where a block ends. The first one of a day ends a block earlier.
@@ -37,22 +37,8 @@ ARENAS = Path("/dev/shm")
 BIN = Path(sys.executable).parent
 WRAPPER = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
 TEMPLATE = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}assistant:"
-MODEL_CONFIG = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "sliding_window": 256,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.12,
-    "tie_word_embeddings": False,
-}
-"""Layers with full attention and with windows. Its weights are random, so its answers are too."""
+WEIGHTS = {"initializer_range": 0.12, "tie_word_embeddings": False}
+"""Random weights with which an answer depends on the whole prompt."""
 SETTINGS = (
     '{"kv_connector": "HybridKVConnector", "kv_connector_module_path": "hybridkv.connector", '
     '"kv_role": "kv_both", "kv_load_failure_policy": "recompute", '
@@ -82,7 +68,7 @@ def expect(is_so: bool, promise: str) -> None:
         sys.exit(f"scripts/first-day: this was promised, and is not so: {promise}")
 
 
-def until(is_so: Any, promise: str) -> None:
+def until(is_so: Callable[[], object], promise: str) -> None:
     """Wait until something is so, and end the script where that takes SECONDS_MAX."""
     deadline = time.monotonic() + SECONDS_MAX
     while not is_so():
@@ -90,13 +76,16 @@ def until(is_so: Any, promise: str) -> None:
         time.sleep(0.1)
 
 
-def make_model(directory: Path, documents: Path) -> Texts:
+def make_model(directory: Path) -> Texts:
     """Save a small model with a tokenizer and a chat template. Returns texts that it can read."""
     torch.manual_seed(0)
-    Gemma3ForCausalLM(Gemma3TextConfig(**MODEL_CONFIG)).save_pretrained(directory)
-    pages = sorted(page for page in documents.glob("*.md") if page.name != "first-day.md")
+    bundled = ROOT / "src" / "hybridkv" / "models" / "gemma3"
+    config = Gemma3TextConfig.from_pretrained(bundled, **WEIGHTS)
+    Gemma3ForCausalLM(config).save_pretrained(directory)
+    documents = (ROOT / "docs").glob("*.md")
+    pages = sorted(page for page in documents if page.name != "first-day.md")
     trained = ByteLevelBPETokenizer()
-    trained.train([str(page) for page in pages], VOCABULARY, show_progress=False)
+    trained.train([str(page) for page in pages], config.vocab_size, show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
@@ -203,6 +192,7 @@ class Server:
                 cwd=day.home,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         until(self._is_up, "vLLM serves")
 
@@ -258,9 +248,9 @@ class Server:
         self._process.wait(SECONDS_MAX)
 
     def close(self) -> None:
-        """End vLLM whatever it does."""
+        """End vLLM and its engine's processes whatever they do, unless `stop` has."""
         if self._process.poll() is None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 
@@ -318,7 +308,7 @@ class Load:
         expect(not self.faults, f"every answer is right under load, and not: {self.faults}")
 
 
-def run_day(day: Day, wheel: Path, next_wheel: Path, documents: Path, stack: ExitStack) -> None:
+def run_day(day: Day, wheel: Path, next_wheel: Path, stack: ExitStack) -> None:
     """Do everything, and write the page."""
     arenas = set(ARENAS.glob("hybridkv-*"))
     day.write(
@@ -328,11 +318,11 @@ def run_day(day: Day, wheel: Path, next_wheel: Path, documents: Path, stack: Exi
         "make no sense; but a wrong byte in the cache would change them.",
         "## Install",
     )
-    constraints = documents.parent / "requirements" / "engine.txt"
+    constraints = ROOT / "requirements" / "engine.txt"
     pip = (sys.executable, "-m", "pip", "install", "-q", "--upgrade", "-c", str(constraints))
     day.type(*pip, str(wheel), shown=f"pip install {wheel.name}")
     day.type("hybridkv", "--version")
-    texts = make_model(day.home / "model", documents)
+    texts = make_model(day.home / "model")
 
     day.write("## Start the daemon", "A service manager starts it (`ops/systemd`):")
     service = day.start_service()
@@ -353,11 +343,11 @@ def run_day(day: Day, wheel: Path, next_wheel: Path, documents: Path, stack: Exi
         table.append(f"| {len(replies)} | {reply.prompt_tokens} | {reply.cached_tokens} |")
     day.write("\n".join(table))
     expect(len({reply.text for reply in replies}) > 1, "an answer shows what was asked")
-    answers = {
-        question: server.chat([{"role": "user", "content": question}]).text
-        for question in texts.questions
-    }
-    chunks = sum(reply.prompt_tokens // BLOCK_TOKENS for reply in replies[-1:])
+    answers, chunks = {}, replies[-1].prompt_tokens // BLOCK_TOKENS
+    for question in texts.questions:
+        reply = server.chat([{"role": "user", "content": question}])
+        answers[question] = reply.text
+        chunks += reply.prompt_tokens // BLOCK_TOKENS
     until(lambda: day.ask_daemon("stats").get("objects_stored", 0) >= chunks, "all is stored")
 
     day.write("## Stop vLLM", "SIGTERM ends vLLM. The daemon and its memory stay.")
@@ -415,10 +405,10 @@ def run_day(day: Day, wheel: Path, next_wheel: Path, documents: Path, stack: Exi
 
 def main() -> None:
     """Run the day in a directory of its own, which goes with all processes at its end."""
-    wheel, next_wheel, documents = (Path(word) for word in sys.argv[1:])
+    wheel, next_wheel = (Path(word) for word in sys.argv[1:])
     # A short name: paths of sockets have a limit of 107 bytes.
     with tempfile.TemporaryDirectory(prefix="hkv-") as home, ExitStack() as stack:
-        run_day(Day(Path(home)), wheel, next_wheel, documents, stack)
+        run_day(Day(Path(home)), wheel, next_wheel, stack)
 
 
 if __name__ == "__main__":

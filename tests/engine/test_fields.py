@@ -275,12 +275,13 @@ def test_what_an_object_keeps_outside_its_dictionary_is_a_fact(
     assert names[0] == names[2] != names[1]
 
 
+@pytest.mark.parametrize("make", [threading.Lock, lambda: torch.zeros(4)], ids=["lock", "tensor"])
 def test_a_setting_that_cannot_be_read_is_shared_with_nobody(
-    config: Any, caplog: pytest.LogCaptureFixture
+    config: Any, make: Callable[[], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also not with another engine of this process, whose setting is another object."""
     changed = copy.copy(config)
-    object.__setattr__(changed, "quant_config", threading.Lock())
+    object.__setattr__(changed, "quant_config", make())
     with caplog.at_level("WARNING"):
         assert identity(changed) != identity(changed)
     assert "cannot be read" in caplog.text

@@ -36,7 +36,7 @@ def test_two_engines_at_the_same_time_share_one_daemon(
     ):
         assert stats(daemon.socket_path)["sessions"] == 2
         for running, mine in ((first, prompts[0]), (second, prompts[1])):
-            running.begin_command("run", prompts=[mine], max_tokens=8)
+            running.begin_command("generate", prompts=[mine], max_tokens=8)
         computed = [first.end_command()[0], second.end_command()[0]]
         assert [result["cached_tokens"] for result in computed] == [0, 0]
         own = [
@@ -47,7 +47,7 @@ def test_two_engines_at_the_same_time_share_one_daemon(
         assert stats(daemon.socket_path)["tokens_loaded"] == 0, "each engine's own prefix cache"
         until(lambda: stats(daemon.socket_path)["objects"] >= 2 * 9, "both prompts are stored")
         for running, text in ((first, prompts[1]), (second, prompts[0])):
-            running.begin_command("run", prompts=[text], max_tokens=8)
+            running.begin_command("generate", prompts=[text], max_tokens=8)
         crossed = [first.end_command()[0], second.end_command()[0]]
         assert [result["cached_tokens"] for result in crossed] == [3 * CHUNK, 3 * CHUNK]
         assert answer(crossed[0]) == answer(own[1])
@@ -90,7 +90,7 @@ def test_many_requests_while_the_daemon_is_stopped_killed_and_back(
         )
         forget(running)
         lookups = stats(daemon.socket_path)["lookups"]
-        running.begin_command("run", prompts=prompts, max_tokens=60)
+        running.begin_command("generate", prompts=prompts, max_tokens=60)
         until(
             lambda: stats(daemon.socket_path)["lookups"] > lookups,
             "the engine asks the daemon that dies",
@@ -312,7 +312,7 @@ def test_a_killed_engine_leaves_nothing_but_its_objects(
         computed = running.generate(prompts[0], max_tokens=4)
         running.reset_caches()
         lookups = stats(daemon.socket_path)["lookups"]
-        running.begin_command("run", prompts=prompts, max_tokens=2000)
+        running.begin_command("generate", prompts=prompts, max_tokens=2000)
 
         def is_storing() -> bool:
             held = stats(daemon.socket_path)

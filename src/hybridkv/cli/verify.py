@@ -456,7 +456,7 @@ class Verification:
         """Run an arm in which the daemon is killed as soon as it has answered the lookup."""
         self._say(f"arm: {arm}")
         lookups = self._stats().get("lookups", 0)
-        engine.begin_command("run", prompts=[self._prompt], max_tokens=KILLED_TOKENS)
+        engine.begin_command("generate", prompts=[self._prompt], max_tokens=KILLED_TOKENS)
         deadline = time.monotonic() + SETTLE_SECONDS
         while self._stats().get("lookups", 0) == lookups and time.monotonic() < deadline:
             pass

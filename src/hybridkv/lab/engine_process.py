@@ -152,7 +152,7 @@ class EngineProcess(AnsweringChild):
         self, *prompts: list[int], max_tokens: int, starve: bool = False
     ) -> list[dict[str, Any]]:
         """Generate for all prompts at once; returns what `EngineRunner.generate` returns."""
-        self.begin_command("run", prompts=prompts, max_tokens=max_tokens, starve=starve)
+        self.begin_command("generate", prompts=prompts, max_tokens=max_tokens, starve=starve)
         answer: list[dict[str, Any]] = self.end_command()
         return answer
 
@@ -161,7 +161,7 @@ class EngineProcess(AnsweringChild):
 
         vLLM does the latter after a weight update. Raises EngineError where it could not.
         """
-        self.begin_command("reset", connector=connector)
+        self.begin_command("reset_caches", connector=connector)
         if not self.end_command():
             raise EngineError("the engine could not reset its prefix cache")
 

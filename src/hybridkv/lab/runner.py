@@ -212,7 +212,7 @@ def main() -> None:
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 command = json.loads(pipe.recv_bytes())
-                work = runner.generate if command.pop("do") == "run" else runner.reset_caches
+                work = runner.generate if command.pop("do") == "generate" else runner.reset_caches
                 answer(work(**command))
 
 

@@ -155,7 +155,7 @@ def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
     if isinstance(value, Mapping):
         return {str(key): _plain(item, depth) for key, item in value.items()}
     if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
+        return sorted((_plain(item, depth) for item in value), key=repr)
     if isinstance(value, list | tuple):
         return [_plain(item, depth) for item in value]
     if isinstance(value, float | Enum | Path | torch.dtype):
@@ -182,18 +182,20 @@ def _state(value: object) -> object:
     """Return what pickle would keep of an object, which knows of slots and of what C keeps.
 
     `Quantization(bits=4) -> {"bits": 4}`. Returns {} for an object without state, and None for one
-    that says nothing of its state, as a lock.
+    that says nothing of its state, as a lock, and for a tensor, which may be large or on a device.
     """
+    if isinstance(value, torch.Tensor):
+        return None
     try:
         reduced = value.__reduce_ex__(2)
+        if isinstance(reduced, str):
+            return reduced
+        make, arguments, *rest = reduced
+        state = rest[0] if rest else None
+        items = [[*part] for part in rest[1:3] if part is not None]  # Of a list, and of a mapping.
     except Exception:  # noqa: BLE001  # It is any library's code.
         return None
-    if isinstance(reduced, str):
-        return reduced
-    make, arguments, *rest = reduced
-    state = rest[0] if rest else None
-    items = [[*part] for part in rest[1:3] if part is not None]  # Of a list, and of a mapping.
-    if arguments != (type(value),) or items:
+    if items or len(arguments) != 1 or arguments[0] is not type(value):
         return [make, arguments, state, items]
     if isinstance(state, tuple):  # What is in the dictionary, and what is in slots.
         state = {name: own for part in state for name, own in (part or {}).items()}
