@@ -37,7 +37,9 @@ KILLED_TOKENS = 64  # Of the arm in which the daemon is killed: it dies while th
 PREEMPTED_PROMPTS = 3
 TURNS = (100, 300, 500)  # New tokens of the second turns; a first one has TURN_CHUNKS chunks,
 TURN_CHUNKS = 3  # less a few tokens, so that it ends inside a block.
-PREEMPTED_AFTER = 4  # Tokens after which the requests of the preempted arm need another block.
+PREEMPTED_AFTER = 10
+"""Tokens after which the requests of the preempted arm need another block. With asynchronous
+scheduling and two drafts, eight are planned before the first token is out."""
 DAEMON_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
 SETTLED_COUNTERS = (
@@ -464,7 +466,7 @@ class Verification:
         (result,) = engine.end_command()
         for key in ("tokens", "logprobs"):
             result[key] = result[key][:MAX_TOKENS]
-        result["drafts"] = []  # It made more of them than its oracle.
+        result["drafts"], result["step_tokens"] = [], []  # It made more of them than its oracle.
         # Whether the load came first is chance; the engine's own count says what it computed from.
         loaded = {"tokens_loaded": result["cached_tokens"]}
         return Measured(arm, len(self._prompt), [result], loaded, None)

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from hybridkv.lab.judging import Measured, ReferenceAnswers, deviation, judge_repeated, judge_turns
+from hybridkv.lab.judging import (
+    Measured,
+    ReferenceAnswers,
+    deviation,
+    judge,
+    judge_repeated,
+    judge_turns,
+)
 
 ORACLE = {
     "tokens": [5, 6, 7],
@@ -71,3 +78,26 @@ def test_the_engines_own_hits_on_second_turns_are_as_long(own: int, ok: bool) ->
     turns = [{**result, "cached_tokens": own}] * 3
     arm = judge_turns(measured, replace(NO_REFERENCE, turns=turns))
     assert arm.ok is ok
+
+
+@pytest.mark.parametrize(
+    ("drafts", "steps", "own_steps", "same"),
+    [
+        ([], [1, 1, 1], [1, 1, 1], None),
+        ([], [], [1, 2], None),
+        ([], [1, 2], [1, 2], True),
+        ([], [1, 2], [1, 1, 1], False),
+        ([[6, 9]], [1, 1, 1], [1, 1, 1], False),
+    ],
+    ids=["none", "left_out", "not_seen", "fewer_accepted", "other_drafts"],
+)
+def test_what_a_step_accepted_counts_where_its_drafts_are_not_seen(
+    drafts: list[list[int]], steps: list[int], own_steps: list[int], same: bool | None
+) -> None:
+    """vLLM does not show drafts where it schedules asynchronously."""
+    seconds = {"ttft_seconds": 0.1, "slowest_decode_step_seconds": 0.0}
+    result = {**ORACLE, **seconds, "cached_tokens": 0, "drafts": drafts, "step_tokens": steps}
+    own = {**ORACLE, "drafts": [], "step_tokens": own_steps}
+    arm = judge(Measured("arm", 330, [result], {}), replace(NO_REFERENCE, computed=own))
+    assert arm.same_drafts is same
+    assert arm.ok is (same is not False)
