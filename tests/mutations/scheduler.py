@@ -420,6 +420,15 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{STORES}::test_a_state_is_taken_where_it_stands_and_nowhere_else",),
     ),
     Mutation(
+        "state-of-a-freed-block",
+        "a state is stored from a block that another request may have by now",
+        "StorePlanner._state",
+        "if offer.block not in tables[offer.gid]:",
+        "if False:",
+        ("B34",),
+        (f"{STORES}::test_a_state_whose_block_the_request_has_lost_is_not_stored",),
+    ),
+    Mutation(
         "alike-groups-are-one",
         "groups of one kind and size share their objects",
         "StorePlanner.__init__",

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config import KVEventsConfig, KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -41,11 +41,18 @@ class Shape:
     drafter_tokens_max: int | None = None  # The draft model's max_model_len; None = the target's.
     is_block_dropped: bool = True  # Whether vLLM's own hits leave out the block before their end.
     is_padded: bool = True  # Whether the drafter runs on padded batches.
+    is_v2: bool = False  # Whether a drafter runs on vLLM's V2 model runner, the default on GPUs.
 
 
 SPECULATIVE = {"ngram": "qwen3_ngram", "eagle": "llama_eagle", "draft_model": "qwen3_draft"}
 SPECULATIVE_HYBRIDS = {"ngram": "qwen3next_ngram", "eagle": "qwen3next_mtp"}
 """The bundled models whose configuration of speculation a method has."""
+
+
+class _V2Config(VllmConfig):
+    """The configuration of an engine that has the V2 model runner."""
+
+    use_v2_model_runner = True
 
 
 @functools.cache
@@ -81,6 +88,8 @@ def config_of(shape: Shape, socket_path: str, engine_id: str) -> Any:
     drafting = shape.layout.drafting
     known = SPECULATIVE_HYBRIDS if shape.layout.has_recurrent else SPECULATIVE
     config = copy.copy(base_config(known[drafting.method] if drafting else "qwen3"))
+    if shape.is_v2:
+        config.__class__ = _V2Config
     if drafting is not None:
         speculative = config.speculative_config = copy.copy(config.speculative_config)
         speculative.num_speculative_tokens = shape.drafts

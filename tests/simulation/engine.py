@@ -8,6 +8,7 @@ import functools
 import operator
 import random
 import socket
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -474,11 +475,12 @@ class Engine:
         self._drafts = shape.drafts
         self._is_ngram = shape.layout.drafting is not None and not shape.layout.drafting.has_layers
         self._state_tokens = shape.layout.state_tokens
-        self._drafter_tokens_max = min(
-            shape.max_model_len, shape.drafter_tokens_max or shape.max_model_len
-        )
+        # The V2 model runner runs the drafter in every step, and knows a prompt's next token.
+        longest = min(shape.max_model_len, shape.drafter_tokens_max or shape.max_model_len)
+        self._drafter_tokens_max = sys.maxsize if shape.is_v2 else longest
         drafting = shape.layout.drafting
-        self._is_stale_at_ends = bool(drafting and drafting.lookahead and shape.is_padded)
+        is_stale = drafting and drafting.lookahead and shape.is_padded and not shape.is_v2
+        self._is_stale_at_ends = bool(is_stale)
         self._rng = random.Random(shape.num_blocks)  # Draws which drafts are wrong.
         self._patience = float(str(shape.settings["lookup_timeout_ms"])) / 1e3
         self._asked: dict[str, AskedLookup] = {}

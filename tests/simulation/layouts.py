@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from hybridkv.vllm.drafters import NGRAM, STATE_VERSIONS, VERSIONS
+from hybridkv.vllm.drafters import NGRAM, STATE_VERSIONS, V2_VERSIONS, VERSIONS
 from hybridkv.vllm.versions import planning, resolve_hits
 
 WORD = 8
@@ -127,6 +127,12 @@ class Layout:
         if self.drafting is None or (self.drafting.method == NGRAM and not self.has_recurrent):
             return True
         return version in (STATE_VERSIONS if self.has_recurrent else VERSIONS)
+
+    @property
+    def drafts_on_v2(self) -> bool:
+        """Whether a drafter with layers is served on the V2 model runner of this vLLM."""
+        version = ".".join(vllm.__version__.split(".")[:2])
+        return self.drafting is not None and self.drafting.has_layers and version in V2_VERSIONS
 
     @property
     def unit(self) -> int:

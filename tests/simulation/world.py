@@ -115,8 +115,11 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         (unit, unit + rng.randrange(unit), 2 * unit + 1, chunk, 2 * chunk + rng.randrange(chunk))
     )
     budget = max(16, budget, *(member.block for member in layout.members if member.is_recurrent))
-    # vLLM has no asynchronous scheduling with n-gram speculation.
-    is_async = rng.random() < 0.5 and not (layout.has_recurrent and layout.drafting)
+    runner = random.Random(f"runners of {seed}")
+    is_v2 = layout.drafts_on_v2 and runner.random() < 0.5
+    # vLLM has no asynchronous scheduling with n-gram speculation. With asynchronous scheduling and
+    # the V1 model runner hybridkv refuses drafters of recurrent layers.
+    is_async = rng.random() < 0.5 and (is_v2 or not (layout.has_recurrent and layout.drafting))
     drafts = drafting.choice((1, 2, 3)) if layout.drafting else 0
     # With asynchronous scheduling vLLM admits a request where two steps of it fit.
     needed = layout.blocks_for(max_model_len, budget * (1 + is_async), drafts)
@@ -170,6 +173,7 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         is_block_dropped=drafting.random() < 0.8,
         # With padding no prompt of several steps is stored where there are states.
         is_padded=drafting.random() < (0.2 if layout.has_recurrent else 0.5),
+        is_v2=is_v2,
     )
     return Draw(
         shape=shape,
@@ -369,6 +373,7 @@ class _Life:
                 "tails_loaded",
                 "stores_no_staging",
                 "stores_too_large",
+                "states_freed",
                 "audits_passed",
                 "audits_unmade",
             ):

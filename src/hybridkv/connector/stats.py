@@ -145,6 +145,7 @@ EXACT: Mapping[str, Cell] = {
     "device_store_seconds": Cell("device_copy_seconds", ("store",)),
     "device_load_seconds": Cell("device_copy_seconds", ("load",)),
     "states_unaligned": Cell("stores_shed", ("state_unaligned",)),
+    "states_freed": Cell("stores_shed", ("state_freed",)),
     "connects": Cell("daemon_connects"),
     "losses": Cell("daemon_losses"),
     "slots_condemned": Cell("condemned_slots"),

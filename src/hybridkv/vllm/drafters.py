@@ -26,7 +26,8 @@ VERSIONS = {
 """How drafters were proven, by the minor version of vLLM. They are served on no other version."""
 V2_VERSIONS = ("0.32",)  # Versions on which drafters ran on the V2 model runner of a real engine.
 STATE_VERSIONS = ("0.32",)
-"""Versions on which recurrent states under speculation were compared on a real engine."""
+"""Versions on which recurrent states under speculation were compared on a real engine, with both
+model runners."""
 STATE_METHODS = (NGRAM, "eagle", "mtp")
 STATE_ARCHITECTURES = (
     "Qwen3NextForCausalLM",
@@ -143,13 +144,15 @@ def unproven_states(vllm_config: Any, spec: Any) -> ConfigRefusal | None:
         return ConfigRefusal(f"{what} for {architecture}", remedy)
     if spec.num_speculative_blocks != vllm_config.num_speculative_tokens:
         return ConfigRefusal(f"{what} with use_replayssm", "serving without --use-replayssm works")
-    versions = _ProvenVersions(STATE_VERSIONS, ())
+    versions = _ProvenVersions(STATE_VERSIONS, STATE_VERSIONS)
     states = "a recurrent state under speculation"
     if unproven := _unproven_engine(vllm_config, versions, states, remedy):
         return unproven
-    if speculative.use_eagle() and vllm_config.scheduler_config.async_scheduling:
-        what = f"{what} with asynchronous scheduling, which plans a step before drafts are verified"
-        return ConfigRefusal(what, f"{UNPADDED} works")
+    is_async = vllm_config.scheduler_config.async_scheduling
+    if speculative.use_eagle() and is_async and not vllm_config.use_v2_model_runner:
+        what = f"{what} with asynchronous scheduling on the V1 model runner, whose padded drafts "
+        what += "leave nothing to restore"
+        return ConfigRefusal(what, f"VLLM_USE_V2_MODEL_RUNNER=1 or {UNPADDED} works")
     if current_platform.is_cpu() and seams.has_wrong_drafted_states():
         what = (
             "speculative_config: vLLM 0.32's CPU build itself computes wrong recurrent states "

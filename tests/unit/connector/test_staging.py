@@ -67,7 +67,7 @@ class Prefill:
             elif group.kind is GroupKind.CHUNKED_LOCAL:
                 kept = first // group.window_tokens * group.window_tokens // size
             elif group.kind is GroupKind.RECURRENT:
-                offers.append((group.gid, 7, end))
+                offers.append((group.gid, -(-end // size), end))
             tables.append([NULL_BLOCK] * kept + [*range(1 + kept, 1 + -(-end // size))])
         for shape in {shape for group in geometry.groups for shape in slot_shapes(geometry, group)}:
             slots = pack_u64(list(range(64)))

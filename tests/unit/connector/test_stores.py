@@ -252,6 +252,14 @@ def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
     assert step.stored(3 * chunk, [(1, 7, 3 * chunk)])[1] == set(), "the lookup found it"
 
 
+def test_a_state_whose_block_the_request_has_lost_is_not_stored() -> None:
+    """With asynchronous scheduling another request may write the offered block in this step."""
+    step = Step("qwen3next", 4)
+    chunk = step.geometry.chunk_tokens
+    assert step.stored(chunk, [(0, 5, chunk), (1, 99, chunk)]) == {0: {0}, 1: set(), 2: {0}}
+    assert step.counters["states_freed"] == 1
+
+
 @pytest.mark.parametrize("is_sampled", [True, False])
 def test_a_state_is_named_when_the_token_after_it_is_sampled(is_sampled: bool) -> None:
     """A drafter's names look ahead, and the engine offers a state in the step that computes it."""

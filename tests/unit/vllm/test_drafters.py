@@ -154,14 +154,15 @@ STATES_CASES = (
     StatesCase(changes={"architecture": "Qwen3_5ForConditionalGeneration"}, version="0.32.1"),
     StatesCase("for FalconH1ForCausalLM", {"architecture": "FalconH1ForCausalLM"}),
     StatesCase("never restored on vllm 0.33", version="0.33.0"),
-    StatesCase("V2 model runner", {"v2": True}),
+    StatesCase(changes={"v2": True, "is_async": True}),
+    StatesCase("never restored on vllm 0.31", {"v2": True}, version="0.31.0"),
     StatesCase("use_replayssm", blocks=0),
     StatesCase(BATCH_SIZES, {BATCH_SIZES: {1: 2}}),
     StatesCase("CPU build itself computes wrong recurrent states", has_wrong_states=True),
 )
 
 
-@pytest.mark.parametrize("case", STATES_CASES, ids=lambda case: case.what or case.version)
+@pytest.mark.parametrize("case", STATES_CASES, ids=lambda case: f"{case.what} {[*case.changes]}")
 @pytest.mark.parametrize("method", ["ngram", "mtp", "eagle"])
 def test_recurrent_states_are_served_where_they_were_proven(
     method: str, case: StatesCase, monkeypatch: pytest.MonkeyPatch
@@ -178,10 +179,13 @@ def test_recurrent_states_are_served_where_they_were_proven(
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle"])
-def test_a_drafter_over_recurrent_states_is_served_without_padding_alone(
+def test_a_drafter_over_recurrent_states_is_served_unpadded_or_on_the_v2_runner(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM pads for asynchronous scheduling, and then no prompt of several steps is stored."""
+    """vLLM pads for asynchronous scheduling; the V1 runner then stores no prompt of several steps.
+
+    The V2 runner knows the prompt's next token, padded or not.
+    """
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
     monkeypatch.setattr(seams, "has_wrong_drafted_states", lambda: False)
     full = Member("full", 16).spec(1, 1)
@@ -192,6 +196,9 @@ def test_a_drafter_over_recurrent_states_is_served_without_padding_alone(
     (sentence,) = refused(method, full, recurrent, verdict=Verdict.WARN)
     assert "nothing of such a prompt is restored" in sentence
     assert sentence.endswith('"disable_padded_drafter_batch":true works')
+    on_v2: dict[str, Any] = {"v2": True, "is_async": True}
+    assert not refused(method, full, recurrent, **on_v2)
+    assert not refused(method, full, recurrent, verdict=Verdict.WARN, **on_v2)
     unpadded: dict[str, Any] = {"disable_padded_drafter_batch": True}
     assert not refused(method, full, recurrent, verdict=Verdict.WARN, **unpadded)
     sentences = refused(method, full, recurrent, verdict=Verdict.OK, **unpadded)

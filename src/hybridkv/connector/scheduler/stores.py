@@ -199,8 +199,9 @@ class StorePlanner:
             if self._limits.with_tails and states:
                 states, inside = self._separate(states)
                 runs.update(self._tail(tracked, inside, tables, tokens))
+            held = tables(request_id) if states else ()
             for offer in states:
-                completed += self._state(tracked, offer, state_tokens)
+                completed += self._state(tracked, offer, state_tokens, held)
             if completed:
                 runs.update(self._number_runs(tracked, completed))
         return runs
@@ -366,12 +367,26 @@ class StorePlanner:
                     break
             tracked.next_chunk[index] = max(first, reached)
 
-    def _state(self, tracked: TrackedRequest, offer: StateOffer, tokens: int) -> Iterator[CopyRun]:
-        """Yield the run of a state that the engine offers within the first `tokens` tokens."""
+    def _state(
+        self,
+        tracked: TrackedRequest,
+        offer: StateOffer,
+        tokens: int,
+        tables: Sequence[Sequence[int]],
+    ) -> Iterator[CopyRun]:
+        """Yield the run of a state that the engine offers within the first `tokens` tokens.
+
+        A drafter's state that was named when the step before was taken may have lost its block
+        since, where vLLM schedules asynchronously: another request may write the block in this
+        step. So the request must still have the block in its `tables`.
+        """
         index = self._recurrent_groups.get(offer.gid)
         chunk, rest = divmod(offer.tokens, self._geometry.chunk_tokens)
         if index is None or offer.block == NULL_BLOCK or rest or offer.tokens > tokens:
             self._counters["states_unaligned"] += 1
+            return
+        if offer.block not in tables[offer.gid]:
+            self._counters["states_freed"] += 1
             return
         chunk -= 1
         if chunk >= self._chunks_max:
