@@ -32,11 +32,16 @@ VOCABULARY = 2000
 MEASURES = {"decode_step_seconds": "wall", "decode_processor_seconds": "processor"}
 
 
-def measure(model: str, rounds: int, requests: int, tokens: int, directory: Path) -> dict[str, Any]:
-    """Returns a row: milliseconds of a decode step of both engines, and the spread of ratios."""
+def measure(
+    model: str, *, words: list[str], rounds: int, requests: int, tokens: int, directory: Path
+) -> dict[str, Any]:
+    """Returns a row: milliseconds of a decode step of both engines, and the spread of ratios.
+
+    `words` are vLLM's arguments, after those of the bundled model.
+    """
     socket_path = str(directory / f"{model}.sock")
     transfer = {**CONNECTOR, "kv_connector_extra_config": {"server": f"unix://{socket_path}"}}
-    plain = [f"--model={bundled_models()[model]}", *bundled_arguments(model)]
+    plain = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *words]
     attached = [*plain, f"--kv-transfer-config={json.dumps(transfer)}"]
     rng = random.Random(model)
     # By measure and engine, the seconds of a step in each round.
@@ -101,6 +106,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=4, help="prompts at once (default: 4)")
     parser.add_argument("--tokens", type=int, default=128, help="to generate (default: 128)")
     parser.add_argument("--json", action="store_true", help="print one JSON array")
+    parser.add_argument("words", nargs="*", help="vLLM's arguments of both engines, after --")
     arguments = parser.parse_args()
     models = arguments.models.split(",")
     if unknown := sorted({*models} - {*bundled_models()}):
@@ -112,6 +118,7 @@ def main() -> int:
             rows.append(
                 measure(
                     model,
+                    words=arguments.words,
                     rounds=arguments.rounds,
                     requests=arguments.requests,
                     tokens=arguments.tokens,

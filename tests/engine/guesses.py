@@ -16,6 +16,7 @@ from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import hybridkv.lab.shims
+from hybridkv.lab.models import V2_RUNNER_ENV
 
 ANSWERS = "HYBRIDKV_TEST_ANSWERS"
 BundledWorker = hybridkv.lab.shims.BundledWorker
@@ -56,5 +57,39 @@ def _draft_known(self: Any, *given: Any, **named: Any) -> Any:
     return drafts
 
 
+def _on_v2() -> None:
+    """Put the same in place for drafters with layers on the V2 model runner."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Runner
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+        TargetDependentARSpeculator,
+    )
+
+    draft, postprocess = TargetDependentARSpeculator.propose, Runner.postprocess_sampled
+    states: list[Any] = []
+
+    def postprocess_sampled(self: Any, *given: Any, **named: Any) -> Any:
+        states[:] = [self.req_states]
+        return postprocess(self, *given, **named)
+
+    def propose(self: Any, input_batch: Any, *given: Any, **named: Any) -> Any:
+        drafts = draft(self, input_batch, *given, **named)
+        if not states or named.get("dummy_run"):
+            return drafts
+        (requests,) = states
+        for row, name in enumerate(input_batch.req_ids):
+            at = requests.req_id_to_index[name]
+            length = int(requests.total_len.gpu[at])
+            known = _answer_to(requests.all_token_ids.gpu[at, :length].tolist())
+            for place, token in enumerate(known[length : length + drafts.shape[1]]):
+                if (length + place) % 5 != 3:
+                    drafts[row, place] = token
+        return drafts
+
+    TargetDependentARSpeculator.propose = propose
+    Runner.postprocess_sampled = postprocess_sampled
+
+
 NgramProposer.propose = _propose
 GPUModelRunner.propose_draft_token_ids = _draft_known
+if os.environ.get(V2_RUNNER_ENV) == "1":
+    _on_v2()

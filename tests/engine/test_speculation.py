@@ -3,12 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.models import bundled_arguments, bundled_models
+from hybridkv.lab.models import bundled_models
+from tests.engine.drafted import run_turns
 from tests.engine.support import engine, forget, prompt, since_vllm, stats
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -104,41 +104,11 @@ def test_recurrent_states_of_drafted_tokens_are_those_of_the_engines_own_hits(
     model: str, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     """Prompts that end around a block's end, which is then reached by drafts right and wrong."""
-    block, options = 256, ["--prefix-cache-retention-interval=256"]
-    if model.endswith("_mtp"):
-        # The oracle's hit is then as long: it is of the same prompt, so nothing in it is stale.
-        given = bundled_arguments(model)
-        drafting = json.loads(given[given.index("--speculative-config") + 1])
-        drafting["disable_eagle_block_drop"] = True
-        options.append(f"--speculative-config={json.dumps(drafting)}")
-    texts = [prompt(seed, block - 2 - seed) for seed in range(5)]
-    with engine(model, tmp_path / "cold.log", None, *options) as plain:
-        first = [plain.generate(text, max_tokens=24)[0] for text in texts]
-    turns = [[*text, *answer["tokens"]] for text, answer in zip(texts, first, strict=True)]
-    (tmp_path / "answers.json").write_text(json.dumps(turns))
-    guessing = "--worker-extension-cls=tests.engine.guesses.BundledWorker"
-    known = {"HYBRIDKV_TEST_ANSWERS": str(tmp_path / "answers.json")}
-
-    def answers(socket_path: str | None, log: str) -> list[dict[str, Any]]:
-        """Returns the answers to the texts, and then to the turns that follow them."""
-        results = []
-        with engine(
-            model, tmp_path / log, socket_path, *options, guessing, environment=known
-        ) as running:
-            for text in texts:
-                results += running.generate(text, max_tokens=24)
-            if socket_path is not None:
-                forget(running)
-            for turn in turns:
-                results += running.generate([*turn, *prompt(9, 30)], max_tokens=24)
-        return results
-
-    own, ours = answers(None, "own.log"), answers(daemon.socket_path, "ours.log")
-    for key in ("tokens", "logprobs", "drafts", "step_tokens", "cached_tokens"):
-        assert [answer[key] for answer in ours] == [answer[key] for answer in own], key
-    accepted = [max(answer["step_tokens"]) for answer in ours[: len(texts)]]
-    assert 3 in accepted, "all drafts of a step are right"
-    hits = [answer["cached_tokens"] for answer in ours[len(texts) :]]
+    block = 256
+    turns = run_turns(model, tmp_path, daemon.socket_path, block)
+    assert turns.differences() == []
+    assert turns.accepted_tokens() == 3, "all drafts of a step are right"
+    hits = turns.hits()
     assert block in hits, "a state that drafts led to is restored"
     assert stats(daemon.socket_path)["tokens_loaded"] == sum(hits)
     assert stats(daemon.socket_path).get("loads_failed", 0) == 0

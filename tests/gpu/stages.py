@@ -70,11 +70,23 @@ _COPIER = Step("copier", (*_PYTEST, "-x", "tests/unit/connector/test_copier.py")
 _BYTES = Step("bytes", (*_PYTEST, "tests/gpu"), 120)
 _PATH = Step("bench path", ("-m", "hybridkv", "bench", "path", "--device=cuda", "--json"), 90)
 _GRAPHS = "--no-enforce-eager", f"--compilation-config={GRAPHS}"
+_DECODE = "--json", "--rounds=5", "--models=qwen3,llama_eagle"
+_TRITON = "--attention-backend=TRITON_ATTN"
+"""FlashAttention 4, which vLLM asks for heads of 512, needs CUTLASS's Python."""
+_PADDED = f"--speculative-config={json.dumps({'method': 'mtp', 'num_speculative_tokens': 2})}"
+"""MTP as vLLM runs it by default on a GPU, with asynchronous scheduling."""
+_V1, _V2 = ({"VLLM_USE_V2_MODEL_RUNNER": runner} for runner in "01")
 
 
 def _production(model: str) -> Step:
     words = ["-m", "tests.gpu.checks.production", f"--model={model}", "--", *_ENGINE]
-    return Step(f"production, {model}", (*words, f"--compilation-config={GRAPHS}"), 200)
+    return Step(f"production, {model}", (*words, f"--compilation-config={GRAPHS}"), 330)
+
+
+def _drafted_states(model: str, *options: str, **environment: str) -> Step:
+    words = ["-m", "tests.gpu.checks.drafted_states", f"--model={model}", "--", *_ENGINE, *options]
+    runner = "V2" if environment == _V2 else "V1"
+    return Step(f"drafted states, {model}, {runner}", tuple(words), 330, tuple(environment.items()))
 
 
 STAGES = {
@@ -121,14 +133,13 @@ STAGES = {
         "vLLM 0.32 on the device: more models, and layouts; eager but where graphs are named",
         (
             *(_verify(model, model) for model in ("granitehybrid", "deepseekv2", "llama4")),
-            # FlashAttention 4, which vLLM asks for heads of 512, needs CUTLASS's Python.
-            _verify("gemma4", "gemma4", "--attention-backend=TRITON_ATTN"),
+            _verify("gemma4", "gemma4", _TRITON),
             *(_verify(model, model) for model in ("lfm2", "qwen35", "mistral_swa")),
-            _verify("qwen3, Triton", "qwen3", "--attention-backend=TRITON_ATTN"),
+            _verify("qwen3, Triton", "qwen3", _TRITON),
             _verify("qwen3, fp8", "qwen3", "--kv-cache-dtype=fp8"),
             _verify("qwen3, LBHNC", "qwen3", VLLM_KV_CACHE_LAYOUT="LBHNC"),
             _verify("qwen3, BLNHC", "qwen3", VLLM_KV_CACHE_LAYOUT="BLNHC"),
-            _verify("qwen3next, V1 runner", "qwen3next", VLLM_USE_V2_MODEL_RUNNER="0"),
+            _verify("qwen3next, V1 runner", "qwen3next", **_V1),
             _verify("qwen3next, graphs", "qwen3next", *_GRAPHS),
             Step(
                 "doctor",
@@ -141,6 +152,35 @@ STAGES = {
             ),
         ),
         jobs=8,
+    ),
+    "c:3": Stage(
+        "vLLM 0.32 on the device: engines that draft, eager but where graphs are named",
+        (
+            *(_verify(model, model) for model in ("llama_eagle", "llama_eagle3", "gemma3_eagle")),
+            *(_verify(model, model) for model in ("qwen3_draft", "qwen3_ngram", "qwen3next_ngram")),
+            _verify("gemma4_mtp", "gemma4_mtp", _TRITON),
+            *(_verify(model, model, _PADDED) for model in ("qwen3next_mtp", "qwen35_mtp")),
+            _verify("llama_eagle, graphs", "llama_eagle", *_GRAPHS),
+            _verify("qwen3next_mtp, graphs", "qwen3next_mtp", _PADDED, *_GRAPHS),
+            _drafted_states("qwen3next_mtp", _PADDED, **_V2),
+            _drafted_states("qwen35_mtp", _PADDED, **_V2),
+            _drafted_states("qwen3next_mtp", **_V1),
+            _drafted_states("qwen3next_ngram", **_V1),
+            *(
+                _verify(f"{model}, V1 runner", model, **_V1)
+                for model in ("llama_eagle", "llama_eagle3", "qwen3_draft", "qwen3next_mtp")
+            ),
+            *(
+                _verify(f"{model}, V1 runner", model, **_V1)
+                for model in ("qwen35_mtp", "qwen3next_ngram", "qwen35_ngram", "qwen3next_eagle")
+            ),
+            _verify("gemma4_mtp, V1 runner", "gemma4_mtp", _TRITON, **_V1),
+        ),
+        jobs=12,
+    ),
+    "d": Stage(
+        "decode steps with a connector beside those without one",
+        (Step("decode", ("-m", "benchmarks.decode", *_DECODE, "--", *_ENGINE), 300),),
     ),
 }
 """deepseekv4 needs DeepGEMM, which needs PyTorch 2.13."""
