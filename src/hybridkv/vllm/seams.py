@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm import _custom_ops
+from vllm.platforms import current_platform
 
 Method = Callable[..., Any]
 
@@ -112,8 +113,11 @@ def models_of(runner: Any) -> dict[str, torch.nn.Module]:
 def occupied_bytes(runner: Any) -> int:
     """Return the memory that loading the models took, `model_memory_usage` of a model runner.
 
-    0 where the runner does not have it, as on the CPU: then nothing checks how much was read.
+    0 where the runner does not have it, and on a CPU, where the V2 model runner takes it from the
+    memory of the whole machine: then nothing checks how much was read.
     """
+    if current_platform.is_cpu():
+        return 0
     occupied = getattr(runner, "model_memory_usage", 0)
     return occupied if isinstance(occupied, int) else 0
 

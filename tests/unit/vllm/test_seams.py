@@ -138,7 +138,11 @@ def test_vllms_runners_have_a_drafter_and_count_their_memory() -> None:
         assert "self.model_memory_usage = " in source(runner)
 
 
-def test_memory_that_is_not_counted_is_none() -> None:
+def test_memory_that_is_not_counted_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the V2 runner counts what all processes of the machine took meanwhile."""
+    assert seams.occupied_bytes(SimpleNamespace(model_memory_usage=7)) == 0
+    device = SimpleNamespace(is_cpu=lambda: False)
+    monkeypatch.setattr(seams, "current_platform", device)
     assert seams.occupied_bytes(SimpleNamespace(model_memory_usage=7)) == 7
     assert seams.occupied_bytes(SimpleNamespace(model_memory_usage=None)) == 0
     assert seams.occupied_bytes(None) == 0
