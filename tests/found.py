@@ -83,6 +83,14 @@ FOUND = (
     ),
     Found(
         "tests.simulation",
+        3083,
+        "",
+        "vLLM clears all prefixes between two moves of one that two chunks share",
+        options={"layout": "eagle_recurrent"},
+        layout="eagle_recurrent",
+    ),
+    Found(
+        "tests.simulation",
         102718577528,
         "a7b45c9",
         "late loads and stores over tiers, a daemon that stops, and weights that change",

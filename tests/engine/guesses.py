@@ -65,17 +65,17 @@ def _on_v2() -> None:
     )
 
     draft, postprocess = TargetDependentARSpeculator.propose, Runner.postprocess_sampled
-    states: list[Any] = []
+    requests: Any = None
 
     def postprocess_sampled(self: Any, *given: Any, **named: Any) -> Any:
-        states[:] = [self.req_states]
+        nonlocal requests
+        requests = self.req_states
         return postprocess(self, *given, **named)
 
     def propose(self: Any, input_batch: Any, *given: Any, **named: Any) -> Any:
         drafts = draft(self, input_batch, *given, **named)
-        if not states or named.get("dummy_run"):
+        if requests is None or named.get("dummy_run"):
             return drafts
-        (requests,) = states
         for row, name in enumerate(input_batch.req_ids):
             at = requests.req_id_to_index[name]
             length = int(requests.total_len.gpu[at])

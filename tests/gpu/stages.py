@@ -75,7 +75,8 @@ _TRITON = "--attention-backend=TRITON_ATTN"
 """FlashAttention 4, which vLLM asks for heads of 512, needs CUTLASS's Python."""
 _PADDED = f"--speculative-config={json.dumps({'method': 'mtp', 'num_speculative_tokens': 2})}"
 """MTP as vLLM runs it by default on a GPU, with asynchronous scheduling."""
-_V1, _V2 = ({"VLLM_USE_V2_MODEL_RUNNER": runner} for runner in "01")
+_V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+_V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 def _production(model: str) -> Step:

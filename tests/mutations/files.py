@@ -63,7 +63,7 @@ CODEC = "tests/unit/wire/test_codec.py"
 GOLDEN = "tests/unit/wire/test_golden.py"
 
 PLAIN = "tests.simulation --seeds 0:25 --layout full"
-SCRATCH = "tests.simulation --seeds 0:5 --layout glm53_small"
+SCRATCH = "tests.simulation --seeds 26:27 --layout glm53_small"
 TAILS = "tests.simulation --seeds 3000:3012 --layout qwen3next_small"
 GEMMA = "tests.simulation --seeds 0:5 --layout gemma3_small"
 DEEPSEEK = "tests.simulation --seeds 0:25 --layout deepseekv4_small"

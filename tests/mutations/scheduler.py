@@ -421,10 +421,10 @@ FAULTS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "state-of-a-freed-block",
-        "a state is stored from a block that another request may have by now",
+        "a state is stored from a block that the request has for a later state by now",
         "StorePlanner._state",
+        "if [*tables[offer.gid][place : place + 1]] != [offer.block]:",
         "if offer.block not in tables[offer.gid]:",
-        "if False:",
         ("B34",),
         (f"{STORES}::test_a_state_whose_block_the_request_has_lost_is_not_stored",),
     ),
@@ -493,7 +493,6 @@ FAULTS: tuple[Mutation, ...] = (
         (
             f"{DRAFTED}::test_drafts_that_are_computed_and_not_verified_are_never_stored",
             f"{DRAFTED}::test_a_prompt_may_be_stored_as_far_as_the_next_token_is_known",
-            EAGLE,
         ),
     ),
     Mutation(
@@ -565,12 +564,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "stores-states-of-drafts",
         "the state of the last draft of a step is taken for that of the boundary",
-        "StorePlanner._plan_groups",
-        "completed += self._state(tracked, offer, state_tokens)",
-        """
-        last = tables(request_id)[offer.gid][-1]
-        completed += self._state(tracked, offer._replace(block=last), state_tokens)
-        """,
+        "StorePlanner._state",
+        "span = ObjectSpan(index, chunk, 1, (offer.block,))",
+        "span = ObjectSpan(index, chunk, 1, (tables[offer.gid][-1],))",
         ("C31",),
         (DRAFTED_STATES, DRAFTERS_STATES),
     ),

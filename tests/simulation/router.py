@@ -17,6 +17,7 @@ class AnnouncedBlock(NamedTuple):
 
     parent: ExternalBlockHash | None
     tokens: tuple[int, ...]
+    is_cleared: bool = False  # Whether vLLM cleared it since, which the connector is not told.
 
 
 class AnnouncedPrefix(NamedTuple):
@@ -31,35 +32,30 @@ class Router:
 
     def __init__(self) -> None:
         self.media: dict[str, dict[ExternalBlockHash, AnnouncedBlock]] = {"CPU": {}, "STORAGE": {}}
-        self.was_cleared = False
-        """True once vLLM cleared all media. A later event may then follow an unknown block."""
         self.counts: Counter[str] = Counter()
 
     def hear(self, events: Iterable[KVCacheEvent]) -> None:
         """Take a batch of events. Raises AssertionError where it contradicts earlier ones."""
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                self.was_cleared = True
                 for blocks in self.media.values():
-                    blocks.clear()
+                    blocks |= {
+                        name: block._replace(is_cleared=True) for name, block in blocks.items()
+                    }
             elif isinstance(event, BlockStored) and event.medium in self.media:
                 self._on_stored(event, self.media[event.medium])
             elif isinstance(event, BlockRemoved) and event.medium in self.media:
                 blocks = self.media[event.medium]
                 for name in event.block_hashes:
-                    assert self.was_cleared or name in blocks, (
-                        "a block that was never stored is removed"
-                    )
-                    blocks.pop(name, None)
+                    assert name in blocks, "a block that was never stored is removed"
+                    del blocks[name]
                 self.counts["heard_removed"] += len(event.block_hashes)
 
     def _on_stored(
         self, event: BlockStored, blocks: dict[ExternalBlockHash, AnnouncedBlock]
     ) -> None:
         size, parent = event.block_size, event.parent_block_hash
-        assert parent is None or self.was_cleared or self.reach(event.medium).get(parent), (
-            "a hole in a chain of prefixes"
-        )
+        assert parent is None or parent in self.reach(event.medium), "a hole in a chain of prefixes"
         assert len(event.token_ids) == size * len(event.block_hashes)
         assert event.extra_keys is not None
         assert len(event.extra_keys) == len(event.block_hashes)
@@ -79,17 +75,16 @@ class Router:
     def chains(self, medium: str) -> Iterator[AnnouncedPrefix]:
         """Yields every prefix of which a medium has the last block.
 
-        Prefixes of which vLLM cleared a block are left out.
+        Left out are prefixes of which vLLM cleared a block, or the block after them.
         """
         announced = self.reach(medium)
         inner = {block.parent for block in announced.values()}
         for name in self.media[medium]:
             names = [name]
-            while (parent := announced[names[-1]].parent) in announced:
-                assert parent is not None
+            while (parent := announced[names[-1]].parent) is not None:
                 names.append(parent)
-            assert parent is None or self.was_cleared
-            if parent is None and name not in inner:
+            is_cleared = any(announced[name].is_cleared for name in names)
+            if not is_cleared and name not in inner:
                 names.reverse()
                 tokens = [token for name in names for token in announced[name].tokens]
                 yield AnnouncedPrefix(names, tokens)

@@ -376,16 +376,18 @@ class StorePlanner:
     ) -> Iterator[CopyRun]:
         """Yield the run of a state that the engine offers within the first `tokens` tokens.
 
-        A drafter's state that was named when the step before was taken may have lost its block
-        since, where vLLM schedules asynchronously: another request may write the block in this
-        step. So the request must still have the block in its `tables`.
+        vLLM may have freed an offered block in the same plan, where it schedules drafts
+        asynchronously. Another request may write the block in this step then, and so may this one,
+        for a later state. So the block must stand at the state's own place in `tables`, the
+        request's present block tables by vLLM's group.
         """
         index = self._recurrent_groups.get(offer.gid)
         chunk, rest = divmod(offer.tokens, self._geometry.chunk_tokens)
         if index is None or offer.block == NULL_BLOCK or rest or offer.tokens > tokens:
             self._counters["states_unaligned"] += 1
             return
-        if offer.block not in tables[offer.gid]:
+        place = offer.tokens // self._geometry.groups[index].tokens_per_block - 1
+        if [*tables[offer.gid][place : place + 1]] != [offer.block]:
             self._counters["states_freed"] += 1
             return
         chunk -= 1
