@@ -1,8 +1,8 @@
 """What an attached connector costs a decode step: `python -m benchmarks.decode [--models NAMES]`.
 
-Two real engines on the CPU build decode the same new prompts in turns, one with the connector and a
-daemon and one without. Nothing is hit, and what is generated is stored. Each round's times are
-compared with the other engine's of the same round.
+Real engines decode the same new prompts in turns: one with the connector and a daemon, one without
+a connector, and one with a connector that does nothing. Nothing is hit, and what is generated is
+stored. Each round's times are compared with those of the engine without a connector.
 """
 
 import argparse
@@ -29,24 +29,33 @@ MODELS = ("qwen3", "qwen3_ngram", "qwen3_draft", "llama_eagle")
 """A model that does not draft, n-gram speculation, a draft model, and EAGLE."""
 PROMPT_TOKENS = 200
 VOCABULARY = 2000
+IDLE = {
+    **CONNECTOR,
+    "kv_connector": "IdleConnector",
+    "kv_connector_module_path": "benchmarks.idle_connector",
+}
 MEASURES = {"decode_step_seconds": "wall", "decode_processor_seconds": "processor"}
 
 
 def measure(
     model: str, *, words: list[str], rounds: int, requests: int, tokens: int, directory: Path
 ) -> dict[str, Any]:
-    """Returns a row: milliseconds of a decode step of both engines, and the spread of ratios.
+    """Returns a row: milliseconds of a decode step of each engine, and the spread of ratios.
 
     `words` are vLLM's arguments, after those of the bundled model.
     """
     socket_path = str(directory / f"{model}.sock")
     transfer = {**CONNECTOR, "kv_connector_extra_config": {"server": f"unix://{socket_path}"}}
     plain = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *words]
-    attached = [*plain, f"--kv-transfer-config={json.dumps(transfer)}"]
+    arms = {
+        "plain": plain,
+        "idle": [*plain, f"--kv-transfer-config={json.dumps(IDLE)}"],
+        "attached": [*plain, f"--kv-transfer-config={json.dumps(transfer)}"],
+    }
     rng = random.Random(model)
     # By measure and engine, the seconds of a step in each round.
     seconds: dict[str, dict[str, list[float]]] = {
-        name: {"plain": [], "attached": []} for name in MEASURES
+        name: {arm: [] for arm in arms} for name in MEASURES
     }
     with ExitStack() as stack:
         stack.enter_context(DaemonProcess(socket_path, "1GiB"))
@@ -59,13 +68,13 @@ def measure(
                     bundled_environment(model),
                 )
             )
-            for arm, arguments in (("plain", plain), ("attached", attached))
+            for arm, arguments in arms.items()
         }
         accepted = []
         # The first round makes both warm.
         for number in range(rounds + 1):
             prompts = [rng.choices(range(2, VOCABULARY), k=PROMPT_TOKENS) for _ in range(requests)]
-            for arm in ("plain", "attached") if number % 2 else ("attached", "plain"):
+            for arm in arms if number % 2 else reversed(arms):
                 first, *others = engines[arm].generate(*prompts, max_tokens=tokens)
                 if number:
                     for name, of_arms in seconds.items():
@@ -78,14 +87,11 @@ def measure(
         raise HybridKVError(f"{model}: the connector stored nothing")
     row: dict[str, Any] = {"model": model, "tokens/step": round(statistics.mean(accepted), 2)}
     for name, what in MEASURES.items():
-        plain_seconds, attached_seconds = seconds[name]["plain"], seconds[name]["attached"]
-        ratios = [
-            attached_step / plain_step
-            for attached_step, plain_step in zip(attached_seconds, plain_seconds, strict=True)
-        ]
-        row[f"{what} ms"] = round(statistics.median(plain_seconds) * 1e3, 2)
-        row[f"{what} ms, attached"] = round(statistics.median(attached_seconds) * 1e3, 2)
-        row[f"{what} ratio"] = _spread(ratios)
+        for arm, of_arm in seconds[name].items():
+            row[f"{what} ms, {arm}"] = round(statistics.median(of_arm) * 1e3, 2)
+        for arm in ("idle", "attached"):
+            pairs = zip(seconds[name][arm], seconds[name]["plain"], strict=True)
+            row[f"{what} ratio, {arm}"] = _spread([of_arm / of_plain for of_arm, of_plain in pairs])
     return {**row, "objects stored": stored}
 
 
@@ -106,7 +112,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=4, help="prompts at once (default: 4)")
     parser.add_argument("--tokens", type=int, default=128, help="to generate (default: 128)")
     parser.add_argument("--json", action="store_true", help="print one JSON array")
-    parser.add_argument("words", nargs="*", help="vLLM's arguments of both engines, after --")
+    parser.add_argument("words", nargs="*", help="vLLM's arguments of all engines, after --")
     arguments = parser.parse_args()
     models = arguments.models.split(",")
     if unknown := sorted({*models} - {*bundled_models()}):

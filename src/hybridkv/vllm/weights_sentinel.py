@@ -5,11 +5,13 @@ the sentinel sees, in each step, that the weights are others, whoever wrote them
 change that leaves every watched word alone.
 """
 
+import operator
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
@@ -26,7 +28,7 @@ class WeightsLook:
     """The words that the sentinel saw in one look, which may still be on their way to the host."""
 
     serial: int  # How often modules, parameters or buffers were exchanged.
-    words: Sequence[torch.Tensor]  # On the host, whole once `arrivals` are over.
+    words: Sequence[np.ndarray]  # On the host, whole once `arrivals` are over.
     arrivals: Sequence[torch.cuda.Event] = ()
 
     def words_digest(self) -> bytes | None:
@@ -38,20 +40,12 @@ class WeightsLook:
             return None
         seen = xxhash.xxh3_128(self.serial.to_bytes(8, "little"))
         for words in self.words:
-            seen.update(words.numpy())
+            seen.update(words.data)
         return seen.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class _WatchedTensor:
-    """A tensor, and the address of its bytes when it was found."""
-
-    tensor: torch.Tensor
-    address: int
-
-
 class _WordKind(NamedTuple):
-    """The common place and size of words that are gathered together."""
+    """The device and the size of words that are gathered together."""
 
     device: torch.device
     element_bytes: int
@@ -70,50 +64,69 @@ class WeightsSentinel:
     def __init__(self) -> None:
         self._serial = 0
         self._models: dict[str, torch.nn.Module] = {}
-        self._in_dicts: list[Place] = []
-        """Places in dictionaries: of modules, tensors, and the objects through which these are
-        reached. One of these objects is another one where a tensor was replaced."""
+        self._dicts: list[dict[Any, Any]] = []
+        """The holders of places in dictionaries: of modules, tensors, and the objects through which
+        these are reached. One of these objects is another one where a tensor was replaced."""
+        self._keys: list[Any] = []
+        self._values: list[object] = []
+        """The key and the value of each of these places."""
         self._places: list[Place] = []
-        """The same of places outside dictionaries."""
-        self._watched: list[_WatchedTensor] = []
+        """Places outside dictionaries."""
+        self._tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        """Where the bytes of each of the tensors were when it was found."""
         self._samples: dict[_WordKind, list[torch.Tensor]] = {}
-        """Views of the words, without a copy."""
+        """Views of the words on devices, without a copy."""
+        self._host_samples: dict[int, list[np.ndarray]] = {}
+        """The same on the host, by bytes of an element."""
         self._scattered: list[_ScatteredWords] = []
 
     def look(self, models: Mapping[str, torch.nn.Module]) -> WeightsLook:
-        """Gather the words. A device does so after what it computes now, and nothing waits."""
-        with torch.inference_mode():
-            if not self._is_kept(models):
+        """Gather the words. A device does so after what it computes now, and nothing waits.
+
+        Each step of the engine waits for this. So what grows with the number of tensors is a loop
+        inside NumPy, PyTorch or `map`.
+        """
+        if not self._is_kept(models):
+            with torch.inference_mode():
                 self._find(models)
-            found = [torch.cat(views) for views in self._samples.values()]
-            found += [words.tensor[words.indices].view(-1) for words in self._scattered]
-            words, arrivals = [], []
-            for gathered in found:
-                if gathered.device.type == "cpu":
-                    words.append(gathered)
-                    continue
-                host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-                words.append(host.copy_(gathered, non_blocking=True))
-                arrivals.append(torch.cuda.Event())
-                arrivals[-1].record()
-            return WeightsLook(self._serial, words, arrivals)
+        words = [np.concatenate(views) for views in self._host_samples.values()]
+        arrivals: list[torch.cuda.Event] = []
+        if self._samples or self._scattered:
+            with torch.inference_mode():
+                self._gather(words, arrivals)
+        return WeightsLook(self._serial, words, arrivals)
+
+    def _gather(self, words: list[np.ndarray], arrivals: list[torch.cuda.Event]) -> None:
+        """Append the words that PyTorch gathers, and the ends of their copies to the host."""
+        found = [torch.cat(views) for views in self._samples.values()]
+        found += [words.tensor[words.indices].view(-1) for words in self._scattered]
+        for gathered in found:
+            if gathered.device.type == "cpu":
+                words.append(gathered.numpy())
+                continue
+            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+            words.append(host.copy_(gathered, non_blocking=True).numpy())
+            arrivals.append(torch.cuda.Event())
+            arrivals[-1].record()
 
     def _is_kept(self, models: Mapping[str, torch.nn.Module]) -> bool:
         """Return True if all tensors and modules are where they were found."""
         known = self._models
         if known.keys() != models.keys() or any(models[name] is not known[name] for name in known):
             return False
-        if not all(holder.get(key) is value for holder, key, value in self._in_dicts):
+        present = map(dict.get, self._dicts, self._keys)
+        if not all(map(operator.is_, present, self._values)):
             return False
-        if not all(place.is_kept() for place in self._places):
+        if not all(map(Place.is_kept, self._places)):
             return False
-        return all(watched.tensor.data_ptr() == watched.address for watched in self._watched)
+        return [*map(torch.Tensor.data_ptr, self._tensors)] == self._addresses
 
     def _find(self, models: Mapping[str, torch.nn.Module]) -> None:
         """Find the tensors of `models` anew, and choose their words."""
         self._serial += 1
         self._models = dict(models)
-        self._samples, self._scattered = {}, []
+        self._samples, self._host_samples, self._scattered = {}, {}, []
         modules = [module for model in models.values() for module in model.modules()]
         places = [
             Place(module._modules, name, child)
@@ -127,9 +140,13 @@ class WeightsSentinel:
             for reached in content.tensors:
                 places += reached.places
                 tensors.append(reached.tensor)
-        self._in_dicts = [place for place in places if isinstance(place.holder, dict)]
+        in_dicts = [place for place in places if isinstance(place.holder, dict)]
+        self._dicts = [place.holder for place in in_dicts]
+        self._keys = [place.key for place in in_dicts]
+        self._values = [place.value for place in in_dicts]
         self._places = [place for place in places if not isinstance(place.holder, dict)]
-        self._watched = [_WatchedTensor(tensor, tensor.data_ptr()) for tensor in tensors]
+        self._tensors = tensors
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
         for number, tensor in enumerate(tensors):
             if tensor.numel():
                 self._watch(tensor.detach(), random.Random(number))
@@ -147,7 +164,10 @@ class WeightsSentinel:
         if words.permute(order).is_contiguous():
             sample = words.as_strided((count,), (step,), words.storage_offset() + start)
             kind = _WordKind(words.device, words.element_size())
-            self._samples.setdefault(kind, []).append(sample)
+            if words.device.type == "cpu":
+                self._host_samples.setdefault(kind.element_bytes, []).append(sample.numpy())
+            else:
+                self._samples.setdefault(kind, []).append(sample)
         else:
             places = torch.arange(start, start + count * step, step, device=words.device)
             indices = torch.unravel_index(places, words.shape)
