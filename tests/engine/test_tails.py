@@ -1,10 +1,12 @@
 """Hits that end inside a block, on the real engine."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import EngineProcess
 from tests.engine.support import answer, engine, forget, prompt, since_vllm, stats
 from tests.waiting import until
 
@@ -16,6 +18,7 @@ pytestmark = [
 ]
 
 UNIT = 32
+ALIGNMENT = 128  # Of hits of the bundled models without states, and the size of their chunks.
 FIRST = 1000  # Tokens of the first turn, in blocks of 256.
 NEW = (100, 300, 500)  # New tokens of second turns.
 
@@ -48,3 +51,49 @@ def test_second_turns_hit_to_within_a_match_unit_of_the_first_ones_end(
     assert values["tokens_loaded"] == hit * len(NEW)
     assert not values.get("loads_failed")
     assert [answer(result) for result in loaded] == [answer(result) for result in own]
+
+
+@pytest.mark.parametrize("model", ["qwen3next", "qwen35", "gemma3", "llama4"])
+def test_each_turn_of_a_conversation_hits_to_the_last_turns_end(model: str, tmp_path: Path) -> None:
+    """From RAM, with a new engine after three turns and a new daemon after six.
+
+    Each hit is as long as the engine's own, whose answers it has to the last bit.
+    """
+    has_states = model.startswith("qwen")
+    unit = UNIT if has_states else ALIGNMENT
+    options = ["--prefix-match-unit", str(unit)] if has_states else []
+    text: list[int] = []
+    turns: list[list[int]] = []
+    own: list[dict[str, Any]] = []
+    with engine(model, tmp_path / "own.log", None, *options) as running:
+        for turn in range(10):
+            text = [*text, *prompt(turn, 100 + 400 * (7 * turn % 10) // 9)]
+            turns.append(text)
+            own += running.generate(text, max_tokens=4)
+            text = [*text, *own[-1]["tokens"]]
+    extra: dict[str, object] = {"checksum": "paranoid", "load_policy": "always"}
+    loaded: list[dict[str, Any]] = []
+    with DaemonProcess(str(tmp_path / "s.sock"), "1GiB") as daemon:
+        socket_path = daemon.socket_path
+        for several in (turns[:3], turns[3:]):
+            log = tmp_path / f"{len(several)}.log"
+            with engine(model, log, socket_path, *options, extra=extra) as running:
+                for text in several:
+                    if len(loaded) == 6:
+                        daemon.stop()
+                        daemon.start()
+                        until(lambda: _is_connected(socket_path, running), "it is connected")
+                    loaded += running.generate(text, max_tokens=4)
+                    forget(running)
+        values = stats(socket_path)
+    assert not values.get("loads_failed")
+    hits = [result["cached_tokens"] for result in loaded]
+    assert hits == [result["cached_tokens"] for result in own]
+    ends = [0, *map(len, turns)]
+    assert all(end - hit <= unit for end, hit in zip(ends, hits, strict=False))
+    assert [answer(result) for result in loaded] == [answer(result) for result in own]
+
+
+def _is_connected(socket_path: str, running: EngineProcess) -> bool:
+    running.generate(prompt(9, 10), max_tokens=1)
+    return stats(socket_path)["sessions"] >= 1
