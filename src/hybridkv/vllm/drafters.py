@@ -24,6 +24,8 @@ VERSIONS = {
     "0.33": "the simulation and by reading its model runner; there is no CPU build of it yet",
 }
 """How drafters were proven, by the minor version of vLLM. They are served on no other version."""
+LOOKAHEAD_VERSIONS = ("0.33",)
+"""Versions whose own block hashes look ahead, but not beside a connector."""
 V2_VERSIONS = ("0.32",)  # Versions on which drafters ran on the V2 model runner of a real engine.
 STATE_VERSIONS = ("0.32",)
 """Versions on which recurrent states under speculation were compared on a real engine, with both
@@ -104,6 +106,11 @@ def speculation_findings(vllm_config: Any) -> Iterator[Finding]:
             f"{speculative.method}: its KV cache is restored with the target's, and reads {reads}; "
             f"proven by {VERSIONS[minor_version()]}"
         )
+        if minor_version() in LOOKAHEAD_VERSIONS and speculative.use_eagle_block_drop():
+            what += (
+                "; beside any connector vLLM's block hashes do not look ahead, so its own hits end "
+                "one block lower, and hits from hybridkv do not"
+            )
         yield ok(Check.SPECULATIVE_DECODING, what)
 
 

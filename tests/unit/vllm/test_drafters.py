@@ -62,6 +62,8 @@ def test_proven_methods_are_served(
     assert found.verdict is Verdict.OK
     is_simulated = method != "ngram" and version == "0.33.0"
     assert ("no CPU build of it yet" in found.sentence) == is_simulated
+    is_lowered = is_simulated and method != "draft_model"
+    assert ("its own hits end one block lower" in found.sentence) == is_lowered
 
 
 @pytest.mark.parametrize(
