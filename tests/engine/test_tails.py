@@ -75,10 +75,10 @@ def test_each_turn_of_a_conversation_hits_to_the_last_turns_end(model: str, tmp_
     loaded: list[dict[str, Any]] = []
     with DaemonProcess(str(tmp_path / "s.sock"), "1GiB") as daemon:
         socket_path = daemon.socket_path
-        for several in (turns[:3], turns[3:]):
-            log = tmp_path / f"{len(several)}.log"
+        for part in (turns[:3], turns[3:]):
+            log = tmp_path / f"{len(part)}.log"
             with engine(model, log, socket_path, *options, extra=extra) as running:
-                for text in several:
+                for text in part:
                     if len(loaded) == 6:
                         daemon.stop()
                         daemon.start()

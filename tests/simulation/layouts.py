@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import vllm
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -24,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from hybridkv.vllm.drafters import NGRAM, STATE_VERSIONS, V2_VERSIONS, VERSIONS
-from hybridkv.vllm.versions import planning, resolve_hits
+from hybridkv.vllm.versions import minor_version, planning, resolve_hits
 
 WORD = 8
 _FIELDS = {field.name for field in dataclasses.fields(MLAAttentionSpec)}
@@ -123,16 +122,15 @@ class Layout:
     @property
     def is_served(self) -> bool:
         """Whether this version of vLLM is served with the layout's drafts."""
-        version = ".".join(vllm.__version__.split(".")[:2])
         if self.drafting is None or (self.drafting.method == NGRAM and not self.has_recurrent):
             return True
-        return version in (STATE_VERSIONS if self.has_recurrent else VERSIONS)
+        return minor_version() in (STATE_VERSIONS if self.has_recurrent else VERSIONS)
 
     @property
     def drafts_on_v2(self) -> bool:
         """Whether a drafter with layers is served on the V2 model runner of this vLLM."""
-        version = ".".join(vllm.__version__.split(".")[:2])
-        return self.drafting is not None and self.drafting.has_layers and version in V2_VERSIONS
+        has_drafter = self.drafting is not None and self.drafting.has_layers
+        return has_drafter and minor_version() in V2_VERSIONS
 
     @property
     def unit(self) -> int:

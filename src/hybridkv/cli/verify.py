@@ -466,7 +466,7 @@ class Verification:
         (result,) = engine.end_command()
         for key in ("tokens", "logprobs"):
             result[key] = result[key][:MAX_TOKENS]
-        result["drafts"], result["step_tokens"] = [], []  # It made more of them than its oracle.
+        result["step_tokens"] = []  # It has more of them than its oracle.
         # Whether the load came first is chance; the engine's own count says what it computed from.
         loaded = {"tokens_loaded": result["cached_tokens"]}
         return Measured(arm, len(self._prompt), [result], loaded, None)

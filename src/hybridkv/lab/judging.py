@@ -127,11 +127,14 @@ def judge(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
 
 
 def _has_same_drafts(result: Mapping[str, Any], oracle: Mapping[str, Any]) -> bool | None:
-    """Return True if each step drafted and accepted the same; None where nothing was drafted.
+    """Return True if each step drafted and accepted the same.
 
-    With asynchronous scheduling drafts are not seen, but how many of them each step accepted is.
+    None where neither engine drafted, or the result's steps are left out. With asynchronous
+    scheduling drafts are not seen, but how many of them each step accepted is.
     """
-    if not result.get("drafts") and max(result.get("step_tokens", ()), default=1) <= 1:
+    if not result.get("step_tokens"):
+        return None
+    if not any(each["drafts"] or max(each["step_tokens"]) > 1 for each in (result, oracle)):
         return None
     return all(result[key] == oracle[key] for key in ("drafts", "step_tokens"))
 

@@ -87,28 +87,22 @@ class WeightsSentinel:
         Each step of the engine waits for this. So what grows with the number of tensors is a loop
         inside NumPy, PyTorch or `map`.
         """
-        if not self._is_kept(models):
-            with torch.inference_mode():
+        with torch.inference_mode():
+            if not self._is_kept(models):
                 self._find(models)
-        words = [np.concatenate(views) for views in self._host_samples.values()]
-        arrivals: list[torch.cuda.Event] = []
-        if self._samples or self._scattered:
-            with torch.inference_mode():
-                self._gather(words, arrivals)
-        return WeightsLook(self._serial, words, arrivals)
-
-    def _gather(self, words: list[np.ndarray], arrivals: list[torch.cuda.Event]) -> None:
-        """Append the words that PyTorch gathers, and the ends of their copies to the host."""
-        found = [torch.cat(views) for views in self._samples.values()]
-        found += [words.tensor[words.indices].view(-1) for words in self._scattered]
-        for gathered in found:
-            if gathered.device.type == "cpu":
-                words.append(gathered.numpy())
-                continue
-            host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            words.append(host.copy_(gathered, non_blocking=True).numpy())
-            arrivals.append(torch.cuda.Event())
-            arrivals[-1].record()
+            words = [np.concatenate(views) for views in self._host_samples.values()]
+            arrivals = []
+            found = [torch.cat(views) for views in self._samples.values()]
+            found += [tensor[indices].view(-1) for tensor, indices in self._scattered]
+            for gathered in found:
+                if gathered.device.type == "cpu":
+                    words.append(gathered.numpy())
+                    continue
+                host = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+                words.append(host.copy_(gathered, non_blocking=True).numpy())
+                arrivals.append(torch.cuda.Event())
+                arrivals[-1].record()
+            return WeightsLook(self._serial, words, arrivals)
 
     def _is_kept(self, models: Mapping[str, torch.nn.Module]) -> bool:
         """Return True if all tensors and modules are where they were found."""

@@ -84,12 +84,13 @@ def test_the_engines_own_hits_on_second_turns_are_as_long(own: int, ok: bool) ->
     ("drafts", "steps", "own_steps", "same"),
     [
         ([], [1, 1, 1], [1, 1, 1], None),
-        ([], [], [1, 2], None),
+        ([[6, 9]], [], [1, 2], None),
         ([], [1, 2], [1, 2], True),
         ([], [1, 2], [1, 1, 1], False),
+        ([], [1, 1, 1], [1, 2], False),
         ([[6, 9]], [1, 1, 1], [1, 1, 1], False),
     ],
-    ids=["none", "left_out", "not_seen", "fewer_accepted", "other_drafts"],
+    ids=["none", "left_out", "not_seen", "more_accepted", "none_accepted", "other_drafts"],
 )
 def test_what_a_step_accepted_counts_where_its_drafts_are_not_seen(
     drafts: list[list[int]], steps: list[int], own_steps: list[int], same: bool | None
