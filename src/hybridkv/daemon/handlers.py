@@ -285,19 +285,23 @@ class Daemon(DaemonState):
             # The engine has other weights by now.
             masks, chunks = [bytes(len(mask)) for mask in masks], 0
         tokens, tail = chunks * geometry.chunk_tokens, 0
+        outgrown: Iterable[Slot] = ()
         if request.tails and request.namespace is session.namespace:
             tail, tail_slots = resident_tail(request, masks, chunks)
         if tail:
             chunks = tail_chunk(geometry, request.tails_from, tail - 1) + 1
             tokens = tail_tokens(geometry, request.tails_from, tail - 1)
             entries = [*entries[: chunks - 1], tail_slots]
+            if tail < len(request.tails) // HASH_BYTES:
+                # The prompt goes on, and stores a tail of its own.
+                outgrown = filter(None, tail_slots)
             self.counters["tails_hit"] += 1
         tiers = self._count_origins(origins, chunks)
         slots = hit_slots(geometry, entries, chunks)
         lease = None
         if chunks:
             self.demotion.queue_hit(slots)
-            self.store.pin(slots)
+            self.store.pin(slots, outgrown)
             lease = Lease(slots, request.asked_at, request.tokens_per_second, opened_at=self.now)
             session.leases[request.lease] = lease
             self.counters["lookups_hit"] += 1

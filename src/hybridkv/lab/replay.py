@@ -34,7 +34,7 @@ from hybridkv.core.tails import (
     why_no_tails,
 )
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset, slot_bytes
-from hybridkv.store.index import Namespace, NewObject
+from hybridkv.store.index import Namespace, NewObject, Slot
 from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
@@ -414,6 +414,7 @@ class TraceReplay:
         ]
         masks = [bytes(slot is not None for slot in group_slots) for group_slots in slots]
         hits, chunks, tail = model.hit_with_tail(prompt, masks, self._has_tail)
+        outgrown: Iterable[Slot] = ()
         if hits.tokens_hit:
             if tail:
                 # As the daemon reads it: the tail stands for one chunk more.
@@ -423,13 +424,15 @@ class TraceReplay:
                     for group_slots, end in zip(slots, ends, strict=True)
                 ]
                 chunks += 1
+                if tail != model.tail(prompt).name:
+                    outgrown = filter(None, ends)
             read = [
                 slot
                 for group, group_slots in zip(groups, slots, strict=True)
                 for chunk in needed_chunks(geometry, group, chunks)
                 if (slot := group_slots[chunk]) is not None
             ]
-            store.pin(read)
+            store.pin(read, outgrown)
             store.unpin(read)
         evicted = store.evicted
         self._store_prompt(prompt, hashes, masks)

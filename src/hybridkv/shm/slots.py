@@ -44,7 +44,7 @@ _GENERATION = struct.Struct("<Q")
 
 _USE_OFFSET = HEADER_BYTES - 1
 USE_READ = 255
-"""The `use` of an object that was read. The `use` of any other object is its EvictionClass."""
+"""The `use` of an object that was read and is not interior. Else it is its EvictionClass."""
 
 assert _HEADER.size + _CRC.size <= _USE_OFFSET
 
@@ -129,10 +129,10 @@ def read_generation(memory: memoryview, offset: int) -> int:
     return int(_GENERATION.unpack_from(memory, offset + _GENERATION_OFFSET)[0])
 
 
-def write_read(memory: memoryview, offset: int) -> None:
-    """Note in the header of the slot at `offset` that its object was read."""
+def write_use(memory: memoryview, offset: int, use: int) -> None:
+    """Write the `use` of an object into the header of its slot at `offset`."""
     at = offset + _USE_OFFSET
-    memory[at : at + 1] = bytes([USE_READ])
+    memory[at : at + 1] = bytes([use])
 
 
 def payload_offset(parts: int) -> int:

@@ -2,7 +2,8 @@
 
 Four stages, each least recently used first, and emptied in this order::
 
-    interior    stored after the end of a prompt's prefix and never read: longer hits do without it
+    interior    stored after the end of a prompt's prefix and never read: longer hits do without it;
+                or a tail that one prompt read and went on after
     generated   stored with tokens of an answer and never read, as far as it is more than its part
                 of the bytes; the rest of it is as old as probation's and goes with that
     probation   stored and never read, or not read for long
@@ -98,6 +99,10 @@ class EvictionQueue(Generic[T]):
             queued.tick = tick
             if queued.stage != wanted:
                 self._move(queued, wanted)
+
+    def demote(self, item: T) -> None:
+        """Make the item an interior one. It is a victim again after `offer` only."""
+        self._move(self._items[item], _INTERIOR)
 
     def offer(self, item: T) -> None:
         """Consider the item for eviction from now on, because it may go again."""

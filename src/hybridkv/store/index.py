@@ -25,7 +25,7 @@ class Slot:
     group_index: int = 0
     parent_short: int = 0  # The `short_hash` of the chunk before, 0 = none.
     tenant: int = 0  # The tenant whose quota the object counts against, 0 = none.
-    eviction_class: EvictionClass = EvictionClass.PROMPT  # It matters until the object is read.
+    eviction_class: EvictionClass = EvictionClass.PROMPT  # A read changes it, see `Store.pin`.
     is_read: bool = False  # True once a lookup hit the object, in this daemon's life or before.
     is_doubted: bool = False
     """True after a load failed in which the object took part. The next store of it replaces it."""

@@ -247,18 +247,27 @@ class Store:
         del self._by_end[slot.offset + slot.size_bytes]
         return self.extents.free(slot.offset, slot.size_bytes)
 
-    def pin(self, slots: Sequence[Slot]) -> None:
-        """Keep objects where they are until `unpin`, and count them as used."""
+    def pin(self, slots: Sequence[Slot], outgrown: Iterable[Slot] = ()) -> None:
+        """Keep objects where they are until `unpin`, and count them as used.
+
+        `outgrown` are those of them that the reader is about to store longer ones of. The first
+        reader makes them interior. A second one shows that prompts part there, and protects them.
+        """
         self.hold(slots)
+        interior = [slot for slot in outgrown if not slot.is_read]
         self.queue.mark_used(slots)
         for slot in slots:
-            slot.eviction_class = EvictionClass.PROMPT
-            if not slot.is_read:
-                slot.is_read = True
-                layout.write_read(self._memory, slot.offset)
+            if not slot.is_read or slot.eviction_class is not EvictionClass.PROMPT:
+                slot.is_read, slot.eviction_class = True, EvictionClass.PROMPT
+                layout.write_use(self._memory, slot.offset, layout.USE_READ)
         for slot in slots if self.tenants else ():
             if slot.tenant in self.tenants:
                 self._tenant_queues[slot.tenant].mark_used((slot,))
+        for slot in interior:
+            slot.eviction_class = EvictionClass.INTERIOR
+            layout.write_use(self._memory, slot.offset, slot.eviction_class)
+            for queue in self._queues_of(slot):
+                queue.demote(slot)
 
     def hold(self, slots: Iterable[Slot]) -> None:
         """Keep objects where they are until `unpin`, without counting them as used."""

@@ -1,16 +1,42 @@
 """The daemon's answer where a hit may end inside a chunk."""
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import pack_u64
 from hybridkv.core.speed import Speed
+from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.daemon.handlers import Daemon
+from hybridkv.daemon.slot_requests import NO_PARENT
+from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers.jobs import JobKind
-from hybridkv.wire.messages import Error, Found, Lookup, Pending, Release, Reply
+from hybridkv.wire.messages import (
+    Clear,
+    Commit,
+    Done,
+    Error,
+    Found,
+    Lookup,
+    Pending,
+    Release,
+    Reply,
+)
+from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import Ref, commit, engine, grant, hashes, make_daemon, unpack_refs
+from tests.unit.daemon.harness import (
+    Ref,
+    commit,
+    engine,
+    grant,
+    hashes,
+    make_daemon,
+    pack_refs,
+    unpack_refs,
+)
 from tests.unit.daemon.tier_node import WAIT_MS, Node, is_found, remote
 
 FINE = dataclasses.replace(LAYOUTS["qwen3next"], hash_tokens=64, alignment_tokens=64)
@@ -63,6 +89,89 @@ def test_a_hit_of_chunks_is_not_given_up_for_a_tail(daemon: Daemon) -> None:
     store(daemon, 0, *RECURRENT, FULL)
     found = asked(daemon, 2)
     assert (found.chunks, found.tail) == (1, 0)
+
+
+class Chat:
+    """A conversation whose prompts an engine looks up and stores, each with its tail."""
+
+    def __init__(self, daemon: Daemon, number: int) -> None:
+        self._daemon, self._number = daemon, number
+        self.tokens = 0
+
+    def name(self, end: int) -> bytes:
+        """The engine's hash of the first `end` tokens."""
+        return (self._number << 32 | end).to_bytes(HASH_BYTES, "little")
+
+    def tails(self) -> list[int]:
+        """The tokens of each tail that RAM has of the conversation."""
+        names = self._daemon.sessions.all[0].namespace.entries
+        ends = range(FINE.hash_tokens, self.tokens, FINE.hash_tokens)
+        return [end for end in ends if end % FINE.chunk_tokens and self.name(end) in names]
+
+    def turn(self, added: int) -> int:
+        """Serve a prompt with so many more tokens. Returns the tokens hit."""
+        self.tokens += added
+        chunk, unit, last = FINE.chunk_tokens, FINE.hash_tokens, self.tokens - 1
+        chunks = [self.name(end) for end in range(chunk, last + 1, chunk)]
+        fine = [self.name(end) for end in range(unit, last + 1, unit)]
+        first = first_tail_chunk(FINE, self.tokens)
+        names = b"".join(tail_names(FINE, fine, first, self.tokens))
+        found = self._daemon.handle(
+            1, Lookup(5, 1, b"".join(chunks), tails=names, tails_from=first)
+        )
+        assert isinstance(found, Found), found
+        for at, name in enumerate(chunks):
+            if not found.masks[FULL][at]:
+                self._store(FULL, name, chunks[at - 1] if at else NO_PARENT)
+        end = last // unit * unit
+        stored: dict[bytes, tuple[int, ...]] = {chunks[-1]: RECURRENT} if chunks else {}
+        if end % chunk:
+            stored[self.name(end)] = (*RECURRENT, FULL)
+        for name, groups in stored.items():
+            for group in groups:
+                self._store(group, name, chunks[-1] if chunks else NO_PARENT)
+        self._daemon.handle(1, Release(1))
+        if found.tail:
+            return tail_tokens(FINE, first, found.tail - 1)
+        return found.chunks * chunk
+
+    def _store(self, group: int, name: bytes, parent: bytes) -> None:
+        """Store an object, if there is a slot for it."""
+        for slot in grant(self._daemon, 1, FINE.groups[group].block_bytes, 1):
+            packed, groups = pack_refs([slot]), pack_u64([group])
+            self._daemon.handle(1, Commit(*packed, groups, name, parents=parent))
+
+
+def test_a_conversation_of_30_turns_leaves_one_tail_where_room_is_short() -> None:
+    """Between two turns comes a prompt that nobody repeats."""
+    daemon, turns = make_daemon(96 * SLOT_ALIGN), random.Random(1)
+    engine(daemon, 1, FINE)
+    chat = Chat(daemon, 0)
+    for turn in range(30):
+        before = chat.tokens
+        hit = chat.turn(turns.randint(100, 500))
+        assert before - FINE.hash_tokens <= hit <= before
+        Chat(daemon, 1 + turn).turn(turns.randint(1000, 2000))
+    assert len(chat.tails()) <= 1
+    check_daemon(daemon)
+
+
+def test_the_books_balance_after_ten_thousand_turns() -> None:
+    daemon, turns = make_daemon(96 * SLOT_ALIGN), random.Random(1)
+    engine(daemon, 1, FINE)
+    chats = [Chat(daemon, number) for number in range(4)]
+    for turn in range(10_000):
+        place = turns.randrange(len(chats))
+        if chats[place].tokens > 4000:
+            chats[place] = Chat(daemon, 4 + turn)
+        chats[place].turn(turns.randint(1, 500))
+        if turn % 500 == 0:
+            check_daemon(daemon)
+    assert daemon.store.evicted > 10_000
+    while daemon.handle(1, Clear(6)) != Done(6, 0):
+        pass
+    check_daemon(daemon)
+    assert daemon.store.extents.free_bytes == len(daemon.store)
 
 
 def test_names_of_tails_that_cannot_be_are_refused(daemon: Daemon) -> None:

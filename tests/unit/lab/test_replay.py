@@ -146,6 +146,20 @@ def test_a_turn_hits_all_but_the_last_match_unit_of_the_one_before() -> None:
     assert hits == [0, *((length - 1) // unit * unit for length in lengths)]
 
 
+def test_a_tail_that_a_prompt_went_on_after_goes_first() -> None:
+    """Four conversations take turns in room for their chunks and for few tails."""
+    geometry = fine_geometry("qwen3next", 8)
+    chunk, unit = geometry.chunk_tokens, geometry.hash_tokens
+    model = ReplayModel(geometry, StateRule(), chunk, with_tails=True)
+    with TraceReplay(model, 72 * model.smallest_bytes) as cache:
+        for turn in range(1, 21):
+            for number in range(4):
+                tokens = turn * 5 * unit
+                blocks = range(100 * number, 100 * number + 1 + tokens // chunk)
+                hit = cache.serve(TracePrompt(tokens, blocks)).tokens_hit
+                assert hit == max(0, (turn - 1) * 5 * unit - unit)
+
+
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 @pytest.mark.parametrize("block_tokens", [1, 512, 5000])
 def test_a_prompt_takes_what_the_plan_says(name: str, block_tokens: int) -> None:

@@ -129,8 +129,8 @@ class StoreMachine(RuleBasedStateMachine):
             if slot
         ]
 
-    @rule(picks=st.lists(st.integers(0, 99), max_size=4, unique=True))
-    def pin(self, picks: list[int]) -> None:
+    @rule(picks=st.lists(st.integers(0, 99), max_size=4, unique=True), outgrown=st.integers(0, 4))
+    def pin(self, picks: list[int], outgrown: int) -> None:
         there = self.committed()
         slots = (
             list(
@@ -139,7 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
             if there
             else []
         )
-        self.store.pin(slots)
+        self.store.pin(slots, slots[:outgrown])
         self.pinned.append(slots)
 
     @precondition(lambda self: self.pinned)
@@ -280,6 +280,33 @@ def test_what_only_a_shorter_hit_needs_goes_first_unless_it_was_read() -> None:
     assert kept(space) == [0, 1, 2, 5, 6, 7]
     assert kept(space, 1) == [1, 2]
     assert store.evicted == 1
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_its_first_reader_goes_on_after_goes_first(
+    policy: EvictionPolicy, readers: int, restart: bool
+) -> None:
+    """With a second reader it is as good as any other."""
+    memory = memoryview(bytearray(4 * SIZE))
+    trailer = Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
+    store, space = Store(memory, trailer=trailer, policy=policy), full_and_window()
+    store.grow_arena(len(memory))
+    put(store, space, [9])
+    put(store, space, [0, 1])
+    put(store, space, [1], group=1)
+    for _ in range(readers):
+        slots = [*filter(None, space.entries[key(1)].slots)]
+        store.pin(slots, slots)
+        store.unpin(slots)
+    if restart:
+        store = Store(memory, trailer=trailer, policy=policy)
+        namespaces, _ = store.recover_slots()
+        space = store.regroup(namespaces[bytes(32)], full_and_window())
+    check_store(store)
+    store.grant(SHAPE, 1)
+    assert kept(space) == ([0, 9] if readers == 1 else [0, 1])
 
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
