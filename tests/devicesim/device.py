@@ -590,7 +590,8 @@ def move_words(touch: Touch, grid: MoveGrid, tables: MoveTables, is_gather: bool
                 touch(engine, run, word)
                 touch(stored, run, word)
                 to, source = (stored, engine) if is_gather else (engine, stored)
-                ctypes.memmove(to, source, run)
+                if is_gather or stride:
+                    ctypes.memmove(to, source, run)
 
 
 def digest_pieces(

@@ -79,7 +79,14 @@ def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
             "FAIL",
             "unknown key 'sever'; did you mean 'server'",
         ),
-        ({"pipeline_parallel_size": 2}, "FAIL", "--pipeline-parallel-size 1 works"),
+        (
+            {
+                "pipeline_parallel_size": 2,
+                "speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=1),
+            },
+            "FAIL",
+            "=2 is not supported yet with speculation; --pipeline-parallel-size 1 works",
+        ),
         ({"decode_context_parallel_size": 2}, "FAIL", "--decode-context-parallel-size 1 works"),
         ({"prefill_context_parallel_size": 2}, "FAIL", "--prefill-context-parallel-size 1 works"),
         ({"nnodes": 2}, "FAIL", "--nnodes 1 works"),

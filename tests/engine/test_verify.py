@@ -28,6 +28,37 @@ def verify(*arguments: str) -> CommandReport:
     return CommandReport(process.returncode, json.loads(process.stdout))
 
 
+EIGHT_LAYERS = json.dumps(
+    {"num_hidden_layers": 8, "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2}
+)
+"""vLLM's CPU build takes no stage without attention."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("model", "partition", "arguments"),
+    [
+        ("qwen3", "1,3", ()),
+        ("gemma3", "3,3", ()),
+        ("deepseekv2", "1,2", ()),
+        ("qwen3next", "4,4", ("--hf-overrides", EIGHT_LAYERS, "--prefix-match-unit=32")),
+    ],
+)
+def test_every_arm_is_right_in_a_pipeline(
+    model: str, partition: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages, each with layers of its own; vLLM's CPU build runs them with a shim."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    memory = f"{MEMORY}={KV_BYTES}"
+    stages = ("--pipeline-parallel-size=2", *arguments)
+    status, proof = verify("--model", model, "--ram", "256MiB", "--", memory, *stages)
+    assert status == 0, json.dumps(proof, indent=2)
+    arms = {arm["name"]: arm for arm in proof["arms"]}
+    for name in ("warm", "engine restarted", "daemon restarted"):
+        assert arms[name]["external_tokens"] == 5 * proof["chunk_tokens"], name
+        assert arms[name]["same_bytes"] is True
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_arm_is_right(model: str) -> None:
     """With hits inside a block where they are served."""

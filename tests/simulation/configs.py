@@ -27,7 +27,7 @@ class Shape:
     """vLLM's max_num_batched_tokens: the tokens that a step computes at most."""
     max_seqs: int
     retention: int | None
-    ranks: int
+    ranks: int  # Those of all stages.
     placement: Placement
     settings: dict[str, object]
     is_async: bool = False
@@ -41,7 +41,18 @@ class Shape:
     drafter_tokens_max: int | None = None  # The draft model's max_model_len; None = the target's.
     is_block_dropped: bool = True  # Whether vLLM's own hits leave out the block before their end.
     is_padded: bool = True  # Whether the drafter runs on padded batches.
-    is_v2: bool = False  # Whether a drafter runs on vLLM's V2 model runner, the default on GPUs.
+    is_v2: bool = False  # Whether vLLM's V2 model runner is used, the default on GPUs.
+    cuts: tuple[int, ...] = ()
+    """The layers of each group on the first of two stages of a pipeline. Empty = one stage."""
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return 2 if self.cuts else 1
+
+    def stage(self, rank: int) -> int:
+        """The stage of a rank."""
+        return rank * self.stages // self.ranks
 
 
 SPECULATIVE = {"ngram": "qwen3_ngram", "eagle": "llama_eagle", "draft_model": "qwen3_draft"}
@@ -109,7 +120,8 @@ def config_of(shape: Shape, socket_path: str, engine_id: str) -> Any:
     config.scheduler_config.max_num_seqs = shape.max_seqs
     config.scheduler_config.max_model_len = shape.max_model_len
     config.scheduler_config.async_scheduling = shape.is_async
-    config.parallel_config.tensor_parallel_size = shape.ranks
+    config.parallel_config.tensor_parallel_size = shape.ranks // shape.stages
+    config.parallel_config.pipeline_parallel_size = shape.stages
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="HybridKVConnector",

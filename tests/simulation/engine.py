@@ -42,7 +42,14 @@ from hybridkv.core.keys import fingerprint
 from hybridkv.shm.arena import Arena
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.blocks import block_bytes
-from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_geometry
+from hybridkv.vllm.layout import (
+    WorkerLayout,
+    block_views,
+    build_geometry,
+    group_geometry,
+    worker_layout,
+)
+from hybridkv.vllm.stages import BlockBytes, is_padding
 from hybridkv.vllm.weights_digest import digest_weights
 from hybridkv.wire.messages import Report, Stats
 from tests.devicesim.device import COMPUTE, Habits, SimulatedDevice
@@ -252,7 +259,9 @@ class BusyCopier:
 
 
 def _copied(view: torch.Tensor) -> torch.Tensor:
-    """A copy of the blocks, with the strides that they have."""
+    """A copy of the blocks, with the strides that they have. Padding is never written."""
+    if is_padding(view):
+        return view
     return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype).copy_(view)
 
 
@@ -323,8 +332,11 @@ class Rank:
         parallel.rank = rank
         config = copy.copy(vllm_config)
         config.parallel_config = parallel
-        layout = shape.layout
-        kv_config = layout.config(config, shape.num_blocks, True, shape.placement)
+        layout, stage = shape.layout, shape.stage(rank)
+        names = layout.stage_layers(shape.cuts, stage)
+        self.config = kv_config = layout.config(
+            config, shape.num_blocks, True, shape.placement, names
+        )
         kernels = layout.kernel_blocks(shape.placement)
         tensors = allocate_kv_cache(kv_config, torch.device("cpu"), shape.placement.layout, kernels)
         self.words: dict[str, Any] = {}
@@ -335,7 +347,7 @@ class Rank:
             self.words[name][:] = POISON
         groups = []
         for gid in range(len(layout.members)):
-            layers = [self.words[name] for name in layout.layer_names(gid)]
+            layers = [self.words[name] for name in names[gid]]
             if gid in kv_config.prefix_cacheable_group_ids:
                 spec = kv_config.kv_cache_groups[gid].kv_cache_spec
                 group = group_geometry(gid, spec, (WORD,))
@@ -343,7 +355,7 @@ class Rank:
                 drafter = drafting.layers if drafting else ()
                 own = frozenset(layer for of, layer in drafter if of == gid)
                 ahead = drafting.lookahead if drafting else 0
-                place = 0 if group.replicated else rank
+                place = stage if group.replicated else rank
                 groups.append(GroupWords(group, layers, place, own, ahead))
         self.scratch = [
             gid for gid, member in enumerate(layout.members) if member.what == "scratch"
@@ -361,7 +373,21 @@ class Rank:
             storage = next(iter(tensors.values())).untyped_storage()
             self.device.adopt(torch.empty(0, dtype=torch.uint8).set_(storage))
             self.side.device = self.device
-        self.connector.register_kv_caches(tensors)
+        self.tensors = tensors
+
+    def block_bytes(self) -> BlockBytes:
+        """Returns what the worker tells the other stages."""
+        sizes = worker_layout(self.config, block_views(self.config, self.tensors)).sizes
+        return {gid: sum(layers) for gid, layers in sizes.items()}
+
+    def register(self, everyones: Sequence[BlockBytes] = ()) -> None:
+        """Let the connector take the tensors. `everyones` are the `block_bytes` of all stages."""
+        self.side.exchange = lambda own: everyones
+        self.connector.register_kv_caches(self.tensors)
+        if self.device is not None:
+            views = [view for group in self.side.factory.groups for view in group]
+            for padding in filter(is_padding, views):
+                self.device.adopt(padding)
 
     def layout(self) -> WorkerLayout:
         """Returns what the worker says of its tensors at the handshake."""
@@ -467,7 +493,13 @@ class Engine:
         self.counts: Counter[str] = Counter()
         self.traced: dict[str, Traced] = {}
         config = config_of(shape, node.socket_path, engine_id)
-        kv_config = shape.layout.config(config, shape.num_blocks, False, shape.placement)
+        kv_config = shape.layout.config(
+            config,
+            shape.num_blocks,
+            False,
+            shape.placement,
+            shape.layout.stage_layers(shape.cuts, 0),
+        )
         self.hash_tokens = kv_config.hash_block_size
         self.hasher = block_hasher(self.hash_tokens)
         self._lag = lag
@@ -505,16 +537,22 @@ class Engine:
         self.scheduler.kv_event_publisher.publish = lambda batch: self.router.hear(batch.events)
         self.connector = self.scheduler.connector
         self.ranks = [Rank(shape, config, rank) for rank in range(shape.ranks)]
+        everyones = [rank.block_bytes() for rank in self.ranks[:: shape.ranks // shape.stages]]
+        for rank in self.ranks:
+            rank.register(everyones)
         layouts = {number: rank.layout() for number, rank in enumerate(self.ranks)}
         self._staging_bytes: int | None = None
         if shape.staging is not None:
             chunk_tokens = shape.settings.get("hybrid_chunk_size")
-            geometry = build_geometry(kv_config, layouts, cast("int | None", chunk_tokens))
+            geometry = build_geometry(
+                kv_config, layouts, cast("int | None", chunk_tokens), stages=shape.stages
+            )
             shapes = (slot for group in geometry.groups for slot in slot_shapes(geometry, group))
             self._staging_bytes = int(shape.staging * max(size for size, _ in shapes))
-        self.connector.set_xfer_handshake_metadata(
+        sharers = shape.ranks // shape.stages
+        self.connector.set_xfer_handshake_metadata_pp_aware(
             {
-                number: layout
+                divmod(number, sharers): layout
                 if shape.device is not None
                 else replace(layout, staging_bytes=self._staging_bytes)
                 for number, layout in layouts.items()
@@ -524,7 +562,7 @@ class Engine:
         self.geometry = self.side.geometry
         self._aggregator = KVOutputAggregator.from_connector(self.connector, shape.ranks)
         self._ahead: deque[StepAhead] = deque()
-        self._ahead_max = 1 if shape.is_async else 0
+        self._ahead_max = config.max_concurrent_batches - 1
         self._reports: deque[list[KVConnectorOutput]] = deque()
         self._repeats: list[RepeatedReport] = []
         self._steps = 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,10 +197,25 @@ class Layout:
                     found.append(dataclasses.replace(plain, split=True))
         return found
 
+    def stage_layers(self, cuts: Sequence[int], stage: int) -> list[list[str]]:
+        """Returns the names of each group's layers on one of two stages of a pipeline.
+
+        The first `cuts[gid]` layers of a group are on the first stage. Without cuts there is one.
+        """
+        names = [self.layer_names(gid) for gid in range(len(self.members))]
+        for gid, cut in enumerate(cuts):
+            names[gid] = names[gid][cut:] if stage else names[gid][:cut]
+        return names
+
     def config(
-        self, vllm_config: Any, num_blocks: int, worker: bool, placement: Placement = ON_CPU
+        self,
+        vllm_config: Any,
+        num_blocks: int,
+        worker: bool,
+        placement: Placement = ON_CPU,
+        own: Sequence[Sequence[str]] | None = None,
     ) -> KVCacheConfig:
-        """Returns vLLM's config of these groups.
+        """Returns vLLM's config of these groups, with the layers of a stage, or with all.
 
         As in vLLM, only the `worker`'s config has the spec of each layer.
         """
@@ -231,6 +247,12 @@ class Layout:
                 if len(set(layers.values())) > 1:
                     block = group.kv_cache_spec.block_size
                     group.kv_cache_spec = UniformTypeKVCacheSpecs(block, layers)
+        if own is not None:
+            known = {name: spec for layers in specs for name, spec in layers.items()}
+            here = {name: known[name] for names in own for name in names}
+            groups = planning()._project_kv_cache_groups_to_worker(groups, here)
+            config.kv_cache_groups = groups
+        if worker:
             cache = vllm_config.cache_config
             cache.kv_cache_layout, cache.num_gpu_blocks_override = placement.layout.name, num_blocks
             placed = planning().get_kv_cache_config_from_groups(vllm_config, groups, 0)

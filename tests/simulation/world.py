@@ -30,9 +30,11 @@ from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import committed_slots, payload_offset, short_hash, slot_bytes
 from hybridkv.vllm.preflight import NAMED_LATE
+from hybridkv.vllm.proven import STAGED
+from hybridkv.vllm.versions import minor_version
 from tests.simulation.configs import Shape
-from tests.simulation.engine import CLOCK, PAUSE_STEPS, Chance, Engine, Traced
-from tests.simulation.layouts import LAYOUTS, Layout
+from tests.simulation.engine import CLOCK, PAUSE_STEPS, Chance, Engine, Rank, Traced
+from tests.simulation.layouts import LAYOUTS, Layout, Member
 from tests.simulation.node import ARENAS, Node, ObjectName, SlotVersion
 from tests.simulation.oracle import Content, GroupWords, Words, block_tokens
 from tests.waiting import DEADLINE_SECONDS
@@ -70,6 +72,10 @@ SALTS = (0, 3, 5)
 VOCABULARY = range(2, 2000)
 
 
+STAGES_RATE = 0.15
+"""The share of seeds with two stages of a pipeline."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """The sizes, faults and settings that a seed draws before it begins."""
@@ -94,6 +100,29 @@ class Draw:
     """How many faults of hooks switch a role off."""
     turns: random.Random | None
     """Draws next turns of prompts alone. None = hits end at whole blocks."""
+
+
+def _cut(member: Member, chance: float) -> int:
+    """Return the layers of a group on the first stage, chosen by a number in [0, 1).
+
+    vLLM 0.32 does not start where a stage has no layer of a group whose layers differ.
+    """
+    count, fewest = len(member.layers), int(len(set(member.layers)) > 1)
+    return fewest + int(chance * (count - 2 * fewest + 1))
+
+
+def _cuts(layout: Layout, rng: random.Random) -> tuple[int, ...]:
+    """Draw the layers of each group on the first of two stages, each of which has a served layer.
+
+    Empty where there are too few layers.
+    """
+    served = [gid for gid, member in enumerate(layout.members) if member.what != "scratch"]
+    count = sum(len(layout.members[gid].layers) for gid in served)
+    while count > 1:
+        cuts = tuple(map(_cut, layout.members, [rng.random() for _ in layout.members]))
+        if 0 < sum(cuts[gid] for gid in served) < count:
+            return cuts
+    return ()
 
 
 def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
@@ -121,8 +150,12 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
     # the V1 model runner hybridkv refuses drafters of recurrent layers.
     is_async = rng.random() < 0.5 and (is_v2 or not (layout.has_recurrent and layout.drafting))
     drafts = drafting.choice((1, 2, 3)) if layout.drafting else 0
-    # With asynchronous scheduling vLLM admits a request where two steps of it fit.
-    needed = layout.blocks_for(max_model_len, budget * (1 + is_async), drafts)
+    cuts: tuple[int, ...] = ()
+    stages = random.Random(f"stages of {seed}")
+    if layout.drafting is None and minor_version() in STAGED and stages.random() < STAGES_RATE:
+        cuts = _cuts(layout, stages)
+    # vLLM admits a request where all its steps fit that may be under way.
+    needed = layout.blocks_for(max_model_len, budget * (1 + is_async + bool(cuts)), drafts)
     sparse = any(
         member.what in ("sliding", "mla_sliding", "recurrent") for member in layout.members
     )
@@ -162,7 +195,7 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         budget=budget,
         max_seqs=rng.choice((2, 4, 8)),
         retention=rng.choice((0, 0, None, unit, 3 * unit)) if sparse else rng.choice((0, None)),
-        ranks=ranks,
+        ranks=ranks * 2 if cuts else ranks,
         placement=placements[int(rng.random() * len(placements))],
         settings=settings,
         is_async=is_async,
@@ -173,7 +206,9 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         is_block_dropped=drafting.random() < 0.8,
         # With padding no prompt of several steps is stored where there are states.
         is_padded=drafting.random() < (0.2 if layout.has_recurrent else 0.5),
-        is_v2=is_v2,
+        # The V1 model runner has no asynchronous scheduling with pipeline parallelism.
+        is_v2=is_v2 or (is_async and bool(cuts)),
+        cuts=cuts,
     )
     return Draw(
         shape=shape,
@@ -799,11 +834,13 @@ class _Life:
                 assert np.array_equal(parent.words, prefix.words[: parent.end])
                 tenant_bytes[header.tenant] += slot_bytes(header.part_bytes, header.parts)
                 start = offset + payload_offset(header.parts)
-                for rank in range(header.parts):
-                    part_start = start + rank * header.part_bytes
+                ranks = self.sites[0].engine.ranks
+                for number in range(header.parts):
+                    part_start = start + number * header.part_bytes
                     part = arena.memory[part_start : part_start + header.part_bytes]
                     numbers = np.frombuffer(part, np.int64).copy()
-                    self._audit_part(header.gid, rank, numbers, prefix)
+                    rank = ranks[number * len(ranks) // header.parts]
+                    self._audit_part(rank, header.gid, numbers, prefix)
                 self.counts["objects_audited"] += 1
                 self.counts["objects_of_tenants"] += header.tenant != 0
         finally:
@@ -814,9 +851,11 @@ class _Life:
         ), tenant_bytes
         assert set(tenant_bytes) <= {0, tenant_of("a"), tenant_of("b")}
 
-    def _audit_part(self, gid: int, rank: int, part: Any, prefix: Prefix) -> None:
-        oracle = self.sites[0].engine.ranks[rank].oracle
-        words = next(words for words in oracle.groups if words.group.gid == gid)
+    def _audit_part(self, rank: Rank, gid: int, part: Any, prefix: Prefix) -> None:
+        words = next(words for words in rank.oracle.groups if words.group.gid == gid)
+        size = len(part) - self._padding_words(rank, gid, len(part))
+        assert not part[size:].any(), f"padding of group {gid} at {prefix.end} is not zeros"
+        part = part[:size]
         chunk, tail_tokens = divmod(prefix.end, self._geometry.chunk_tokens)
         if tail_tokens:
             assert self._drawn.shape.match_unit, "no match unit is set"
@@ -825,7 +864,15 @@ class _Life:
         else:
             positions = stored_blocks(self._geometry, words.group, chunk - 1)
             is_right = np.array_equal(part, _stored(words, prefix.content, positions))
-        assert is_right, f"the object of group {gid}, rank {rank}, at {prefix.end} is wrong"
+        assert is_right, f"the object of group {gid} at {prefix.end} is wrong"
+
+    def _padding_words(self, rank: Rank, gid: int, words: int) -> int:
+        """The words of padding in a part of so many words, of the blocks that are stored."""
+        layout = rank.side.layout
+        padding = layout.padding.get(gid, 0)
+        self.counts["parts_padded"] += padding > 0
+        size: int = words * padding // sum(layout.sizes[gid])
+        return size
 
 
 def _stored(words: GroupWords, content: Content, positions: range) -> Any:
@@ -839,7 +886,7 @@ def _stored(words: GroupWords, content: Content, positions: range) -> Any:
         blocks = words.expected(layer, content, cells).reshape(len(positions), *view.shape[1:])
         order = sorted((1, 2, 3), key=view.strides.__getitem__, reverse=True)
         layers.append(blocks.transpose(0, *order).ravel())
-    return np.concatenate(layers)
+    return np.concatenate([*layers, np.empty(0, np.int64)])
 
 
 def _is_tail(words: GroupWords, prefix: Prefix, part: Any) -> bool:

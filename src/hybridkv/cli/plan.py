@@ -132,7 +132,9 @@ def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Findin
     """Print a plan: a table of its groups, its totals, and the findings."""
     rank = " (of one rank)" if plan.ranks > 1 else ""
     columns = ("group", "kind", "tokens/block", "layers", "window", f"block{rank}")
-    title = f"hybridkv plan {plain(plan.model)}: tensor parallel size {plan.ranks}"
+    stages = f", {plan.stages} pipeline stages" if plan.stages > 1 else ""
+    size = plan.ranks // plan.stages
+    title = f"hybridkv plan {plain(plan.model)}: tensor parallel size {size}{stages}"
     table = new_table((*columns, "bytes/token", "stored/token"), ("kind",), title)
     for group in plan.groups:
         stored = f"{group.stored_token_bytes:,.0f}" if plan.totals is not None else "-"

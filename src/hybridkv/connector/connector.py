@@ -97,14 +97,15 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if role == base.KVConnectorRole.SCHEDULER:
             self._start_daemon()
         else:
-            ranks = vllm_config.parallel_config.tensor_parallel_size
-            rank = vllm_config.parallel_config.rank % ranks
-            settings = self._settings
+            parallel, settings = vllm_config.parallel_config, self._settings
+            stages = parallel.pipeline_parallel_size
+            ranks = parallel.tensor_parallel_size * stages
             worker_settings = WorkerSettings(
                 socket_path=self.socket_path,
                 engine_id=engine_id,
-                rank=rank,
+                rank=parallel.rank % ranks,
                 ranks=ranks,
+                stages=stages,
                 checksum=settings.checksum,
                 chunk_tokens=settings.hybrid_chunk_size,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -189,8 +190,15 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     # Scheduler role
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """Take the workers' layouts by (stage, rank in the stage), in vLLM's order of ranks."""
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        self.set_xfer_handshake_metadata(
+            {stage * ranks + rank: layout for (stage, rank), layout in metadata.items()}
+        )
+
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
-        """Make the scheduler role at start-up, once the workers' layouts are known."""
+        """Make the scheduler role at start-up, once the workers' layouts are known by rank."""
         layouts = {
             rank: layout for rank, layout in metadata.items() if isinstance(layout, WorkerLayout)
         }
@@ -220,7 +228,13 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         config, kv_config, settings = self._vllm_config, self._kv_cache_config, self._settings
         drafter = drafter_of(config)
         lookahead = drafter.lookahead_tokens if drafter else 0
-        geometry = build_geometry(kv_config, layouts, settings.hybrid_chunk_size, lookahead)
+        geometry = build_geometry(
+            config=kv_config,
+            layouts=layouts,
+            chunk_tokens=settings.hybrid_chunk_size,
+            lookahead_tokens=lookahead,
+            stages=config.parallel_config.pipeline_parallel_size,
+        )
         model, states = config.model_config, state_rule(config)
         _report_length(geometry, model.max_model_len)
         _report(state_findings(geometry, states))
@@ -250,7 +264,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 name=str(model.served_model_name)[-TEXT_MAX:],
                 max_model_len=model.max_model_len,
                 kv_dtype=kv_dtype(config, layouts[0]),
-                layers=[len(layers) for layers in layouts[0].layers.values()],
+                layers=_layer_counts(geometry, layouts),
                 retention_tokens=states.retention_tokens,
                 step_tokens=states.step_tokens,
             ),
@@ -484,6 +498,15 @@ def wants_events(vllm_config: Any) -> bool:
     """Return True if vLLM's configuration publishes KV events."""
     config = vllm_config.kv_events_config
     return config is not None and bool(config.enable_kv_cache_events)
+
+
+def _layer_counts(geometry: Geometry, layouts: Mapping[int, WorkerLayout]) -> list[int]:
+    """Return the number of layers of each served group, those of all stages together."""
+    first_ranks = range(0, geometry.ranks, geometry.ranks // geometry.stages)
+    return [
+        sum(len(layouts[rank].layers[group.gid]) for rank in first_ranks)
+        for group in geometry.groups
+    ]
 
 
 def _report_length(geometry: Geometry, max_model_len: int) -> None:

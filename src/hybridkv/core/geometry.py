@@ -43,13 +43,15 @@ class Group:
     kind: GroupKind
     tokens_per_block: int
     layer_bytes: tuple[int, ...]
-    """Bytes of one block in each layer of the group, on one rank, in layer order."""
+    """Bytes of one block in each layer of the group, on one rank, in layer order. Stages of a
+    pipeline have other layers, and the same sum (vllm.stages)."""
     window_tokens: int = 0
     """The window (sliding), or the attention chunk (chunked local). 0 for other kinds."""
     extra_retained_tokens: int = 0
     """Tokens before the window that speculative modules read. 0 except for sliding groups."""
     replicated: bool = False
-    """Whether all tensor parallel ranks keep the same bytes (MLA): an object has one part (C5)."""
+    """Whether all tensor parallel ranks of a stage keep the same bytes (MLA): an object has one
+    part for each stage (C5)."""
 
     def __post_init__(self) -> None:
         windowed = self.kind in (GroupKind.SLIDING, GroupKind.CHUNKED_LOCAL)
@@ -102,14 +104,19 @@ class Geometry:
     alignment_tokens: int
     """The engine's scheduler block: a hit, local and external, is a multiple of it."""
     hash_tokens: int  # Tokens covered by one of the engine's block hashes.
-    ranks: int = 1  # Worker ranks of the engine.
+    ranks: int = 1  # Worker ranks of the engine, those of all stages.
     lookahead_tokens: int = 0
     """Tokens after a chunk that its hash covers too: 1 where a drafter's KV depends on them."""
+    stages: int = 1
+    """Stages of a pipeline, each of which has some layers. Ranks 0 to ranks // stages - 1 are the
+    first one."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:
             what = f"{len(self.groups)} cacheable groups on {self.ranks} ranks"
             raise GeometryError(f"{what} cannot be served")
+        if not 0 < self.stages <= self.ranks or self.ranks % self.stages:
+            raise GeometryError(f"{self.ranks} ranks are no {self.stages} stages of one size")
         if self.lookahead_tokens not in (0, 1):
             what = f"chunk hashes that cover {self.lookahead_tokens} tokens behind a chunk"
             raise GeometryError(f"{what} cannot be made")
@@ -140,8 +147,8 @@ class Geometry:
         return hash((self.chunk_tokens, self.hash_tokens, len(self.groups)))
 
     def parts(self, group: Group) -> int:
-        """Parts of one object of `group`: one for each rank, or one that all ranks share."""
-        return 1 if group.replicated else self.ranks
+        """Parts of one object of `group`: one for each rank, or one that a stage's ranks share."""
+        return self.stages if group.replicated else self.ranks
 
     def blocks_per_chunk(self, group: Group) -> int:
         """Blocks of `group` in one chunk."""

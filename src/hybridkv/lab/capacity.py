@@ -43,6 +43,7 @@ class ConfigPreview:
     groups: tuple[GroupPreview, ...]
     geometry: Geometry | None  # None where a group, or the chunk size, is refused.
     states: StateRule = StateRule()
+    stages: int = 1  # Of a pipeline.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ class CapacityPlan:
     totals: CapacityTotals | None
     state_period_tokens: int | None
     """Tokens between recurrent states; 0 = only the last boundary; None = no group is recurrent."""
+    stages: int = 1  # Of a pipeline.
 
 
 def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> CapacityPlan:
@@ -102,6 +104,7 @@ def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> 
         kv_dtype=preview.kv_dtype,
         max_model_len=preview.max_model_len,
         ranks=preview.ranks,
+        stages=preview.stages,
         groups=tuple(rows),
         totals=totals,
         state_period_tokens=preview.states.period_tokens(states[0]) if states else None,

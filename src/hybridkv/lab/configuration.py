@@ -130,6 +130,7 @@ def preview_of(engine: WireEngine) -> ConfigPreview:
         max_model_len=0,
         kv_dtype="unknown",
         ranks=geometry.ranks,
+        stages=geometry.stages,
         groups=tuple(groups),
         geometry=geometry,
     )

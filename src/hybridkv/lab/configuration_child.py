@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -55,6 +55,7 @@ from hybridkv.vllm import preflight
 from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
 from hybridkv.vllm.identity import identity_facts
 from hybridkv.vllm.preflight import CONNECTOR
+from hybridkv.vllm.stages import stage_padding
 from hybridkv.vllm.versions import argument_parser, planning, resolve_hits
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -91,13 +92,14 @@ class CachePreview(NamedTuple):
     kv_cache_config: KVCacheConfig
     """As the scheduler role gets it."""
     layouts: dict[int, built.WorkerLayout]
-    """The same layout for each rank."""
+    """By rank; the same for each rank of a stage."""
 
 
 class KVCacheConfigs(NamedTuple):
     """The KVCacheConfig of each side of the engine."""
 
-    worker: KVCacheConfig
+    workers: list[KVCacheConfig]
+    """By stage of the pipeline."""
     scheduler: KVCacheConfig
 
 
@@ -205,7 +207,8 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
         try:
             chunk_tokens, drafter = report.settings.hybrid_chunk_size, _served_drafter(config)
             ahead = drafter.lookahead_tokens if drafter else 0
-            geometry = built.build_geometry(kv_cache_config, layouts, chunk_tokens, ahead)
+            stages = config.parallel_config.pipeline_parallel_size
+            geometry = built.build_geometry(kv_cache_config, layouts, chunk_tokens, ahead, stages)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
     model, rule = config.model_config, preflight.state_rule(config)
@@ -215,7 +218,8 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
         max_model_len=model.max_model_len,
         kv_dtype=built.kv_dtype(config, layouts[0]),
         ranks=len(layouts),
-        groups=tuple(_group_preview(kv_cache_config, gid, layouts[0]) for gid in gids),
+        stages=config.parallel_config.pipeline_parallel_size,
+        groups=tuple(_group_preview(kv_cache_config, gid, layouts) for gid in gids),
         geometry=geometry,
         states=rule,
     )
@@ -250,23 +254,35 @@ def preview_engine(vllm_config: Any) -> CachePreview:
     A process can do this once, because layers register by name.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    ranks = parallel.tensor_parallel_size
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     for name in (parallel.worker_cls, parallel.worker_extension_cls):
         if isinstance(name, str) and "." in name:
             # A worker imports them before it builds the model, which changes what can be built.
             importlib.import_module(name.rpartition(".")[0])
     with _pretended_ranks(vllm_config, ranks):
-        current = set_current_vllm_config(vllm_config)
-        with current, set_default_torch_dtype(model.dtype), torch.device("meta"):
-            init_workspace_manager(torch.device("meta"))
-            initialize_model(vllm_config=vllm_config, model_config=model)
-            if _served_drafter(vllm_config) is not None:
-                _make_drafter(vllm_config)
+        stage_layers: list[list[str]] = []
+        known: set[str] = set()
+        for stage in range(stages):
+            current = set_current_vllm_config(vllm_config)
+            with current, set_default_torch_dtype(model.dtype), torch.device("meta"):
+                init_workspace_manager(torch.device("meta"))
+                with _pretended_stage(stage, stages):
+                    initialize_model(vllm_config=vllm_config, model_config=model)
+                if _served_drafter(vllm_config) is not None:
+                    _make_drafter(vllm_config)
+            stage_layers.append([name for name in _layers(vllm_config) if name not in known])
+            known.update(stage_layers[-1])
         current_platform.update_block_size_for_backend(vllm_config)
         with set_current_vllm_config(vllm_config):
-            configs = _kv_cache_configs(vllm_config)
-            layout = _worker_layout(vllm_config, configs.worker)
-    return CachePreview(configs.scheduler, dict.fromkeys(range(ranks), layout))
+            configs = _kv_cache_configs(vllm_config, stage_layers)
+            layouts = [_worker_layout(vllm_config, config) for config in configs.workers]
+    totals = [{gid: sum(sizes) for gid, sizes in layout.sizes.items()} for layout in layouts]
+    padded = [
+        replace(layout, padding=stage_padding(own, totals))
+        for layout, own in zip(layouts, totals, strict=True)
+    ]
+    by_rank = {rank: padded[rank // ranks] for rank in range(ranks * stages)}
+    return CachePreview(configs.scheduler, by_rank)
 
 
 def _served_drafter(vllm_config: Any) -> Drafter | None:
@@ -292,14 +308,20 @@ def _make_drafter(vllm_config: Any) -> None:
     )
 
 
-def _group_preview(config: KVCacheConfig, gid: int, layout: built.WorkerLayout) -> GroupPreview:
+def _group_preview(
+    config: KVCacheConfig, gid: int, layouts: Mapping[int, built.WorkerLayout]
+) -> GroupPreview:
     """Return the preview of a group, which may be scratch or refused."""
     group, spec = config.kv_cache_groups[gid], config.kv_cache_groups[gid].kv_cache_spec
     names = ", ".join(sorted({type(layer).__name__ for layer in iter_layer_specs(spec)}))
-    tokens, count = spec.block_size, len(group.layer_names)
+    tokens = spec.block_size
     if gid not in config.prefix_cacheable_group_ids:
+        count = len(group.layer_names)
         return GroupPreview(gid, f"scratch ({names})", tokens, count, block_bytes=0)
-    sizes = layout.sizes[gid]
+    sizes = layouts[0].sizes[gid]
+    # Ranks of one stage have one layout, the very same object.
+    stages = {id(layout): layout for layout in layouts.values()}.values()
+    count = sum(len(layout.layers[gid]) for layout in stages)
     preview = GroupPreview(gid, names, tokens, count, block_bytes=sum(sizes))
     try:
         known = built.group_geometry(gid, spec, sizes)
@@ -336,29 +358,57 @@ def _pretended_ranks(vllm_config: Any, ranks: int) -> Iterator[None]:
             parallel_state.destroy_distributed_environment()
 
 
-def _kv_cache_configs(vllm_config: Any) -> KVCacheConfigs:
-    """Return the configurations of a worker and of the scheduler, by the steps of EngineCore."""
+@contextlib.contextmanager
+def _pretended_stage(stage: int, stages: int) -> Iterator[None]:
+    """Make this process a stage of a pipeline, by which a model chooses its layers."""
+    if stages == 1:
+        yield
+        return
+    pipeline = parallel_state.get_pp_group()
+    pipeline.rank = pipeline.rank_in_group = stage
+    pipeline.world_size, pipeline.ranks = stages, [*range(stages)]
+    try:
+        yield
+    finally:
+        pipeline.rank = pipeline.rank_in_group = 0
+        pipeline.world_size, pipeline.ranks = 1, [0]
+
+
+def _layers(vllm_config: Any) -> dict[str, Any]:
+    """Return all layers that have registered until now, by name."""
+    layers = get_layers_from_vllm_config(vllm_config, cast(type[Any], AttentionLayerBase))
+    return dict(layers)
+
+
+def _kv_cache_configs(vllm_config: Any, stage_layers: Sequence[Sequence[str]]) -> KVCacheConfigs:
+    """Return the configurations of workers and of the scheduler, by the steps of EngineCore.
+
+    `stage_layers` are the names of each stage's layers.
+    """
     register_all_kvcache_specs(vllm_config)
     specs: dict[str, KVCacheSpec] = get_kv_cache_spec(vllm_config)
     layouts = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
     supported = [[layout.name for layout in layouts]]
     layout = resolve_kv_cache_layout(vllm_config, supported, list(specs.values()))
-    memory = [_PRETENDED_MEMORY_BYTES]
-    (config,) = planning().get_kv_cache_configs(vllm_config, [specs], memory)
-    config.kv_cache_layout = layout.name
-    scheduler_config = kv_cache_utils.generate_scheduler_kv_cache_config([config])
-    groups = [group.kv_cache_spec for group in config.kv_cache_groups]
+    stage_specs = [{name: specs[name] for name in names if name in specs} for names in stage_layers]
+    memory = [_PRETENDED_MEMORY_BYTES] * len(stage_specs)
+    workers = planning().get_kv_cache_configs(vllm_config, stage_specs, memory)
+    for config in workers:
+        config.kv_cache_layout = layout.name
+    scheduler_config = kv_cache_utils.generate_scheduler_kv_cache_config(workers)
+    groups = [group.kv_cache_spec for group in workers[0].kv_cache_groups]
     cacheable = [spec for spec in groups if spec.prefix_cacheable]
     vllm_config.cache_config.block_size = min(spec.block_size for spec in cacheable or groups)
     resolve_hits(scheduler_config, vllm_config)
-    config.hash_block_size = scheduler_config.hash_block_size
-    config.cache_hit_alignment_tokens = scheduler_config.cache_hit_alignment_tokens
-    return KVCacheConfigs(config, scheduler_config)
+    for config in workers:
+        config.hash_block_size = scheduler_config.hash_block_size
+        config.cache_hit_alignment_tokens = scheduler_config.cache_hit_alignment_tokens
+    return KVCacheConfigs(workers, scheduler_config)
 
 
 def _worker_layout(vllm_config: Any, config: KVCacheConfig) -> built.WorkerLayout:
     """Return the layout of the views that a worker would register, from vLLM's allocator."""
-    layers = get_layers_from_vllm_config(vllm_config, cast(type[Any], AttentionLayerBase))
+    layers = _layers(vllm_config)
     groups = []
     for gid, group in enumerate(config.kv_cache_groups):
         spec = group.kv_cache_spec

@@ -221,6 +221,25 @@ def _v2_runner() -> None:
     config.HAS_TRITON = used.HAS_TRITON = True
 
 
+def _stages() -> None:
+    """Room for what a stage of a pipeline gets from the one before it.
+
+    On a GPU, vLLM makes it in the profiling run that its CPU build has not.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: PLC0415
+
+    take = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def made_and_taken(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return take(self, *args, **kwargs)
+
+    GPUModelRunner.sync_and_gather_intermediate_tensors = made_and_taken
+
+
 def _tile_schedules() -> None:
     """Keys that the CPU's builder leaves out of a dictionary that its caller reads."""
     from vllm.models.deepseek_v4.cpu import cpu_mla  # noqa: PLC0415
@@ -288,3 +307,5 @@ if current_platform.is_cpu():
 if WIDEN_ENV in os.environ:
     first, _, wide = os.environ[WIDEN_ENV].partition(":")
     _wide_weights(int(first), float(wide))
+    if current_platform.is_cpu():
+        _stages()

@@ -1,7 +1,7 @@
 """From vLLM's KV cache groups and tensors to a Geometry. An unknown layout is refused by name."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from typing import Any
@@ -40,12 +40,17 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
     staging_bytes: int | None = None
     """The most bytes of stores that are copied and not reported yet; None = no bound (CPU)."""
     weights: str = ""  # The digest of the rank's weights; empty where none are loaded.
+    padding: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of one block after its layers, by gid (vllm.stages)."""
 
     @property
     def sizes(self) -> dict[int, tuple[int, ...]]:
-        """Bytes of one block in each layer, by gid."""
-        groups = self.layers.items()
-        return {gid: tuple(layer.block_bytes for layer in layers) for gid, layers in groups}
+        """Bytes of one block in each layer, by gid, and those of the padding."""
+        sizes = {}
+        for gid, layers in self.layers.items():
+            padding = (self.padding[gid],) if gid in self.padding else ()
+            sizes[gid] = (*(layer.block_bytes for layer in layers), *padding)
+        return sizes
 
 
 _KINDS = {
@@ -117,11 +122,12 @@ def build_geometry(
     layouts: Mapping[int, WorkerLayout],
     chunk_tokens: int | None,
     lookahead_tokens: int = 0,
+    stages: int = 1,
 ) -> Geometry:
     """Return the geometry of an engine from its groups and its workers' layouts by rank.
 
-    `chunk_tokens` are those that the user wants, or None. Raises GeometryError or ConfigError where
-    the engine cannot be served.
+    Ranks of one of the `stages` have the same layers. `chunk_tokens` are those that the user wants,
+    or None. Raises GeometryError or ConfigError where the engine cannot be served.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     # Such a group is not cacheable, but because of it the engine takes other hits than are offered.
@@ -133,8 +139,12 @@ def build_geometry(
         what = "swa_bounded_replay computes a part of every hit again and is not proven yet"
         raise ConfigError(what, "--no-swa-bounded-replay works")
     sizes, gids = layouts[0].sizes, config.prefix_cacheable_group_ids
+    totals = {gid: sum(layers) for gid, layers in sizes.items()}
+    sharers = len(layouts) // stages
     for rank, layout in layouts.items():
-        if layout.sizes != sizes:
+        first = layouts[rank // sharers * sharers]
+        own = {gid: sum(layers) for gid, layers in layout.sizes.items()}
+        if layout.sizes != first.sizes or own != totals:
             what = f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
             raise GeometryError(what)
     groups = tuple(group_geometry(gid, specs[gid], sizes[gid]) for gid in gids)
@@ -151,6 +161,7 @@ def build_geometry(
         hash_tokens=hashing,
         ranks=len(layouts),
         lookahead_tokens=lookahead_tokens,
+        stages=stages,
     )
 
 
@@ -176,7 +187,7 @@ def block_views(
 ) -> dict[str, torch.Tensor]:
     """Return each cacheable layer's tensor, of which `view[block_id]` is a block in any layout.
 
-    Raises GeometryError where a layer has no such tensor.
+    Raises GeometryError where a layer has no such tensor, or no layer is cacheable.
     """
     views: dict[str, torch.Tensor] = {}
     groups = (config.kv_cache_groups[gid] for gid in config.prefix_cacheable_group_ids)
@@ -189,6 +200,8 @@ def block_views(
         if prod(physical(views[name]).shape[1:-1]) > RUNS_MAX:
             what = f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
             raise GeometryError(what)
+    if not views:
+        raise GeometryError("this worker has no layer whose KV cache can be restored")
     return views
 
 

@@ -26,7 +26,7 @@ from hybridkv.vllm.drafters import (
 )
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.layout import group_geometry
-from hybridkv.vllm.proven import OLDEST, PROVEN, TAILS_VERSION
+from hybridkv.vllm.proven import OLDEST, PROVEN, STAGED, TAILS_VERSION
 from hybridkv.vllm.versions import minor_version
 
 CONNECTOR = {
@@ -60,7 +60,7 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
         yield ok(Check.SETTINGS, ", ".join(settings) or "all defaults")
     off = "off: the engine keeps no blocks for later requests, and every hit comes from outside"
     yield ok("prefix caching", "on" if cache.enable_prefix_caching else off)
-    yield from _parallel(vllm_config.parallel_config)
+    yield from _parallel(vllm_config.parallel_config, vllm_config.speculative_config is not None)
     yield from speculation_findings(vllm_config)
     good = f"cache dtype {cache.cache_dtype}, no scales computed while serving"
     what = "calculate_kv_scales gives every engine other scales for the same bytes"
@@ -213,19 +213,27 @@ def _version(version: str) -> Finding:
     return judge("vllm", proof is not None, f"{version}: {proof}", f"vllm {version} {why}", works)
 
 
-def _parallel(parallel: Any) -> Iterator[Finding]:
+def _parallel(parallel: Any, is_drafted: bool) -> Iterator[Finding]:
     """Yield which kinds of parallelism are refused, or one OK."""
-    kinds = ("pipeline_parallel", "decode_context_parallel", "prefill_context_parallel")
+    kinds = ["decode_context_parallel", "prefill_context_parallel"]
+    if is_drafted or minor_version() not in STAGED:
+        # A drafter has layers on the last stage alone.
+        kinds.insert(0, "pipeline_parallel")
     several = {f"{kind}_size": getattr(parallel, f"{kind}_size", 1) for kind in kinds}
     several = {size: ranks for size, ranks in several.items() if ranks > 1}
     for size, ranks in several.items():
         what = f"{size}={ranks} is not supported yet"
+        if size == "pipeline_parallel_size":
+            what += " with speculation" if is_drafted else f" on vllm {vllm.__version__}"
         yield fail("parallelism", what, f"--{size.replace('_', '-')} 1 works")
     if (nodes := getattr(parallel, "nnodes", 1)) > 1:
         what = f"nnodes={nodes}: workers on other nodes cannot map this node's memory"
         yield fail("parallelism", what, "--nnodes 1 works")
     elif not several:
-        yield ok("parallelism", f"tensor_parallel_size {parallel.tensor_parallel_size}, one node")
+        sizes = f"tensor_parallel_size {parallel.tensor_parallel_size}"
+        if (stages := parallel.pipeline_parallel_size) > 1:
+            sizes += f", pipeline_parallel_size {stages}"
+        yield ok("parallelism", f"{sizes}, one node")
 
 
 def _hashes(cache: Any) -> Finding:

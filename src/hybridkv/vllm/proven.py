@@ -9,4 +9,6 @@ PROVEN = {
 """What was run, by the minor version of vLLM; no other is served."""
 TAILS_VERSION = "0.32"
 """The only version whose hits inside a block were proven with the connector."""
+STAGED = ("0.32", "0.33")
+"""The versions that were proven with several stages of a pipeline."""
 OLDEST = min(PROVEN)  # Those before it cannot report a load that failed.

@@ -73,6 +73,7 @@ class WireGeometry(Struct, frozen=True, array_like=True):
     alignment_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
     hash_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
     ranks: Annotated[int, Meta(gt=0, le=RANKS_MAX)]
+    stages: Annotated[int, Meta(gt=0, le=RANKS_MAX)] = 1
 
 
 class WireModel(Struct, frozen=True, array_like=True):
@@ -530,6 +531,7 @@ def geometry_to_wire(geometry: Geometry) -> WireGeometry:
         alignment_tokens=geometry.alignment_tokens,
         hash_tokens=geometry.hash_tokens,
         ranks=geometry.ranks,
+        stages=geometry.stages,
     )
 
 
@@ -553,6 +555,7 @@ def geometry_from_wire(wire: WireGeometry) -> Geometry:
         alignment_tokens=wire.alignment_tokens,
         hash_tokens=wire.hash_tokens,
         ranks=wire.ranks,
+        stages=wire.stages,
     )
 
 

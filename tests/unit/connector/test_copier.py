@@ -31,6 +31,7 @@ from hybridkv.shm.slots import (
     slot_bytes,
 )
 from hybridkv.vllm.blocks import block_bytes, block_runs, physical
+from hybridkv.vllm.stages import padding_view
 from tests.arenas import unnamed_arena, whole_object
 from tests.kv_memory import BLOCKS, CACHES, Cache, KVMemory, full, layers
 
@@ -82,6 +83,7 @@ class Rig:
         ranks: Sequence[Sequence[torch.Tensor]],
         checksum: str,
         shared: bool = False,
+        stages: int = 1,
     ) -> None:
         self.arena = arena
         # As in an engine: CUDA does not register one address twice in a process.
@@ -93,10 +95,10 @@ class Rig:
         self.ranks = ranks
         self.part_bytes = sum(view[0].numel() * view.element_size() for view in ranks[0])
         self.parts = [
-            PartLayout(rank, len(ranks), checksum, frozenset({0} if shared else ()))
+            PartLayout(rank, len(ranks), checksum, frozenset({0} if shared else ()), stages)
             for rank in range(len(ranks))
         ]
-        self.slot_parts = 1 if shared else len(ranks)
+        self.slot_parts = stages if shared else len(ranks)
         self.copiers += (self.make_copier(rank, views) for rank, views in enumerate(ranks))
         self.next_offset = 0
 
@@ -178,6 +180,48 @@ def test_ranks_take_turns_with_what_they_share(arena: Arena, device: str) -> Non
         assert rig.load(rank, ops) is None
         for view, old in zip(views[rank], before, strict=True):
             assert torch.equal(view[1:5], old[1:5])
+    rig.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", gpu])
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_stage_of_a_pipeline_has_parts_of_its_own(
+    arena: Arena, shared: bool, device: str
+) -> None:
+    """Two stages of two ranks. The ranks of a stage keep the same bytes, and may share a part."""
+    views = [blocks_of("LBHNC", device) for _ in range(4)]
+    for rank in (1, 3):
+        for view, same in zip(views[rank], views[rank - 1], strict=True):
+            view.copy_(same)
+    rig = Rig(arena, views, "on", shared, stages=2)
+    before = [[view.clone() for view in rank] for rank in views]
+    ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
+    assert rig.store(ops) == [True] * (4 * rig.slot_parts)
+    for rank in range(4):
+        for view in views[rank]:
+            view.zero_()
+        assert rig.load(rank, ops) is None
+        for view, old in zip(views[rank], before[rank], strict=True):
+            assert torch.equal(view[1:5], old[1:5])
+    rig.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", gpu])
+@pytest.mark.parametrize("has_layers", [True, False])
+def test_padding_is_stored_as_zeros_and_never_written(
+    arena: Arena, has_layers: bool, device: str
+) -> None:
+    """A stage that has fewer layers of a group than another one, or none of them."""
+    padding = padding_view(96, BLOCKS, torch.device(device))
+    rig = Rig(arena, [[*(blocks_of("LBHNC", device) if has_layers else ()), padding]], "off")
+    ops = [whole_object(rig.slot(2), chunk, (chunk + 1, chunk + 2)) for chunk in range(2)]
+    assert rig.store(ops) == [True] * 2
+    for op in ops:
+        end = op.slot.offset + payload_offset(1) + 2 * rig.part_bytes
+        assert bytes(arena.memory[end - 192 : end]) == bytes(192)
+        arena.memory[end - 192 : end] = b"X" * 192
+    assert rig.load(0, ops) is None
+    assert not padding.any(), "another object's padding would be wrong"
     rig.close()
 
 

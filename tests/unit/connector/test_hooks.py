@@ -80,6 +80,7 @@ def make_roles(socket_path: str) -> Roles:
     shape = Shape(layout, BLOCKS, 4 * layout.unit + 1, layout.unit, 4, None, 1, ON_CPU, settings)
     config = config_of(shape, socket_path, "e")
     rank = Rank(shape, config, 0)
+    rank.register()
     scheduler = HybridKVConnector(
         config, KVConnectorRole.SCHEDULER, layout.config(config, BLOCKS, worker=False)
     )
@@ -178,6 +179,7 @@ def test_loads_leave_the_room_that_vllm_wants_before_it_runs_a_request(
     config = config_of(shape, daemon.socket_path, "e")
     kv_config = layout.config(config, BLOCKS, worker=False)
     rank = Rank(shape, config, 0)
+    rank.register()
     scheduler = HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config)
     scheduler.set_xfer_handshake_metadata({0: rank.layout()})
     role: Any = scheduler.scheduler_role
@@ -218,6 +220,7 @@ def test_an_engine_whose_prompts_have_no_whole_chunk_serves_without_the_cache(
     config = config_of(shape, daemon.socket_path, "e")
     kv_config = layout.config(config, BLOCKS, worker=False)
     rank = Rank(shape, config, 0)
+    rank.register()
     scheduler = HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config)
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)

@@ -62,6 +62,7 @@ class Served:
         config = config_of(shape, daemon.socket_path, f"e {algorithm}")
         config.cache_config.prefix_caching_hash_algo = self.algorithm = algorithm
         rank = Rank(shape, config, 0)
+        rank.register()
         self.connector = HybridKVConnector(
             config, KVConnectorRole.SCHEDULER, layout.config(config, BLOCKS, worker=False)
         )

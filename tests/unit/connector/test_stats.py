@@ -372,7 +372,9 @@ def test_a_worker_tells_its_own_faults_once(tmp_path: Path) -> None:
     settings: dict[str, object] = {"weights_identity": "simulated"}
     loads = {"r": LoadPlan("", ())}
     shape = Shape(LAYOUTS["full"], 8, 256, 64, 2, None, 1, ON_CPU, settings)
-    connector = Rank(shape, config_of(shape, f"{tmp_path}/none.sock", "e"), 0).connector
+    rank = Rank(shape, config_of(shape, f"{tmp_path}/none.sock", "e"), 0)
+    rank.register()
+    connector = rank.connector
     for faults in (1, 2):
         plan = StepPlan(reserved_bytes=None, loads=loads)  # type: ignore[arg-type]
         connector.bind_connector_metadata(plan)

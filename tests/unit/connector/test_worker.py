@@ -21,14 +21,33 @@ class Broken:
         pass
 
 
-def worker_role(rank: int = 0, ranks: int = 1) -> Any:
+def worker_role(rank: int = 0, ranks: int = 1, stages: int = 1) -> Any:
     """Return the role of a worker that no daemon answers, before its tensors are registered."""
     from hybridkv.connector.worker.role import WorkerRole
     from hybridkv.connector.worker.worker_settings import WorkerSettings
 
     config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
-    settings = WorkerSettings("/nowhere/daemon.sock", "e", rank, ranks, checksum="on")
+    settings = WorkerSettings(
+        socket_path="/nowhere/daemon.sock",
+        engine_id="e",
+        rank=rank,
+        ranks=ranks,
+        checksum="on",
+        stages=stages,
+    )
     return WorkerRole(config, settings)
+
+
+def test_a_worker_that_cannot_read_its_layers_tells_the_other_stages() -> None:
+    """They wait for it, and would wait until vLLM ends them."""
+    from hybridkv.core.errors import GeometryError
+
+    told: list[Any] = []
+    role = worker_role(ranks=2, stages=2)
+    role.exchange = told.append
+    with pytest.raises(GeometryError, match="no layer whose KV cache can be restored"):
+        role.register_tensors({})
+    assert told == [None]
 
 
 def map_arena(role: Any, copier: Any) -> None:

@@ -35,7 +35,6 @@ LEFT = {
     "has_pending_block_frees": "no block is held after its request",
     "register_finished_partial_tail": "no object ends inside a block",
     "set_host_xfer_buffer_ops": "no buffer of vLLM's is used",
-    "set_xfer_handshake_metadata_pp_aware": "pipeline parallelism is refused",
     "supports_sleep_mode": "True: unregister_kv_caches does what is needed",
     "supports_divergent_local_hybrid_hits": "False: the engine's hit is the shortest of its groups",
 }

@@ -210,7 +210,7 @@ class HostCopier:
                             block = address + blocks[number - first] * stride_bytes
                             if into_slot:
                                 memmove(slot, block, size)
-                            else:
+                            elif stride_bytes:  # Padding is never written (vllm.stages).
                                 memmove(block, slot, size)
                     yield at + end
             at += op.count * band.layer_bytes

@@ -68,26 +68,34 @@ class Copier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """One rank's part of each slot: where it is, and how its bytes are signed and proven."""
+    """One rank's part of each slot: where it is, and how its bytes are signed and proven.
+
+    The parts of an object are those of its ranks, or of its stages where a stage's ranks share one.
+    With two stages of two ranks::
+
+        groups that are not replicated      |rank 0|rank 1|rank 2|rank 3|
+        replicated groups                   |ranks 0 and 1|ranks 2 and 3|
+    """
 
     rank: int
     ranks: int
     checksum: str  # The value of `Settings.checksum`.
     replicated: frozenset[int] = frozenset()
-    """Indices of the groups whose objects have one part that all ranks share."""
+    """Indices of the groups whose objects have one part that all ranks of a stage share."""
+    stages: int = 1
 
     def writes(self, op: CopyOp) -> bool:
         """Return True if this rank stores its part of the object.
 
-        Ranks take turns with shared parts: with two ranks, rank 0 stores chunks 0, 2, 4, ...
+        Ranks take turns with shared parts: of a stage's two ranks, one stores chunks 0, 2, 4, ...
         """
-        return op.group_index not in self.replicated or op.chunk % self.ranks == self.rank
+        sharers = self.ranks // self.stages
+        return op.group_index not in self.replicated or op.chunk % sharers == self.rank % sharers
 
     def part_offset(self, op: CopyOp, part_bytes: int) -> int:
         """Return the byte offset of this rank's part in the arena."""
-        if op.group_index in self.replicated:
-            return op.slot.offset + payload_offset(1)
-        return op.slot.offset + payload_offset(self.ranks) + self.rank * part_bytes
+        parts = self.stages if op.group_index in self.replicated else self.ranks
+        return op.slot.offset + payload_offset(parts) + self._part(op) * part_bytes
 
     def sign(self, arena: Arena, op: CopyOp, part_bytes: int) -> None:
         """Write the checksum of this rank's part."""
@@ -114,9 +122,14 @@ class PartLayout:
         if read_generation(arena.memory, op.slot.offset) != op.slot.generation:
             raise BadSlotError(op, "it was given to another object")
 
+    def _part(self, op: CopyOp) -> int:
+        """Return the number of this rank's part of the object."""
+        if op.group_index in self.replicated:
+            return self.rank * self.stages // self.ranks
+        return self.rank
+
     def _checksum(self, arena: Arena, op: CopyOp) -> memoryview:
-        part = 0 if op.group_index in self.replicated else self.rank
-        at = op.slot.offset + checksum_offset(part)
+        at = op.slot.offset + checksum_offset(self._part(op))
         return arena.memory[at : at + CHECKSUM_BYTES]
 
     def _digests(self, arena: Arena, op: CopyOp, part_bytes: int) -> bytes:

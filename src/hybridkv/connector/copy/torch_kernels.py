@@ -6,6 +6,7 @@ import torch
 
 from hybridkv.connector.copy.tables import ENTRY, KernelLaunch
 from hybridkv.vllm.blocks import part_pieces
+from hybridkv.vllm.stages import is_padding
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -31,7 +32,7 @@ class TorchKernels:
                 for view, piece in part_pieces(views, op, launch.staging[part_offset:]):
                     if is_gather:
                         torch.index_select(view, 0, blocks, out=piece)
-                    else:
+                    elif not is_padding(view):
                         view.index_copy_(0, blocks, piece)
 
     def digest(

@@ -65,6 +65,8 @@ def copy_blocks_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
         engine = tl.load(row).to(tl.pointer_type(WORD)) + offset
         part = tl.load(entry).to(tl.pointer_type(WORD)) + before + offset
         stride = tl.load(row + 1)
+        if not GATHER:
+            mask = mask & (stride != 0)  # Padding is never written (vllm.stages).
         blocks = numbers + tl.load(entry + 4)
         for at in range(tl.load(entry + 3)):
             block = engine + tl.load(blocks + at) * stride

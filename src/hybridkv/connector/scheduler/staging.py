@@ -65,7 +65,8 @@ class StagingCredits:
         ranks = self._geometry.ranks
         if not self._geometry.groups[span.group_index].replicated:
             return [_RankShare(0, 1)] * ranks
-        return [_RankShare((rank - span.first_chunk) % ranks, ranks) for rank in range(ranks)]
+        sharers = ranks // self._geometry.stages
+        return [_RankShare((rank - span.first_chunk) % sharers, sharers) for rank in range(ranks)]
 
     def _part_bytes(self, span: ObjectSpan) -> int:
         return span.count * self._geometry.groups[span.group_index].block_bytes

@@ -101,8 +101,7 @@ def open_pipeline(
     """
     if device is None and layout.device != "cuda":
         return None
-    layouts = dict.fromkeys(range(settings.ranks), layout)
-    geometry = build_geometry(config, layouts, settings.chunk_tokens)
+    geometry = build_geometry(config, {0: layout}, settings.chunk_tokens)
     device = device or CudaDevice(groups[0][0].device)
     return CopyPipeline(device, groups, demand(geometry, settings.step_tokens))
 

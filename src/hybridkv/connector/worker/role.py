@@ -21,13 +21,15 @@ from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.worker.audit import Auditor, layer_numbers
 from hybridkv.connector.worker.copiers import CopierFactory, MappedArena, open_pipeline
+from hybridkv.connector.worker.difference import LayerNumbers
 from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
-from hybridkv.core.errors import HybridKVError
+from hybridkv.core.errors import GeometryError, HybridKVError
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena, new_lock
 from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
 from hybridkv.vllm.loaded_adapters import LoadedAdapters
+from hybridkv.vllm.stages import Exchange, exchange_in_pipeline, padding_view, stage_padding
 from hybridkv.vllm.weights import EngineWeights
 from hybridkv.wire.messages import (
     GREETING_NEVER,
@@ -62,13 +64,20 @@ class WorkerRole:
     """One rank. Each step calls `start_loads`, `start_stores` and `collect` once, in this order."""
 
     device: Device | None = None  # Set before `register` to copy on another device than CUDA.
+    exchange: Exchange = staticmethod(exchange_in_pipeline)  # Of workers in other processes.
 
     def __init__(self, config: KVCacheConfig, settings: WorkerSettings) -> None:
         self._config = config
         self._settings = settings
         specs = enumerate(group.kv_cache_spec for group in _served(config))
         replicated = frozenset(index for index, spec in specs if is_replicated(spec))
-        self._part = PartLayout(settings.rank, settings.ranks, settings.checksum, replicated)
+        self._part = PartLayout(
+            rank=settings.rank,
+            ranks=settings.ranks,
+            checksum=settings.checksum,
+            replicated=replicated,
+            stages=settings.stages,
+        )
         hello = Hello(1, PROTOCOL_VERSION, "worker", settings.engine_id, lock=new_lock())
         self._link = Link(settings.socket_path, hello, lambda why: None, settings.group)
         self.factory: CopierFactory | None = None  # Once the engine's tensors are registered.
@@ -104,14 +113,20 @@ class WorkerRole:
     def register_tensors(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's tensors. Raises GeometryError where a layout is not understood."""
         config = self._config
-        views = block_views(config, kv_caches)
+        views, padding = self._views_and_padding(kv_caches)
         self._weights = EngineWeights.of_caller(self.detach_arena)
         self.adapters = LoadedAdapters(self._weights.runner)
         weights = self._weights.read().digest
-        self.layout = replace(worker_layout(config, views), weights=weights)
-        groups = [
-            [physical(views[name]) for name in group.layer_names] for group in _served(config)
-        ]
+        self.layout = replace(worker_layout(config, views), weights=weights, padding=padding)
+        device = next(iter(views.values())).device
+        groups, numbers = [], []
+        for gid, group in zip(config.prefix_cacheable_group_ids, _served(config), strict=True):
+            spec, names = group.kv_cache_spec, group.layer_names
+            groups.append([physical(views[name]) for name in names])
+            numbers.append([layer_numbers(spec, name, views[name]) for name in names])
+            if gid in padding:
+                groups[-1].append(padding_view(padding[gid], config.num_blocks, device))
+                numbers[-1].append(LayerNumbers("padding", padding[gid], ()))
         try:
             pipeline = open_pipeline(self._settings, config, self.layout, groups, self.device)
         except DeviceError as error:
@@ -121,12 +136,27 @@ class WorkerRole:
         if pipeline is not None:
             self.layout = replace(self.layout, staging_bytes=pipeline.staging_bytes)
         self.factory = CopierFactory(groups, self._part, pipeline)
-        numbers = [
-            [layer_numbers(group.kv_cache_spec, name, views[name]) for name in group.layer_names]
-            for group in _served(config)
-        ]
         self.auditor = Auditor(numbers, self._part, self.layout.device == "cpu")
         self._link.poll(time.monotonic())
+
+    def _views_and_padding(
+        self, kv_caches: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
+        """Return `block_views`, and the padding of this stage. Raises GeometryError.
+
+        A worker that cannot read its layers tells the other stages so, which wait for it.
+        """
+        try:
+            views = block_views(self._config, kv_caches)
+        except GeometryError:
+            if self._settings.stages > 1:
+                self.exchange(None)
+            raise
+        if self._settings.stages == 1:
+            return views, {}
+        sizes = worker_layout(self._config, views).sizes
+        own = {gid: sum(layers) for gid, layers in sizes.items()}
+        return views, stage_padding(own, self.exchange(own))
 
     @property
     def is_disabled(self) -> bool:

@@ -10,9 +10,10 @@ class WorkerSettings:
     socket_path: str  # The daemon's.
     engine_id: str
     rank: int
-    ranks: int
+    ranks: int  # Those of all stages.
     checksum: str  # The value of `Settings.checksum`.
     chunk_tokens: int | None = None  # As configured.
     step_tokens: int = 0  # The most that one step computes.
     shm_dir: str | None = None  # As configured.
+    stages: int = 1  # Of a pipeline; the ranks of a stage follow each other.
     group: int | None = None  # The daemon may be another user's that belongs to this group.
