@@ -19,6 +19,7 @@ from hybridkv.connector.copy.triton_kernels import TritonKernels
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
 from hybridkv.vllm.blocks import block_runs, physical
+from hybridkv.vllm.stages import padding_view
 from tests.kv_memory import CACHES, KVMemory
 
 SLOT = SlotRef(0, 1)
@@ -99,11 +100,39 @@ def check_moves(name: str, memory: KVMemory) -> int:
     return tables.word_bytes
 
 
+def check_padding() -> None:
+    """Gather the padding of a stage of a pipeline, which is zeros, and scatter other bytes."""
+    padding, op = padding_view(96, 8, torch.device("cpu")), CopyOp(SLOT, 0, 0, 3, 1, (7, 4))
+    tables, rows = make_tables([[padding]]), torch.tensor(make_tables([[padding]]).rows)
+    for kernel in (
+        TritonKernels(tables.word_bytes, torch.device("cpu")),
+        TorchKernels(tables.word_bytes, [[padding]]),
+    ):
+        staging = torch.full((3 * 96,), 0xC3, dtype=torch.uint8)
+        launch = KernelLaunch(
+            ops=[op],
+            part_offsets=[0],
+            staging=staging,
+            rows_address=rows.data_ptr(),
+            descriptors=torch.tensor(encode(tables, [op], [0], staging.data_ptr())).view(
+                torch.uint8
+            ),
+            rows_max=1,
+            run_words_max=tables.groups[0].run_words,
+        )
+        kernel.copy_blocks(launch, True)
+        assert staging.tolist() == [0xC3] * 96 + [0] * 2 * 96
+        staging.fill_(0xC3)
+        kernel.copy_blocks(launch, False)
+        assert not padding.any()
+
+
 def main() -> None:
     """Check the layouts that are named, or all; then digests of parts of several lengths."""
     names = sys.argv[1:] or list(CACHES)
     words = {name: check_moves(name, CACHES[name].memory()) for name in names}
     assert set(words.values()) >= {1, 8} or sys.argv[1:], words
+    check_padding()
     kernels = TritonKernels(8, torch.device("cpu"))
     counts = [1, 3, 0]
     draw = torch.Generator().manual_seed(1)

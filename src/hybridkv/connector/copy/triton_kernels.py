@@ -58,15 +58,15 @@ def copy_blocks_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
     if number < tl.load(entry + 6):
         row = table.to(tl.pointer_type(tl.int64)) + (tl.load(entry + 5) + number) * ROW
         offset = tl.program_id(2).to(tl.int64) * TILE + tl.arange(0, TILE)
-        mask = offset < tl.load(row + 2)
+        stride, run = tl.load(row + 1), tl.load(row + 2)
+        if not GATHER:
+            run = tl.where(stride != 0, run, 0)  # Padding is never written (vllm.stages).
+        mask = offset < run
         count, first = tl.load(entry + 1), tl.load(entry + 2)
         block_words = tl.load(row + 3)
         before = tl.load(row + 4) * count + tl.load(row + 5) + first * block_words
         engine = tl.load(row).to(tl.pointer_type(WORD)) + offset
         part = tl.load(entry).to(tl.pointer_type(WORD)) + before + offset
-        stride = tl.load(row + 1)
-        if not GATHER:
-            mask = mask & (stride != 0)  # Padding is never written (vllm.stages).
         blocks = numbers + tl.load(entry + 4)
         for at in range(tl.load(entry + 3)):
             block = engine + tl.load(blocks + at) * stride
