@@ -219,6 +219,7 @@ install_docs() {
 }
 
 install_wheel() {
+  # Debian's pip of Python 3.11 installs nothing into an environment of Python 3.12 or later.
   pip_step "Installing what the wheel is built with (about 5 s)" \
-    install -c requirements/tools.txt build hatchling
+    install -c requirements/tools.txt build hatchling 'pip>=23.1.2'
 }

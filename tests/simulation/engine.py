@@ -472,10 +472,11 @@ class StepAhead:
 
 
 class AskedLookup(NamedTuple):
-    """Since when a request asks for its lookup, and the weights' digests at that time."""
+    """Since when a request waits for its lookup, or for what the daemon reads of tiers for it."""
 
     since: float
-    digests: Any
+    digests: Any  # Those of the weights at that time.
+    is_pending: bool  # True if tiers are read for it.
 
 
 class RepeatedReport(NamedTuple):
@@ -694,18 +695,21 @@ class Engine:
         if tokens is None:
             # With other weights it is looked up again, also if they change back before it asks.
             # While they are read it waits longer.
+            # And from the answer on that tiers are read it waits for these anew.
             watch, name = self.side.weights, request.request_id
-            asked_now = AskedLookup(CLOCK.now, watch.identity_digests)
-            first_asked = self._asked.setdefault(name, asked_now)
-            if first_asked.digests is not watch.identity_digests:
-                first_asked = self._asked[name] = asked_now
             tracked = self.side.requests.by_id.get(name)
+            is_pending = tracked is not None and tracked.lookup.pending is not None
+            asked_now = AskedLookup(CLOCK.now, watch.identity_digests, is_pending)
+            first_asked = self._asked.setdefault(name, asked_now)
+            is_same = first_asked.digests is watch.identity_digests
+            if not is_same or first_asked.is_pending != is_pending:
+                first_asked = self._asked[name] = asked_now
             patience = self._patience + ROOM_SECONDS * bool(self.side.room)
             if watch.question or self.connector.counters.get("begun_anew"):
                 # A role that begins anew asks for the weights too.
                 patience += self.side.lookups.patience.wait_for(request.num_tokens).seconds
-            if tracked is not None and tracked.lookup.pending is not None:
-                patience += self._patience + tracked.lookup.pending.wait_ms / 1e3
+            if is_pending:
+                patience += tracked.lookup.pending.wait_ms / 1e3
             waited = CLOCK.now - first_asked.since
             assert waited <= patience, f"{name} waits for its lookup past the deadline"
         else:
