@@ -146,7 +146,7 @@ class Machine:
         """
         self._given = given or {}
         self._directory = directory
-        self._unshare = ["unshare", "--mount", "--propagation=private"]
+        self._unshare = ["unshare", "--mount", "--propagation=private", "--ipc"]
         if has_own_pids:
             self._unshare += ["--pid", "--fork", "--kill-child", "--mount-proc"]
         self._users = ["unshare", "--user"] if has_own_users else []
