@@ -58,6 +58,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         fresh=settings.fresh,
         eviction=settings.eviction,
         salt_quota_bytes=settings.salt_quota_bytes,
+        user_quota_bytes=settings.user_quota_bytes,
         tiers=tuple(parse_tier(url, "tier") for url in settings.tier_urls()),
         node=check_node_name(node_name(socket_path)) if settings.node is None else settings.node,
         shm_dir=shm_directory(settings.shm_dir),

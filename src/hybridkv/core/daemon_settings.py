@@ -154,6 +154,14 @@ class DaemonSettings:
         'the most that the prompts of one cache_salt may take, like "2GiB" (default: all of --ram)',
         key="salt_quota",
     )
+    user_quota_bytes: int | None = _setting(
+        None,
+        parse_size,
+        "SIZE",
+        'the most that the engines of one user may store, like "20GiB", for a daemon of a --group; '
+        "not together with --salt-quota (default: all of --ram)",
+        key="user_quota",
+    )
     metrics_port: int | None = _setting(
         None, _port, "PORT", f"port of /metrics; -1: none (default: {METRICS_PORT}, or a free one)"
     )
@@ -306,6 +314,8 @@ def resolve(
     settings = DaemonSettings(**parsed)
     if settings.disk_bytes is not None and settings.disk is None:
         raise ConfigError("disk-bytes: it needs a directory", "--disk /var/cache/hybridkv works")
+    if settings.user_quota_bytes is not None and settings.salt_quota_bytes is not None:
+        raise ConfigError("user-quota: it counts what --salt-quota counts", "one of the two works")
     check_metrics(settings.metrics_host, settings.metrics_token_file)
     return settings
 

@@ -30,6 +30,11 @@ def tenant_of(cache_salt: str | None) -> int:
     return int.from_bytes(digest[:8], "little") or 1
 
 
+def tenant_of_user(uid: int) -> int:
+    """Returns the tenant of everything that a user's engines store: 1 to 2**64 - 1."""
+    return int.from_bytes(hashlib.sha256(b"user\0" + uid.to_bytes(4)).digest()[:8], "little") or 1
+
+
 def adapter_hashes(hashes: bytes, adapter: bytes) -> bytes:
     """Returns each chunk hash XOR `adapter`, the digest of a LoRA adapter's weights.
 

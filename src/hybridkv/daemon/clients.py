@@ -10,6 +10,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+from hybridkv.core.keys import tenant_of_user
 from hybridkv.core.sizes import format_size
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Process
@@ -89,9 +90,11 @@ class ClientSockets:
         processes: ProcessWatcher,
         listener: socket.socket,
         group: int | None = None,
+        counts_users: bool = False,
     ) -> None:
         self._daemon = daemon
         self._group = group  # Its members are served too.
+        self._counts_users = counts_users  # True where users have quotas.
         self._selector = processes.selector
         self._processes = processes
         self.listener = listener
@@ -187,18 +190,19 @@ class ClientSockets:
                 self._warn_of_shortage(error)
             return
         sock.setblocking(False)
-        pid = peer_of(sock).pid
+        peer = peer_of(sock)
         self._last_number += 1
         process, shortage = None, None
         try:
-            process = process_of(pid)
+            process = process_of(peer.pid)
             if process is not None and not self._processes.watch(process):
                 process = None
         except OSError as error:
             shortage = error
         client = self.connected[self._last_number] = ClientSocket(sock, self._last_number, process)
         self._selector.register(sock, selectors.EVENT_READ, client)
-        self._daemon.sessions.on_connect(client.number, process)
+        tenant = tenant_of_user(peer.uid) if self._counts_users else 0
+        self._daemon.sessions.on_connect(client.number, process, tenant)
         code, message = ErrorCode.CONNECTIONS, ""
         if not is_trusted(sock, self._group):
             code, owner = ErrorCode.OTHER_USER, f"user id {os.geteuid()}"
@@ -209,7 +213,7 @@ class ClientSockets:
             message = f"there are {CONNECTIONS_MAX} connections already"
         elif shortage is not None:
             # At the end of its connection it would count as gone, and it might still be copying.
-            fault = f"process {pid} cannot be watched ({shortage.strerror})"
+            fault = f"process {peer.pid} cannot be watched ({shortage.strerror})"
             message = f"{fault}; a higher limit (ulimit -n) works"
             self._warn_of_shortage(shortage)
         else:

@@ -73,6 +73,8 @@ class ServeOptions(NamedTuple):
     eviction: EvictionPolicy = EvictionPolicy.TWO_QUEUES
     salt_quota_bytes: int | None = None
     """The most that the objects of one `cache_salt` may take. None for no bound but the arena."""
+    user_quota_bytes: int | None = None
+    """The most that the objects of one user may take. Not both: an object counts once."""
     tiers: tuple[TierSpec, ...] = ()  # The tiers below RAM, in the order in which they are asked.
     node: str = ""  # This daemon's name, in all its lives, among those with the same tiers.
     shm_dir: Path = SHM_DIR  # The directory of the arena.
@@ -86,11 +88,11 @@ class ServeOptions(NamedTuple):
 
 def setup_of(options: ServeOptions, ram_bytes: int) -> DaemonSetup:
     """Return a daemon's settings as people are shown them. `ram_bytes` is the size of its arena."""
-    quota = options.salt_quota_bytes
+    quotas = {"salt-quota": options.salt_quota_bytes, "user-quota": options.user_quota_bytes}
     settings = {
         "ram": format_size(ram_bytes),
         "eviction": str(options.eviction),
-        "salt-quota": "none" if quota is None else format_size(quota),
+        **{name: "none" if quota is None else format_size(quota) for name, quota in quotas.items()},
         "node": options.node,
         "shm-dir": str(options.shm_dir),
         "group": "none" if options.group is None else str(options.group),
@@ -229,7 +231,13 @@ class DaemonServer:
         self._keep_arena(time.monotonic())
         self.daemon.setup = setup_of(options, self.arena.slots_bytes)
         listener = self._socket.listen()
-        self.clients = clients.ClientSockets(self.daemon, self.processes, listener, options.group)
+        self.clients = clients.ClientSockets(
+            daemon=self.daemon,
+            processes=self.processes,
+            listener=listener,
+            group=options.group,
+            counts_users=options.user_quota_bytes is not None,
+        )
         self._snapshots: deque[Future[Snapshot]] = deque()  # Those that other threads wait for.
         self._running = True
         self._keeps_arena = True
@@ -381,7 +389,7 @@ class DaemonServer:
             first_generation=time.time_ns() // 10**6 << GENERATION_BITS,
             trailer=self.trailer,
             policy=options.eviction,
-            tenant_bytes=options.salt_quota_bytes,
+            tenant_bytes=options.salt_quota_bytes or options.user_quota_bytes,
         )
         welcome = Welcome(
             id=0,

@@ -117,6 +117,7 @@ class ClientConnection:
     engine_id: str = ""
     is_unmapped: bool = False  # True for a worker that cannot map the arena.
     is_stale: bool = False  # True for an engine that serves nothing until it is reset.
+    tenant: int = 0  # All that it stores counts against this tenant; 0 = those that it names.
     session: Session = field(init=False, repr=False)  # The session that an engine opened by it.
 
 
@@ -137,10 +138,12 @@ class Sessions:
         """Tells of a byte of the arena whether a worker has locked it, and so may copy."""
         self.models: dict[bytes, IdentityModel] = {}  # By identity.
 
-    def on_connect(self, connection_id: int, process: Process | None = None) -> None:
+    def on_connect(
+        self, connection_id: int, process: Process | None = None, tenant: int = 0
+    ) -> None:
         """A socket was accepted. A client without a process ends with its connection."""
         process = process or Process(0, connection_id)
-        self.connections[connection_id] = ClientConnection(connection_id, process)
+        self.connections[connection_id] = ClientConnection(connection_id, process, tenant=tenant)
 
     def recover_sessions(self, workers: Iterable[WorkerProcess]) -> None:
         """Take over what an earlier daemon left. `workers` are those of its workers that live."""

@@ -60,7 +60,7 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
     session = connection.session
     groups: list[int] = []
     hashes: list[bytes] = []
-    for slot, new in _new_objects(session, request):
+    for slot, new in _new_objects(connection, request):
         if slot is None or session.writing.pop(slot.offset, None) is None:
             state.counters["commits_unknown"] += 1
             is_stored = False
@@ -81,17 +81,22 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
     state.ceiling.on_stored(session.namespace.identity, groups, b"".join(hashes))
 
 
-def _new_objects(session: Session, request: wire.Commit) -> list[tuple[Slot | None, NewObject]]:
+def _new_objects(
+    connection: ClientConnection, request: wire.Commit
+) -> list[tuple[Slot | None, NewObject]]:
     """Return the objects of a commit, each with its slot, after all of them were checked.
 
     The slot is None where the session does not hold it. Raises RequestError.
     """
+    session = connection.session
     refs = _unpack_slots(request.offsets, request.generations)
     count, hashes = len(refs), request.hashes
     if count * HASH_BYTES != len(hashes):
         raise RequestError(ErrorCode.COMMIT, f"{count} slots with {len(hashes)} bytes of hashes")
     groups = _for_each(request.groups, count)
     tenants = _for_each(request.tenants or bytes(U64), count)
+    if connection.tenant:
+        tenants = array("Q", [connection.tenant] * count)
     try:
         classes = [EvictionClass(number) for number in request.classes or bytes(count)]
     except ValueError as error:

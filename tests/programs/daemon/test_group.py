@@ -1,5 +1,6 @@
 """A daemon for a group of users: real users and groups, as the kernel tells each side."""
 
+import json
 import os
 import shutil
 import stat
@@ -16,6 +17,8 @@ from hybridkv.client.control import ControlClient, DaemonRefusedError
 from hybridkv.client.link import peer_pid
 from hybridkv.core.errors import ConfigError
 from hybridkv.shm.access import group_id
+from hybridkv.shm.slots import slot_bytes
+from tests.programs.daemon.holder import PART
 from tests.waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as other users")
@@ -53,6 +56,21 @@ with ControlClient(sys.argv[3], group=group) as control:
     arena.close()
 """
 """A worker of another user, which writes into a daemon's memory."""
+STORES = f"""
+import json
+from hybridkv.core.packed import pack_u64
+from hybridkv.wire.messages import Commit, Reserve
+from tests.programs.daemon.holder import PART, engine_hello
+{AS_USER}
+with ControlClient(sys.argv[3], hello=engine_hello(f"e{{user}}"), group=group_id(sys.argv[4])) as e:
+    for number in range(int(sys.argv[5])):
+        granted = e.call(Reserve(3, PART, 1, 1))
+        name = (user << 32 | number).to_bytes(32, "little")
+        e.tell(Commit(granted.offsets, granted.generations, pack_u64([0]), name))
+    values = e.stats().values
+    print(json.dumps([values[key] for key in ("objects", "tenants", "over_quota")]), flush=True)
+"""
+"""An engine of another user, which stores so many objects."""
 
 
 class Ended(NamedTuple):
@@ -92,9 +110,10 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def socket_path(place: Path) -> Iterator[Path]:
-    """The socket of a daemon of OWNER for the group."""
+    """The socket of a daemon of OWNER for the group, where each user may store 64 KiB."""
     path = place / "run" / "daemon.sock"
     words = ["--socket", path, "--ram", "16MiB", "--metrics-port", "-1", "--group", GROUP]
+    words += ["--user-quota", "64KiB"]
     served = run_as(OWNER, "serve", *words, "--detach", groups=(GROUP_ID,))
     assert served == (0, "", "")
     try:
@@ -112,6 +131,21 @@ def test_a_member_is_served_and_maps_the_memory(socket_path: Path) -> None:
     assert member == (0, f"{OWNER}\n", "")
     ping = ("ping", "--socket", socket_path)
     assert run_as(MEMBER, *ping, groups=(GROUP_ID,), HYBRIDKV_GROUP=GROUP).status == 0
+
+
+def test_each_user_has_a_quota(socket_path: Path) -> None:
+    """One that stores more than that evicts what is its own."""
+    most = (64 << 10) // slot_bytes(PART, 1)
+
+    def stored(user: int, count: int) -> list[int]:
+        ended = run_as(user, socket_path, GROUP, count, groups=(GROUP_ID,), code=STORES)
+        assert ended.status == 0, ended.err
+        answer: list[int] = json.loads(ended.out)
+        return answer
+
+    assert stored(MEMBER, 3) == [3, 1, 0]
+    assert stored(OWNER, most + 5) == [3 + most, 2, 5]
+    assert stored(MEMBER, most) == [most + most, 2, 5]
 
 
 def test_a_member_that_does_not_ask_for_a_group_trusts_nobody(socket_path: Path) -> None:

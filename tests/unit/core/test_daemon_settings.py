@@ -25,6 +25,7 @@ GIVEN: dict[str, GivenValues] = {
     "arena_ttl": GivenValues("1min", "2h", 30),
     "eviction": GivenValues("lru", "lru", "lru"),
     "salt_quota": GivenValues("1MiB", "2MiB", 4096),
+    "user_quota": GivenValues("1MiB", "2MiB", 4096),
     "metrics_port": GivenValues("1", "2", 3),
     "metrics_host": GivenValues("127.0.0.2", "::1", "127.0.0.3"),
     "metrics_token": GivenValues("file:/a", "file:/b", "file:/c"),
@@ -41,14 +42,17 @@ GIVEN: dict[str, GivenValues] = {
 }
 
 
-def test_every_setting_may_be_given_in_each_place() -> None:
+@pytest.mark.parametrize("without", ["salt_quota", "user_quota"])
+def test_every_setting_may_be_given_in_each_place(without: str) -> None:
+    """But for the two quotas, of which there is one."""
     assert GIVEN.keys() == DAEMON_SETTINGS.keys()
+    all_given = {key: given for key, given in GIVEN.items() if key != without}
     words = {
         key: [given.word] if DAEMON_SETTINGS[key].is_list else given.word
-        for key, given in GIVEN.items()
+        for key, given in all_given.items()
     }
-    variables = {DAEMON_SETTINGS[key].variable: given.variable for key, given in GIVEN.items()}
-    file = {key: given.in_file for key, given in GIVEN.items()}
+    variables = {DAEMON_SETTINGS[key].variable: given.variable for key, given in all_given.items()}
+    file = {key: given.in_file for key, given in all_given.items()}
     default = DaemonSettings()
     places = [
         resolve(words, {}, {}, ""),
@@ -57,7 +61,9 @@ def test_every_setting_may_be_given_in_each_place() -> None:
     ]
     for settings in places:
         for field in fields(settings):
-            assert getattr(settings, field.name) != getattr(default, field.name), field.name
+            is_given = field.name != DAEMON_SETTINGS[without].field
+            is_changed = getattr(settings, field.name) != getattr(default, field.name)
+            assert is_changed == is_given, field.name
     assert resolve(words, variables, file, "f.toml") == places[0]
     assert resolve({}, variables, file, "f.toml") == places[1]
     assert resolve({}, {}, {}, "") == default
@@ -72,14 +78,16 @@ def test_each_setting_is_of_the_place_that_has_it() -> None:
     assert not off.fresh
 
 
-def test_a_daemon_that_auto_starts_takes_every_setting() -> None:
+@pytest.mark.parametrize("without", ["salt_quota", "user_quota"])
+def test_a_daemon_that_auto_starts_takes_every_setting(without: str) -> None:
     """The words that `serve` is given say what the keys say."""
-    extra = {key: value for key, (_, _, value) in GIVEN.items() if key != "socket"}
+    left_out = ("socket", without)
+    extra = {key: value for key, (_, _, value) in GIVEN.items() if key not in left_out}
     settings = parse_settings({**extra, "config": "/etc/hybridkv.toml"})
     assert settings.daemon == resolve({}, {}, extra, "f.toml")
     expected = ["--config", "/etc/hybridkv.toml"]
     for key, row in DAEMON_SETTINGS.items():
-        if key != "socket":
+        if key not in left_out:
             expected += row.words(getattr(settings.daemon, row.field))
     assert list(settings.daemon_options) == expected
     assert "--fresh" in parse_settings({"fresh": True}).daemon_options
@@ -108,6 +116,12 @@ def test_a_daemon_that_auto_starts_takes_every_setting() -> None:
         ({}, {}, {"traces": "ftp://x"}, r"^f.toml: traces: 'ftp://x' is no URL of a collector; "),
         ({}, {}, {"metrics_host": "gpu7"}, "^f.toml: metrics_host='gpu7' must be the address .*"),
         ({"metrics_token": "/my/secret"}, {}, {}, "^metrics-token: what is given names .* works$"),
+        (
+            {"salt_quota": "1MiB"},
+            {},
+            {"user_quota": 4096},
+            "^user-quota: it .* one of the two works$",
+        ),
         ({}, {"HYBRIDKV_DISK_BYTES": "1GiB"}, {}, "^disk-bytes: it needs a directory; .* works$"),
     ],
 )
