@@ -7,7 +7,7 @@ from itertools import islice
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import U64, pack_u64, unpack_u64
 from hybridkv.core.policies import EvictionClass
-from hybridkv.daemon.sessions import ClientConnection, RequestError, Session, owner_of
+from hybridkv.daemon.sessions import ClientConnection, RequestError, owner_of
 from hybridkv.daemon.state import DaemonState
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.store.index import NewObject, Slot
