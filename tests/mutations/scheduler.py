@@ -451,6 +451,15 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{STORES}::test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk", TAILS),
     ),
     Mutation(
+        "tail-of-another-prompt",
+        "a tail is named by the hash before its end, which other prompts have too",
+        "StorePlanner._tail",
+        "tracked.request.block_hashes[boundary // unit - 1]",
+        "tracked.request.block_hashes[boundary // unit - 2]",
+        ("B2", "B17"),
+        (TAILS,),
+    ),
+    Mutation(
         "tail-longer-than-it-is",
         "a hit inside a block counts one match unit more than was stored",
         "RequestLookup.hit_tokens",
