@@ -196,3 +196,17 @@ def test_a_large_model_needs_its_config_and_no_memory(tmp_path: Path) -> None:
     assert plan["totals"]["token_bytes"] == pytest.approx(
         4 * sum(group["token_bytes"] for group in plan["groups"])
     )
+
+
+def test_a_pipeline_has_parts_of_the_size_of_its_largest_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five of the twelve full layers on the first stage, seven on the second."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "20,28")
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT_80B))
+    arguments = ("--pipeline-parallel-size=2", "--tensor-parallel-size=2")
+    status, plan = planned("--model", str(tmp_path), "--ram", "64GiB", "--", *arguments)
+    assert status == 0
+    full = plan["groups"][-1]
+    assert (full["kind"], full["layers"], full["token_bytes"]) == ("full", 12, 7 * 2 * 256 * 2)
+    assert (plan["ranks"], plan["stages"]) == (4, 2)

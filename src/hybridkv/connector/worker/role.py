@@ -7,7 +7,7 @@ weights, its adapters, its blocks.
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,12 +24,18 @@ from hybridkv.connector.worker.copiers import CopierFactory, MappedArena, open_p
 from hybridkv.connector.worker.difference import LayerNumbers
 from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
-from hybridkv.core.errors import GeometryError, HybridKVError
+from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena, new_lock
 from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
 from hybridkv.vllm.loaded_adapters import LoadedAdapters
-from hybridkv.vllm.stages import Exchange, exchange_in_pipeline, padding_view, stage_padding
+from hybridkv.vllm.stages import (
+    BlockBytes,
+    Exchange,
+    exchange_in_pipeline,
+    padding_view,
+    stage_padding,
+)
 from hybridkv.vllm.weights import EngineWeights
 from hybridkv.wire.messages import (
     GREETING_NEVER,
@@ -146,17 +152,16 @@ class WorkerRole:
 
         A worker that cannot read its layers tells the other stages so, which wait for it.
         """
+        own: BlockBytes | None = None
+        everyones: Sequence[BlockBytes | None] = ()
         try:
             views = block_views(self._config, kv_caches)
-        except GeometryError:
+            sizes = worker_layout(self._config, views).sizes
+            own = {gid: sum(layers) for gid, layers in sizes.items()}
+        finally:
             if self._settings.stages > 1:
-                self.exchange(None)
-            raise
-        if self._settings.stages == 1:
-            return views, {}
-        sizes = worker_layout(self._config, views).sizes
-        own = {gid: sum(layers) for gid, layers in sizes.items()}
-        return views, stage_padding(own, self.exchange(own))
+                everyones = self.exchange(own)
+        return views, stage_padding(own, everyones or [own])
 
     @property
     def is_disabled(self) -> bool:
