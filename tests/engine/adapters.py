@@ -28,7 +28,11 @@ from tests.engine.support import LOOKUP_TIMEOUT_MS, prompt
 from tests.engine.weights import ARGUMENTS, LENGTH, write_model
 from tests.waiting import until
 
-LORA = ("--enable-lora", "--max-lora-rank=8", "--max-loras=2", "--max-cpu-loras=2")
+LORA = ["--enable-lora", "--max-lora-rank=8", "--max-loras=2", "--max-cpu-loras=2"]
+if STAGES := os.environ.get("HYBRIDKV_TEST_STAGES", ""):
+    # vLLM's CPU build runs a pipeline with a shim.
+    LORA += [f"--pipeline-parallel-size={STAGES}"]
+    LORA += ["--worker-extension-cls=hybridkv.lab.shims.BundledWorker"]
 REQUEST_SECONDS = 120.0
 SETTLE_SECONDS = 1.0
 """How long the daemon's objects stay as many as they are once an engine has stored all."""

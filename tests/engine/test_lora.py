@@ -76,8 +76,15 @@ def test_an_adapter_is_what_the_engine_loaded(
     }
 
 
-def test_other_weights_under_the_same_name(daemon: DaemonProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_other_weights_under_the_same_name(
+    daemon: DaemonProcess, tmp_path: Path, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loaded in place, removed and added, evicted and loaded again, and by the next engine."""
+    if stages > 1:
+        monkeypatch.setenv("HYBRIDKV_TEST_STAGES", str(stages))
+        monkeypatch.setenv("HYBRIDKV_WIDEN", "1:0.1")
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     plain = answers("-", "replaced", tmp_path / "plain", own_process=False)
     served = answers(daemon.socket_path, "replaced", tmp_path / "served", own_process=False)
     check_answers(served, plain, "one engine, old", "one engine, new")
