@@ -83,7 +83,6 @@ def test_other_weights_under_the_same_name(
     """Loaded in place, removed and added, evicted and loaded again, and by the next engine."""
     if stages > 1:
         monkeypatch.setenv("HYBRIDKV_TEST_STAGES", str(stages))
-        monkeypatch.setenv("HYBRIDKV_WIDEN", "1:0.1")
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     plain = answers("-", "replaced", tmp_path / "plain", own_process=False)
     served = answers(daemon.socket_path, "replaced", tmp_path / "served", own_process=False)

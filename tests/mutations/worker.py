@@ -166,7 +166,7 @@ FAULTS: tuple[Mutation, ...] = (
         "return self.rank * self.stages // self.ranks",
         "return 0",
         ("C5",),
-        (f"{COPIER}::test_each_stage_of_a_pipeline_has_parts_of_its_own",),
+        (f"{COPIER}::test_ranks_take_turns_with_what_they_share",),
     ),
     Mutation(
         "padding-is-loaded",
@@ -189,10 +189,10 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "silent-stage",
         "the other stages wait for a worker that refused its layers",
-        "WorkerRole._views_and_padding",
-        "everyones = self.exchange(own)",
-        "everyones = self.exchange(own) if own else ()",
-        ("C5", "C42"),
+        "WorkerRole._read_layers",
+        "self._settings.stages > 1",
+        "own",
+        ("C5",),
         (
             "tests/unit/connector/test_worker.py"
             "::test_a_worker_that_cannot_read_its_layers_tells_the_other_stages",

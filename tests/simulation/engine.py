@@ -377,8 +377,7 @@ class Rank:
 
     def block_bytes(self) -> BlockBytes:
         """Returns what the worker tells the other stages."""
-        sizes = worker_layout(self.config, block_views(self.config, self.tensors)).sizes
-        return {gid: sum(layers) for gid, layers in sizes.items()}
+        return worker_layout(self.config, block_views(self.config, self.tensors)).block_bytes
 
     def register(self, everyones: Sequence[BlockBytes] = ()) -> None:
         """Let the connector take the tensors. `everyones` are the `block_bytes` of all stages."""

@@ -48,7 +48,7 @@ from hybridkv.vllm.drafters import drafter_of
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.hook_guard import HookGuard
 from hybridkv.vllm.identity import identity_facts, weights_fact
-from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_keeping, kv_dtype
+from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_keeping, kv_dtype, layer_count
 from hybridkv.vllm.metrics import Deltas
 from hybridkv.vllm.preflight import (
     config_findings,
@@ -264,7 +264,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 name=str(model.served_model_name)[-TEXT_MAX:],
                 max_model_len=model.max_model_len,
                 kv_dtype=kv_dtype(config, layouts[0]),
-                layers=_layer_counts(geometry, layouts),
+                layers=[
+                    layer_count(layouts, group.gid, geometry.stages) for group in geometry.groups
+                ],
                 retention_tokens=states.retention_tokens,
                 step_tokens=states.step_tokens,
             ),
@@ -498,15 +500,6 @@ def wants_events(vllm_config: Any) -> bool:
     """Return True if vLLM's configuration publishes KV events."""
     config = vllm_config.kv_events_config
     return config is not None and bool(config.enable_kv_cache_events)
-
-
-def _layer_counts(geometry: Geometry, layouts: Mapping[int, WorkerLayout]) -> list[int]:
-    """Return the number of layers of each served group, those of all stages together."""
-    first_ranks = range(0, geometry.ranks, geometry.ranks // geometry.stages)
-    return [
-        sum(len(layouts[rank].layers[group.gid]) for rank in first_ranks)
-        for group in geometry.groups
-    ]
 
 
 def _report_length(geometry: Geometry, max_model_len: int) -> None:

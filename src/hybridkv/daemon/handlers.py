@@ -293,7 +293,7 @@ class Daemon(DaemonState):
             tokens = tail_tokens(geometry, request.tails_from, tail - 1)
             entries = [*entries[: chunks - 1], tail_slots]
             if tail < len(request.tails) // HASH_BYTES:
-                # The prompt goes on, and stores a tail of its own.
+                # The prompt goes on, and is about to store a tail of its own.
                 outgrown = filter(None, tail_slots)
             self.counters["tails_hit"] += 1
         tiers = self._count_origins(origins, chunks)

@@ -203,11 +203,11 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
     groups = list(preflight.group_findings(kv_cache_config, config))
     report.findings += groups
     geometry: Geometry | None = None
+    stages = config.parallel_config.pipeline_parallel_size
     if all(finding.verdict is not Verdict.FAIL for finding in groups):
         try:
             chunk_tokens, drafter = report.settings.hybrid_chunk_size, _served_drafter(config)
             ahead = drafter.lookahead_tokens if drafter else 0
-            stages = config.parallel_config.pipeline_parallel_size
             geometry = built.build_geometry(kv_cache_config, layouts, chunk_tokens, ahead, stages)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
@@ -218,8 +218,8 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
         max_model_len=model.max_model_len,
         kv_dtype=built.kv_dtype(config, layouts[0]),
         ranks=len(layouts),
-        stages=config.parallel_config.pipeline_parallel_size,
-        groups=tuple(_group_preview(kv_cache_config, gid, layouts) for gid in gids),
+        stages=stages,
+        groups=tuple(_group_preview(kv_cache_config, gid, layouts, stages) for gid in gids),
         geometry=geometry,
         states=rule,
     )
@@ -268,7 +268,7 @@ def preview_engine(vllm_config: Any) -> CachePreview:
                 init_workspace_manager(torch.device("meta"))
                 with _pretended_stage(stage, stages):
                     initialize_model(vllm_config=vllm_config, model_config=model)
-                if _served_drafter(vllm_config) is not None:
+                if stage == stages - 1 and _served_drafter(vllm_config) is not None:
                     _make_drafter(vllm_config)
             stage_layers.append([name for name in _layers(vllm_config) if name not in known])
             known.update(stage_layers[-1])
@@ -276,10 +276,9 @@ def preview_engine(vllm_config: Any) -> CachePreview:
         with set_current_vllm_config(vllm_config):
             configs = _kv_cache_configs(vllm_config, stage_layers)
             layouts = [_worker_layout(vllm_config, config) for config in configs.workers]
-    totals = [{gid: sum(sizes) for gid, sizes in layout.sizes.items()} for layout in layouts]
+    everyones = [layout.block_bytes for layout in layouts]
     padded = [
-        replace(layout, padding=stage_padding(own, totals))
-        for layout, own in zip(layouts, totals, strict=True)
+        replace(layout, padding=stage_padding(layout.block_bytes, everyones)) for layout in layouts
     ]
     by_rank = {rank: padded[rank // ranks] for rank in range(ranks * stages)}
     return CachePreview(configs.scheduler, by_rank)
@@ -309,7 +308,7 @@ def _make_drafter(vllm_config: Any) -> None:
 
 
 def _group_preview(
-    config: KVCacheConfig, gid: int, layouts: Mapping[int, built.WorkerLayout]
+    config: KVCacheConfig, gid: int, layouts: Mapping[int, built.WorkerLayout], stages: int
 ) -> GroupPreview:
     """Return the preview of a group, which may be scratch or refused."""
     group, spec = config.kv_cache_groups[gid], config.kv_cache_groups[gid].kv_cache_spec
@@ -319,9 +318,7 @@ def _group_preview(
         count = len(group.layer_names)
         return GroupPreview(gid, f"scratch ({names})", tokens, count, block_bytes=0)
     sizes = layouts[0].sizes[gid]
-    # Ranks of one stage have one layout, the very same object.
-    stages = {id(layout): layout for layout in layouts.values()}.values()
-    count = sum(len(layout.layers[gid]) for layout in stages)
+    count = built.layer_count(layouts, gid, stages)
     preview = GroupPreview(gid, names, tokens, count, block_bytes=sum(sizes))
     try:
         known = built.group_geometry(gid, spec, sizes)

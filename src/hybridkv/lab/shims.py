@@ -228,16 +228,16 @@ def _stages() -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: PLC0415
 
-    take = GPUModelRunner.sync_and_gather_intermediate_tensors
+    sync_and_gather = GPUModelRunner.sync_and_gather_intermediate_tensors
 
-    def made_and_taken(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_room(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.intermediate_tensors is None:
             self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
                 batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
             )
-        return take(self, *args, **kwargs)
+        return sync_and_gather(self, *args, **kwargs)
 
-    GPUModelRunner.sync_and_gather_intermediate_tensors = made_and_taken
+    GPUModelRunner.sync_and_gather_intermediate_tensors = with_room
 
 
 def _tile_schedules() -> None:
@@ -303,9 +303,9 @@ if current_platform.is_cpu():
         _v2_runner()
     for shim in shims:
         shim()
-# Last: it imports the model loader, and with that modules that hold Triton kernels.
+# Last: these import vLLM's own modules, and with them some that hold Triton kernels.
 if WIDEN_ENV in os.environ:
     first, _, wide = os.environ[WIDEN_ENV].partition(":")
     _wide_weights(int(first), float(wide))
-    if current_platform.is_cpu():
-        _stages()
+if current_platform.is_cpu():
+    _stages()

@@ -26,7 +26,7 @@ class Slot:
     parent_short: int = 0  # The `short_hash` of the chunk before, 0 = none.
     tenant: int = 0  # The tenant whose quota the object counts against, 0 = none.
     eviction_class: EvictionClass = EvictionClass.PROMPT  # A read changes it, see `Store.pin`.
-    is_read: bool = False  # True once a lookup hit the object, in this daemon's life or before.
+    is_read: bool = False  # True once a lookup hit the object. Interior ones begin anew as unread.
     is_doubted: bool = False
     """True after a load failed in which the object took part. The next store of it replaces it."""
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.

@@ -52,6 +52,11 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
             sizes[gid] = (*(layer.block_bytes for layer in layers), *padding)
         return sizes
 
+    @property
+    def block_bytes(self) -> dict[int, int]:
+        """Bytes of one block in all layers, by gid, with those of the padding."""
+        return {gid: sum(layers) for gid, layers in self.sizes.items()}
+
 
 _KINDS = {
     kv.FullAttentionSpec: GroupKind.FULL,
@@ -139,12 +144,10 @@ def build_geometry(
         what = "swa_bounded_replay computes a part of every hit again and is not proven yet"
         raise ConfigError(what, "--no-swa-bounded-replay works")
     sizes, gids = layouts[0].sizes, config.prefix_cacheable_group_ids
-    totals = {gid: sum(layers) for gid, layers in sizes.items()}
     sharers = len(layouts) // stages
     for rank, layout in layouts.items():
         first = layouts[rank // sharers * sharers]
-        own = {gid: sum(layers) for gid, layers in layout.sizes.items()}
-        if layout.sizes != first.sizes or own != totals:
+        if layout.sizes != first.sizes or layout.block_bytes != layouts[0].block_bytes:
             what = f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
             raise GeometryError(what)
     groups = tuple(group_geometry(gid, specs[gid], sizes[gid]) for gid in gids)
@@ -163,6 +166,12 @@ def build_geometry(
         lookahead_tokens=lookahead_tokens,
         stages=stages,
     )
+
+
+def layer_count(layouts: Mapping[int, WorkerLayout], gid: int, stages: int) -> int:
+    """Return the number of layers of a group, those of all stages together."""
+    first_ranks = range(0, len(layouts), len(layouts) // stages)
+    return sum(len(layouts[rank].layers[gid]) for rank in first_ranks)
 
 
 def _check_states(groups: Sequence[Group]) -> None:

@@ -215,24 +215,23 @@ def _version(version: str) -> Finding:
 
 def _parallel(parallel: Any, is_drafted: bool) -> Iterator[Finding]:
     """Yield which kinds of parallelism are refused, or one OK."""
-    kinds = ["decode_context_parallel", "prefill_context_parallel"]
-    if is_drafted or minor_version() not in STAGED:
-        # A drafter has layers on the last stage alone.
-        kinds.insert(0, "pipeline_parallel")
-    several = {f"{kind}_size": getattr(parallel, f"{kind}_size", 1) for kind in kinds}
+    stages = parallel.pipeline_parallel_size
+    refused = dict.fromkeys(("decode_context_parallel_size", "prefill_context_parallel_size"), "")
+    if is_drafted:
+        refused["pipeline_parallel_size"] = " with speculation"  # The last stage has the drafter.
+    elif minor_version() not in STAGED:
+        refused["pipeline_parallel_size"] = f" on vllm {vllm.__version__}"
+    several = {size: getattr(parallel, size, 1) for size in refused}
     several = {size: ranks for size, ranks in several.items() if ranks > 1}
     for size, ranks in several.items():
-        what = f"{size}={ranks} is not supported yet"
-        if size == "pipeline_parallel_size":
-            what += " with speculation" if is_drafted else f" on vllm {vllm.__version__}"
+        what = f"{size}={ranks} is not supported yet{refused[size]}"
         yield fail("parallelism", what, f"--{size.replace('_', '-')} 1 works")
     if (nodes := getattr(parallel, "nnodes", 1)) > 1:
         what = f"nnodes={nodes}: workers on other nodes cannot map this node's memory"
         yield fail("parallelism", what, "--nnodes 1 works")
     elif not several:
         sizes = f"tensor_parallel_size {parallel.tensor_parallel_size}"
-        if (stages := parallel.pipeline_parallel_size) > 1:
-            sizes += f", pipeline_parallel_size {stages}"
+        sizes += f", pipeline_parallel_size {stages}" if stages > 1 else ""
         yield ok("parallelism", f"{sizes}, one node")
 
 

@@ -25,7 +25,10 @@ Exchange = Callable[[BlockBytes | None], Sequence[BlockBytes | None]]
 
 
 def exchange_in_pipeline(own: BlockBytes | None) -> Sequence[BlockBytes | None]:
-    """Exchange by vLLM's own process group. Every worker of the pipeline is to call this."""
+    """Exchange by vLLM's own process group. Every worker of the pipeline is to call this.
+
+    It waits for the others no longer than the timeout of that group, and then raises.
+    """
     pipeline = get_pp_group()
     everyones: list[BlockBytes | None] = [None] * pipeline.world_size
     torch.distributed.all_gather_object(everyones, own, group=pipeline.cpu_group)

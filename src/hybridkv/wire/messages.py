@@ -291,10 +291,10 @@ class Commit(_Message, frozen=True, tag="commit"):
 
     `parents` are the hashes of the chunks before (zeros: there is none). `classes` has the
     core.policies.EvictionClass of each object, a byte each. Both decide what is evicted first.
-    `tenants` are the tenants whose quota the objects count against (0: nobody's). All three may be
-    left out. A single number in `groups` or `tenants` is that of all objects. A single hash in
-    `parents` is that of the chunk before the first object, and each further object comes after the
-    one before it in `hashes`.
+    `tenants` are the tenants whose quota the objects count against (0: nobody's); where users have
+    quotas, it is that of the engine's user instead. All three may be left out. A single number in
+    `groups` or `tenants` is that of all objects. A single hash in `parents` is that of the chunk
+    before the first object, and each further object comes after the one before it in `hashes`.
     """
 
     offsets: Changed

@@ -161,43 +161,25 @@ class Rig:
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
-def test_ranks_take_turns_with_what_they_share(arena: Arena, device: str) -> None:
-    """Each object has one part, which one rank writes and every rank loads."""
-    views = [blocks_of("LBHNC", device) for _ in range(2)]
-    for first_view, second_view in zip(views[0], views[1], strict=True):
-        second_view.copy_(first_view)
-    rig = Rig(arena, views, "on", shared=True)
-    before = [view.clone() for view in views[0]]
-    ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
-    assert [[part.writes(op) for op in ops] for part in rig.parts] == [
-        [True, False] * 2,
-        [False, True] * 2,
-    ]
-    assert rig.store(ops) == [True] * 4
-    for rank in range(2):
-        for view in views[rank]:
-            view.zero_()
-        assert rig.load(rank, ops) is None
-        for view, old in zip(views[rank], before, strict=True):
-            assert torch.equal(view[1:5], old[1:5])
-    rig.close()
-
-
-@pytest.mark.parametrize("device", ["cpu", gpu])
-@pytest.mark.parametrize("shared", [False, True])
-def test_each_stage_of_a_pipeline_has_parts_of_its_own(
-    arena: Arena, shared: bool, device: str
+@pytest.mark.parametrize(("stages", "shared"), [(1, True), (2, True), (2, False)])
+def test_ranks_take_turns_with_what_they_share(
+    arena: Arena, stages: int, shared: bool, device: str
 ) -> None:
-    """Two stages of two ranks. The ranks of a stage keep the same bytes, and may share a part."""
-    views = [blocks_of("LBHNC", device) for _ in range(4)]
-    for rank in (1, 3):
-        for view, same in zip(views[rank], views[rank - 1], strict=True):
-            view.copy_(same)
-    rig = Rig(arena, views, "on", shared, stages=2)
+    """The two ranks of a stage keep the same bytes, and may share a part, which one of them writes.
+
+    Each stage of a pipeline has parts of its own.
+    """
+    views = [blocks_of("LBHNC", device) for _ in range(2 * stages)]
+    for first in range(0, 2 * stages, 2):
+        for view, same in zip(views[first], views[first + 1], strict=True):
+            same.copy_(view)
+    rig = Rig(arena, views, "on", shared, stages)
     before = [[view.clone() for view in rank] for rank in views]
     ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
+    turns = [[True, False] * 2, [False, True] * 2] if shared else [[True] * 4] * 2
+    assert [[part.writes(op) for op in ops] for part in rig.parts] == turns * stages
     assert rig.store(ops) == [True] * (4 * rig.slot_parts)
-    for rank in range(4):
+    for rank in range(2 * stages):
         for view in views[rank]:
             view.zero_()
         assert rig.load(rank, ops) is None

@@ -42,12 +42,12 @@ def test_a_worker_that_cannot_read_its_layers_tells_the_other_stages() -> None:
     """They wait for it, and would wait until vLLM ends them."""
     from hybridkv.core.errors import GeometryError
 
-    told: list[Any] = []
+    exchanged: list[Any] = []
     role = worker_role(ranks=2, stages=2)
-    role.exchange = told.append
+    role.exchange = exchanged.append
     with pytest.raises(GeometryError, match="no layer whose KV cache can be restored"):
         role.register_tensors({})
-    assert told == [None]
+    assert exchanged == [None]
 
 
 def map_arena(role: Any, copier: Any) -> None:

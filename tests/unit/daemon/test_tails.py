@@ -138,8 +138,15 @@ class Chat:
     def _store(self, group: int, name: bytes, parent: bytes) -> None:
         """Store an object, if there is a slot for it."""
         for slot in grant(self._daemon, 1, FINE.groups[group].block_bytes, 1):
-            packed, groups = pack_refs([slot]), pack_u64([group])
-            self._daemon.handle(1, Commit(*packed, groups, name, parents=parent))
+            packed = pack_refs([slot])
+            request = Commit(
+                offsets=packed.offsets,
+                generations=packed.generations,
+                groups=pack_u64([group]),
+                hashes=name,
+                parents=parent,
+            )
+            self._daemon.handle(1, request)
 
 
 def test_a_conversation_of_30_turns_leaves_one_tail_where_room_is_short() -> None:

@@ -7,7 +7,7 @@ weights, its adapters, its blocks.
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -70,7 +70,8 @@ class WorkerRole:
     """One rank. Each step calls `start_loads`, `start_stores` and `collect` once, in this order."""
 
     device: Device | None = None  # Set before `register` to copy on another device than CUDA.
-    exchange: Exchange = staticmethod(exchange_in_pipeline)  # Of workers in other processes.
+    exchange: Exchange = staticmethod(exchange_in_pipeline)
+    """Set before `register_tensors` where the stages of a pipeline are in one process."""
 
     def __init__(self, config: KVCacheConfig, settings: WorkerSettings) -> None:
         self._config = config
@@ -119,20 +120,20 @@ class WorkerRole:
     def register_tensors(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's tensors. Raises GeometryError where a layout is not understood."""
         config = self._config
-        views, padding = self._views_and_padding(kv_caches)
+        views, layout = self._read_layers(kv_caches)
         self._weights = EngineWeights.of_caller(self.detach_arena)
         self.adapters = LoadedAdapters(self._weights.runner)
         weights = self._weights.read().digest
-        self.layout = replace(worker_layout(config, views), weights=weights, padding=padding)
+        self.layout = replace(layout, weights=weights)
         device = next(iter(views.values())).device
         groups, numbers = [], []
         for gid, group in zip(config.prefix_cacheable_group_ids, _served(config), strict=True):
             spec, names = group.kv_cache_spec, group.layer_names
             groups.append([physical(views[name]) for name in names])
             numbers.append([layer_numbers(spec, name, views[name]) for name in names])
-            if gid in padding:
-                groups[-1].append(padding_view(padding[gid], config.num_blocks, device))
-                numbers[-1].append(LayerNumbers("padding", padding[gid], ()))
+            if size := layout.padding.get(gid, 0):
+                groups[-1].append(padding_view(size, config.num_blocks, device))
+                numbers[-1].append(LayerNumbers("padding", size, ()))
         try:
             pipeline = open_pipeline(self._settings, config, self.layout, groups, self.device)
         except DeviceError as error:
@@ -145,23 +146,22 @@ class WorkerRole:
         self.auditor = Auditor(numbers, self._part, self.layout.device == "cpu")
         self._link.poll(time.monotonic())
 
-    def _views_and_padding(
+    def _read_layers(
         self, kv_caches: Mapping[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
-        """Return `block_views`, and the padding of this stage. Raises GeometryError.
+    ) -> tuple[dict[str, torch.Tensor], WorkerLayout]:
+        """Return `block_views` and their layout, with the padding of this stage.
 
-        A worker that cannot read its layers tells the other stages so, which wait for it.
+        A worker that cannot read its layers tells the other stages so, which wait for it. Raises
+        GeometryError.
         """
         own: BlockBytes | None = None
-        everyones: Sequence[BlockBytes | None] = ()
         try:
             views = block_views(self._config, kv_caches)
-            sizes = worker_layout(self._config, views).sizes
-            own = {gid: sum(layers) for gid, layers in sizes.items()}
+            layout = worker_layout(self._config, views)
+            own = layout.block_bytes
         finally:
-            if self._settings.stages > 1:
-                everyones = self.exchange(own)
-        return views, stage_padding(own, everyones or [own])
+            everyones = self.exchange(own) if self._settings.stages > 1 else [own]
+        return views, replace(layout, padding=stage_padding(own, everyones))
 
     @property
     def is_disabled(self) -> bool:
