@@ -9,9 +9,12 @@ cost of a call is the least that it took in all replays. An interruption by a sh
 hits the same call each time; the hook's own slow path or garbage collection always is. A hook takes
 the worst of these costs. A loop of fixed work before every call is judged in the same way, and says
 what the machine alone adds.
+
+With `--nodes 2` there are two daemons, and relays as workers have them (connector.worker.relay).
 """
 
 import argparse
+import contextlib
 import gc
 import select
 import statistics
@@ -34,11 +37,12 @@ from vllm.v1.request import Request
 
 from benchmarks.rows import print_rows
 from hybridkv.client.control import ControlClient
-from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.connector.scheduler.session import EngineIdentity
+from hybridkv.connector.worker.relay import Relay
 from hybridkv.core.coverage import needed_blocks
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
@@ -59,6 +63,8 @@ BUDGET_TOKENS = 1 << 15
 BUDGET_US = 100
 """The most that a hook may take up to BUDGET_TOKENS tokens. Beyond them it is twice that."""
 DECODE_STEPS = 50
+STEP_SECONDS = 0.002
+"""The longest time for which a relay waits for an answer before it reports."""
 LOOP_US = 50
 """The time of the loop of fixed work where nothing disturbs it."""
 REPLAYS = 9
@@ -68,14 +74,29 @@ Result = TypeVar("Result")
 
 
 def measure_hooks(
-    socket_path: str, geometry: Geometry, prompt_tokens: int, step_tokens: int, rounds: int
+    socket_paths: Sequence[str],
+    geometry: Geometry,
+    prompt_tokens: int,
+    step_tokens: int,
+    rounds: int,
 ) -> list[dict[str, Any]]:
-    """Microseconds of every hook, over `rounds` misses and as many hits of `prompt_tokens`."""
+    """Microseconds of every hook, over `rounds` misses and as many hits of `prompt_tokens`.
+
+    There is a socket for each of the geometry's nodes.
+    """
     init_none_hash(sha256)
     hooks: dict[str, _Times] = defaultdict(_Times)
+    steps: list[int] = []
     for replay in range(REPLAYS):
         namespace = fingerprint({"prompt tokens": prompt_tokens, "replay": replay})
-        bench = _Bench(socket_path, geometry, prompt_tokens, step_tokens, namespace, hooks)
+        bench = _Bench(
+            socket_paths,
+            geometry,
+            hit_tokens=prompt_tokens,
+            step_tokens=step_tokens,
+            namespace=namespace,
+            hooks=hooks,
+        )
         freeze_gc_heap()
         try:
             for number in range(-WARM_ROUNDS, rounds):
@@ -83,8 +104,12 @@ def measure_hooks(
                 for hits in (False, True):
                     bench.serve(number, hits)
         finally:
-            bench.side.close()
+            bench.close()
             gc.unfreeze()
+        steps += bench.lookup_steps
+    if steps:
+        text = f"a lookup takes {min(steps)} to {max(steps)} steps, {statistics.mean(steps):.2f}"
+        print(f"{text} in the mean of {len(steps)}", file=sys.stderr)
     return [
         {
             "prompt tokens": prompt_tokens,
@@ -139,7 +164,7 @@ class _Bench:
 
     def __init__(
         self,
-        socket_path: str,
+        socket_paths: Sequence[str],
         geometry: Geometry,
         hit_tokens: int,
         step_tokens: int,
@@ -160,13 +185,18 @@ class _Bench:
         self._request_id = ""
         self._ordinals: Counter[str] = Counter()
         """The number of the last call of each hook for the request."""
+        self._relays: list[Relay] = []
+        if geometry.nodes > 1:
+            self._relays = [Relay(path, "bench", None) for path in socket_paths]
+        self.lookup_steps: list[int] = []
+        """The steps that answers to lookups took, where relays carry them."""
         self._loop = range(_loop_length())
         self._guard = HookGuard("bench")
         context = SchedulerContext(
             settings=Settings(lookup_timeout_ms=ANSWER_SECONDS * 1e3),
             geometry=geometry,
             engine_id="bench",
-            socket_path=socket_path,
+            socket_path=socket_paths[0],
             step_tokens=step_tokens,
             pool_blocks=1 << 30,
         )
@@ -174,12 +204,21 @@ class _Bench:
         self.side = SchedulerRole(context, life, EngineIdentity(namespace, {}))
         self._report(self._plan_nothing(), "")
         deadline = time.monotonic() + ANSWER_SECONDS
-        while not self._boot and time.monotonic() < deadline:
+        while not self._boots and time.monotonic() < deadline:
             self.side.on_step_end()
-            self._boot = self._plan_nothing().boot
-        self._report(StepPlan(boot=self._boot), "")
+            self._plan_nothing()
+            self._hear()
+            self._report(StepPlan(), "")
+        self._report(StepPlan(), "")
 
-    _boot = ""
+    _boots: Sequence[str] = ()
+    """The lives of the nodes' daemons; empty until the last plan was for them."""
+
+    def close(self) -> None:
+        """End the connections."""
+        self.side.close()
+        for relay in self._relays:
+            relay.close()
 
     def serve(self, number: int, hits: bool) -> None:
         """Run a request from its arrival to its end."""
@@ -209,9 +248,7 @@ class _Bench:
             plan = self._timed("build_connector_meta (load)", self._plan_nothing)
             if list(plan.loads) != [request.request_id]:
                 raise HybridKVError("the load was not planned")
-            self._report(
-                StepPlan(boot=self._boot), "update_connector_output (loaded)", request.request_id
-            )
+            self._report(StepPlan(), "update_connector_output (loaded)", request.request_id)
             self._timed("take_events", self.side.on_step_end)
         computed = external
         while computed < prompt_tokens:
@@ -240,8 +277,11 @@ class _Bench:
                 "get_num_new_matched_tokens", lambda: self.side.offer_hit(request, 0), which
             )
             if tokens is not None:
+                if self._relays:
+                    self.lookup_steps.append(asked)
                 return tokens
             asked += 1
+            self._step_idle()
         raise HybridKVError(f"no answer to a lookup ({kind}) within {ANSWER_SECONDS:g} s")
 
     def _step(
@@ -259,18 +299,44 @@ class _Bench:
                 ]
             }
         output = _output({request.request_id: scheduled}, offers)
-        return self._timed(
+        plans = self._timed(
             f"build_connector_meta ({what})",
             lambda: self.side.plan_step(output, lambda _: tables()),
         )
+        return self._deliver(plans)
+
+    def _step_idle(self) -> None:
+        """Run a step without work where relays carry messages."""
+        if self._relays:
+            plan = self._plan_nothing()
+            self._hear()
+            self._report(plan, "")
 
     def _plan_nothing(self) -> StepPlan:
-        return self.side.plan_step(_output({}, {}), lambda _: ())
+        return self._deliver(self.side.plan_step(_output({}, {}), lambda _: ()))
+
+    def _deliver(self, plans: StepPlan | NodePlans) -> StepPlan:
+        """Give a step's messages to the relays. Returns the first node's plan."""
+        of_nodes = plans.plans if isinstance(plans, NodePlans) else (plans,)
+        self._boots = [plan.boot for plan in of_nodes if plan.boot]
+        for relay, plan in zip(self._relays, of_nodes, strict=False):
+            if plan.mail is not None:
+                relay.deliver(plan.mail, time.monotonic())
+        return of_nodes[0]
+
+    def _hear(self) -> None:
+        """Let the relays wait for an answer, as long as a short step takes."""
+        for relay in self._relays:
+            if relay.link is not None and relay.link.fd is not None:
+                select.select([relay.link.fd], [], [], STEP_SECONDS)
 
     def _report(self, plan: StepPlan, hook: str, finished: str = "") -> None:
-        boots = {self._boot: 1} if self._boot else {}
-        done = {number: {0} for number in plan.stores}
-        report = StepReport(plan.number, boots=boots, done=done)
+        done = {number: {*range(self._geometry.ranks)} for number in plan.stores}
+        report = StepReport(plan.number, boots=dict.fromkeys(self._boots, 1), done=done)
+        for node, relay in enumerate(self._relays):
+            answers = relay.take_answers(time.monotonic())
+            if answers is not None:
+                report.answers[node] = answers
         loaded = {finished} if finished else set()
 
         def take() -> None:
@@ -289,11 +355,13 @@ class _Bench:
         fd = self.side.slots_fd
         if fd is not None:
             select.select([fd], [], [], ANSWER_SECONDS)
+        self._hear()
 
     def _wait_for_slots(self) -> None:
         """Wait for slots where the grants of one step are not enough for the next."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        while self.side.slots_fd is not None and time.monotonic() < deadline:
+        while self.side.stores.credits.is_awaiting and time.monotonic() < deadline:
+            self._step_idle()
             self.side.on_step_end()
 
     def _blocks(self, external: int) -> KVCacheBlocks:
@@ -357,11 +425,27 @@ def _loop_length() -> int:
     return round(LOOP_US * 1e-6 / min(_loop_seconds(trial) for _ in range(1000)) * len(trial))
 
 
+def _wait_for_pages(socket_path: str) -> None:
+    """Wait until a young daemon has pages.
+
+    It grants only those, and what is not stored is no hit.
+    """
+    deadline = time.monotonic() + RESERVE_SECONDS
+    with ControlClient(socket_path) as control:
+        while control.stats().values["bytes_reserved"] < RESERVED_BYTES:
+            if time.monotonic() > deadline:
+                what = f"the daemon had no memory of its own within {RESERVE_SECONDS:g} s"
+                raise HybridKVError(what)
+
+
 def main() -> int:
     """Measure every hook on a hybrid of a full, two sliding and a recurrent group, and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hooks", description=__doc__)
     parser.add_argument(
         "--block-tokens", type=int, default=128, help="tokens of an engine block (default: 128)"
+    )
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="nodes with a daemon and a rank each (default: 1)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON array")
     arguments = parser.parse_args()
@@ -376,20 +460,18 @@ def main() -> int:
         Group(2, GroupKind.SLIDING, block, (256,), 1024),
         Group(3, GroupKind.RECURRENT, block, (256,)),
     )
-    geometry = Geometry(groups, derive_chunk_tokens(groups, block, block), block, block)
+    nodes = arguments.nodes
+    chunk = derive_chunk_tokens(groups, block, block)
+    geometry = Geometry(groups, chunk, block, block, ranks=nodes, nodes=nodes)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
-        socket_path = str(Path(directory) / "daemon.sock")
-        with DaemonProcess(socket_path, "512MiB"), ControlClient(socket_path) as control:
-            deadline = time.monotonic() + RESERVE_SECONDS
-            # A young daemon grants only what has pages, and what is not stored is no hit.
-            while control.stats().values["bytes_reserved"] < RESERVED_BYTES:
-                if time.monotonic() > deadline:
-                    raise HybridKVError(
-                        f"the daemon had no memory of its own within {RESERVE_SECONDS:g} s"
-                    )
+        paths = [str(Path(directory) / f"{node}.sock") for node in range(nodes)]
+        with contextlib.ExitStack() as stack:
+            for path in paths:
+                stack.enter_context(DaemonProcess(path, "512MiB"))
+                _wait_for_pages(path)
             for tokens in PROMPT_TOKENS:
-                rows += measure_hooks(socket_path, geometry, tokens, STEP_TOKENS, ROUNDS)
+                rows += measure_hooks(paths, geometry, tokens, STEP_TOKENS, ROUNDS)
                 print(f"hooks at {tokens} tokens done", file=sys.stderr)
     print_rows(rows, arguments.json)
     return 0

@@ -18,6 +18,9 @@ from tests.engine.support import CommandReport
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 
+ON_TWO_NODES = {"server": "unix:///run/hybridkv/daemon.sock", "nodes": 2}
+
+
 def config(**changes: Any) -> Any:
     """The parts of a VllmConfig that the rules read, all as they should be but for `changes`."""
     values: dict[str, Any] = {
@@ -35,7 +38,7 @@ def config(**changes: Any) -> Any:
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
-        "nnodes": 1,
+        "nnodes_within_dp": 1,
         "disable_hybrid_kv_cache_manager": False,
         "max_num_batched_tokens": 2048,
         "enable_chunked_prefill": True,
@@ -61,6 +64,9 @@ def findings(**changes: Any) -> list[Finding]:
 def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     assert {finding.verdict for finding in findings()} == {Verdict.OK}
+    several = findings(kv_connector_extra_config=ON_TWO_NODES, tensor_parallel_size=2)
+    assert {finding.verdict for finding in several} == {Verdict.OK}
+    assert "2 nodes with 1 of 2 ranks each" in str(several)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,16 @@ def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"decode_context_parallel_size": 2}, "FAIL", "--decode-context-parallel-size 1 works"),
         ({"prefill_context_parallel_size": 2}, "FAIL", "--prefill-context-parallel-size 1 works"),
-        ({"nnodes": 2}, "FAIL", "--nnodes 1 works"),
+        (
+            {"nnodes_within_dp": 2, "tensor_parallel_size": 2},
+            "FAIL",
+            'on one of 2 nodes; `hybridkv serve` on each node and "server":"unix:///.*" works',
+        ),
+        (
+            {"tensor_parallel_size": 3, "kv_connector_extra_config": ON_TWO_NODES},
+            "FAIL",
+            "nodes=2 do not divide 3 ranks; nodes with as many ranks each work",
+        ),
         (
             {"speculative_config": SimpleNamespace(method="medusa")},
             "FAIL",
@@ -138,9 +153,10 @@ def test_a_vllm_that_nobody_ran_it_on_is_refused(
 def test_the_connector_raises_what_doctor_shows() -> None:
     from hybridkv.connector.connector import check_config
 
+    several = config(nnodes_within_dp=2)
     with pytest.raises(ConfigError) as caught:
-        check_config(config(nnodes=2), SimpleNamespace(prefix_cacheable_group_ids=()))
-    shown = [finding.sentence for finding in findings(nnodes=2) if finding.verdict is Verdict.FAIL]
+        check_config(several, SimpleNamespace(prefix_cacheable_group_ids=()))
+    shown = [f.sentence for f in findings(nnodes_within_dp=2) if f.verdict is Verdict.FAIL]
     assert [str(caught.value)] == shown
 
 

@@ -44,6 +44,7 @@ class Shape:
     is_v2: bool = False  # Whether vLLM's V2 model runner is used, the default on GPUs.
     cuts: tuple[int, ...] = ()
     """The layers of each group on the first of two stages of a pipeline. Empty = one stage."""
+    nodes: int = 1  # Over which the ranks are spread, with a daemon each.
 
     @property
     def stages(self) -> int:
@@ -95,7 +96,10 @@ def structured_output_manager() -> Any:
 
 
 def config_of(shape: Shape, socket_path: str, engine_id: str) -> Any:
-    """vLLM's configuration of an engine of this shape, with our connector to a daemon's socket."""
+    """vLLM's configuration of an engine of this shape, with our connector to a daemon's socket.
+
+    Of several daemons the path has "{node}" in the place of the number.
+    """
     drafting = shape.layout.drafting
     known = SPECULATIVE_HYBRIDS if shape.layout.has_recurrent else SPECULATIVE
     config = copy.copy(base_config(known[drafting.method] if drafting else "qwen3"))
@@ -129,7 +133,11 @@ def config_of(shape: Shape, socket_path: str, engine_id: str) -> Any:
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
         engine_id=engine_id,
-        kv_connector_extra_config={"server": f"unix://{socket_path}", **shape.settings},
+        kv_connector_extra_config={
+            "server": f"unix://{socket_path}",
+            "nodes": shape.nodes,
+            **shape.settings,
+        },
     )
     return config
 

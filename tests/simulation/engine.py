@@ -34,6 +34,9 @@ from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector import HybridKVConnector
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import Copier, PartLayout
+from hybridkv.connector.messages import Mail
+from hybridkv.connector.scheduler.nodes import node_identity
+from hybridkv.connector.worker.relay import Relay
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.errors import HybridKVError
@@ -51,7 +54,7 @@ from hybridkv.vllm.layout import (
 )
 from hybridkv.vllm.stages import BlockBytes, is_padding
 from hybridkv.vllm.weights_digest import digest_weights
-from hybridkv.wire.messages import Report, Stats
+from hybridkv.wire.messages import Found, Lookup, Release, Report, Stats
 from tests.devicesim.device import COMPUTE, Habits, SimulatedDevice
 from tests.simulation.configs import Shape, block_hasher, config_of, structured_output_manager
 from tests.simulation.layouts import WORD
@@ -74,6 +77,8 @@ POISON = -0x5151515151515151
 BARRIER_ID = 1 << 40
 ENDS = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 CLOCK = Clock()
+NODES_SECONDS = 1.0
+"""The longest time for which answers of several nodes are late without a fault of a hook."""
 PAUSE_STEPS = 12  # How many steps the first pause of a role lasts that is switched off.
 BREAKABLE = {
     "": "on_new_request offer_hit on_allocated _make_plan on_report on_finished on_step_end "
@@ -84,9 +89,11 @@ BREAKABLE = {
     "stores": "plan_stores on_report",
     "requests": "advance end_lease",
     "session": "queue_message follow",
-    "session.link": "poll flush",
+    "session.link": "poll queue flush",
 }
 """Methods of the scheduler role and of its parts that a fault may break."""
+BREAKABLE_ON_NODES = "plan_nodes on_report"
+"""Methods of the link to several nodes that a fault may break too."""
 BREAKABLE_IN_WORKERS = (
     "start_loads start_stores _load _expect_stores _on_stored _attach _send_drained"
 )
@@ -299,6 +306,40 @@ class Traced:
         return self.tokens[before:]
 
 
+class OwedAnswers:
+    """The lookups of a relay that its daemon has not answered."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._leases: set[int] = set()
+        deliver, receive = relay.deliver, relay._receive
+
+        def delivered(mail: Mail, now: float) -> None:
+            if mail.hello is not None:
+                self._leases.clear()
+            for message in mail.messages:
+                if isinstance(message, Lookup):
+                    self._leases.add(message.lease)
+                elif isinstance(message, Release):
+                    self._leases.discard(message.lease)
+            deliver(mail, now)
+
+        def received(now: float) -> None:
+            receive(now)
+            found = (reply for reply in relay._replies if isinstance(reply, Found))
+            self._leases.difference_update(reply.lease for reply in found)
+
+        vars(relay).update(deliver=delivered, _receive=received)
+
+    def fd(self) -> int | None:
+        """The descriptor that becomes readable with an answer that is owed; None = none is."""
+        self._relay._receive(CLOCK.now)
+        link = self._relay.link
+        if link is None or (link.welcome is not None and not self._leases):
+            return None
+        return link.fd
+
+
 class Weights(torch.nn.Module):
     """A rank's model: one buffer with the salt of the rank's bytes."""
 
@@ -374,6 +415,11 @@ class Rank:
             self.device.adopt(torch.empty(0, dtype=torch.uint8).set_(storage))
             self.side.device = self.device
         self.tensors = tensors
+        self._owed = OwedAnswers(self.side.relay) if self.side.relay is not None else None
+
+    def awaited_fd(self) -> int | None:
+        """The descriptor of an answer that the rank's relay waits for; None = there is none."""
+        return self._owed.fd() if self._owed is not None else None
 
     def block_bytes(self) -> BlockBytes:
         """Returns what the worker tells the other stages."""
@@ -489,10 +535,10 @@ class Engine:
     """A scheduler and its workers, whose reports reach it `lag` steps late."""
 
     def __init__(self, shape: Shape, node: Node, engine_id: str, chance: Chance, lag: int) -> None:
-        self.node = node
+        """`node` is the first of the nodes."""
         self.counts: Counter[str] = Counter()
         self.traced: dict[str, Traced] = {}
-        config = config_of(shape, node.socket_path, engine_id)
+        config = config_of(shape, node.pattern if shape.nodes > 1 else node.socket_path, engine_id)
         kv_config = shape.layout.config(
             config,
             shape.num_blocks,
@@ -515,6 +561,9 @@ class Engine:
         self._is_stale_at_ends = bool(is_stale)
         self._rng = random.Random(shape.num_blocks)  # Draws which drafts are wrong.
         self._patience = float(str(shape.settings["lookup_timeout_ms"])) / 1e3
+        if shape.nodes > 1:
+            # Steps carry the question and the answer, and rounds of both where nodes differ.
+            self._patience += NODES_SECONDS
         self._asked: dict[str, AskedLookup] = {}
         """Requests that wait for their lookup, by name."""
         self._namespaces: dict[tuple[str, ...], bytes] = {}
@@ -545,7 +594,11 @@ class Engine:
         if shape.staging is not None:
             chunk_tokens = shape.settings.get("hybrid_chunk_size")
             geometry = build_geometry(
-                kv_config, layouts, cast("int | None", chunk_tokens), stages=shape.stages
+                kv_config,
+                layouts,
+                cast("int | None", chunk_tokens),
+                stages=shape.stages,
+                nodes=shape.nodes,
             )
             shapes = (slot for group in geometry.groups for slot in slot_shapes(geometry, group))
             self._staging_bytes = int(shape.staging * max(size for size, _ in shapes))
@@ -591,6 +644,16 @@ class Engine:
         """The scheduler role. A new one replaces a role that was switched off."""
         return self.connector.scheduler_role
 
+    def relays(self) -> list[Relay]:
+        """The relays of the nodes that have a connection, by node; none where there is one node."""
+        relays = [rank.side.relay for rank in self.ranks]
+        return [relay for relay in relays if relay is not None and relay.link is not None]
+
+    def namespace_on(self, node: int, namespace: bytes) -> bytes:
+        """The identity at a node's daemon."""
+        nodes = self.geometry.nodes
+        return node_identity(namespace, node, nodes) if nodes > 1 else namespace
+
     @property
     def true_namespace(self) -> bytes:
         """The identity of the bytes that are computed now, whatever the connector knows."""
@@ -617,10 +680,16 @@ class Engine:
         if saboteur is self.saboteurs[0]:
             where = rng.choice(sorted(BREAKABLE))
             part = operator.attrgetter(where)(self.side) if where else self.side
-            saboteur.arm(part, rng.choice(BREAKABLE[where].split()), after)
+            names = BREAKABLE[where]
+            if where == "session.link" and self.geometry.nodes > 1:
+                names += f" {BREAKABLE_ON_NODES}"
+            saboteur.arm(part, rng.choice(names.split()), after)
         else:
             part = self.ranks[self.saboteurs.index(saboteur) - 1].side
-            saboteur.arm(part, rng.choice(BREAKABLE_IN_WORKERS.split()), after)
+            names = BREAKABLE_IN_WORKERS
+            if part.relay is not None and rng.random() < 0.3:
+                part, names = part.relay, "deliver _send"
+            saboteur.arm(part, rng.choice(names.split()), after)
 
     def fresh(self) -> None:
         """Wait for the end of every pause, and replace each role that faulted and goes on."""
@@ -931,13 +1000,18 @@ class Engine:
             link = self.side.session.link
             if link.fd is not None and (link.welcome is None or self._is_owed()):
                 waiting.append(link.fd)
+            waiting += [fd for rank in self.ranks if (fd := rank.awaited_fd()) is not None]
             if not waiting:
                 return
             wait_readable(waiting, deadline)
 
     def cut(self) -> None:
         """Cut the scheduler role's connection to the daemon."""
-        sock = self.side.session.link._sock
+        link: Any = self.side.session.link
+        if self.side.session.nodes is not None:
+            relays = self.relays()
+            link = relays[self._steps % len(relays)].link if relays else None
+        sock = link._sock if link is not None else None
         if sock is not None:
             sock.shutdown(socket.SHUT_RDWR)
 
@@ -945,6 +1019,10 @@ class Engine:
         """Wait until the daemon has seen every message. Returns its values, None without a link."""
         link = self.side.session.link
         deadline = time.monotonic() + DEADLINE_SECONDS
+        if self.side.session.nodes is not None:
+            for relay in self.relays():
+                self._pass_barrier(relay, deadline)
+            return None
         if not link.send(Stats(BARRIER_ID), CLOCK.now):
             return None
         while link.fd is not None:
@@ -959,6 +1037,19 @@ class Engine:
             if link.fd is not None:
                 wait_readable([link.fd], deadline)
         return None
+
+    def _pass_barrier(self, relay: Relay, deadline: float) -> None:
+        """Wait until a node's daemon has seen every message. The relay keeps other answers."""
+        link = relay.link
+        if link is None or not link.send(Stats(BARRIER_ID), CLOCK.now):
+            return
+        is_passed = False
+        while not is_passed and relay.link is not None and link.fd is not None:
+            relay._receive(CLOCK.now)
+            is_passed = any(isinstance(reply, Report) for reply in relay._replies)
+            relay._replies = [reply for reply in relay._replies if not isinstance(reply, Report)]
+            if not is_passed and relay.link is not None and link.fd is not None:
+                wait_readable([link.fd], deadline)
 
     def _is_owed(self) -> bool:
         asked = any(pool.asked for pool in self.side.stores.credits._pools.values())

@@ -74,14 +74,17 @@ class Clock:
 class Node:
     """A daemon process that seeds kill, stop and clear, and whose arena they tamper with."""
 
-    def __init__(self, directory: Path, arena: str) -> None:
+    def __init__(self, directory: Path, arena: str, number: int = 0) -> None:
+        """`number` is that of the node among those of an engine."""
         ram, options = ARENAS[arena]
         self.quota_bytes = QUOTA_BYTES if "--salt-quota" in options else None
-        self._disks = directory / f"{arena}-disks"
+        self.pattern = str(directory / f"{arena}-{{node}}.sock")
+        """The path of the daemon's socket, with "{node}" in the place of `number`."""
+        self._disks = directory / f"{arena}-{number}-disks"
         options = tuple(option.format(directory=self._disks) for option in options)
         self.is_deep = "--tier" in options
         """Whether the daemon has tiers below RAM. Then `kill` takes its arena away too."""
-        self._daemon = DaemonProcess(str(directory / f"{arena}.sock"), ram, options=options)
+        self._daemon = DaemonProcess(self.pattern.format(node=number), ram, options=options)
         self._control: ControlClient | None = None
         self.stopped = False
         self.spoilt: set[SlotVersion] = set()

@@ -1,10 +1,11 @@
 """One seed: engines, a daemon, random requests and faults; AssertionError: a lie or a stall."""
 
 import dataclasses
+import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import xor
 from pathlib import Path
@@ -67,6 +68,8 @@ HOOKS_RATE = 0.25
 TAILS_RATE = 0.6
 """The share of seeds with hits inside a block, where the layout can have them."""
 STUCK_STEPS = 500
+NODES_STEPS = 3
+"""Steps in which what a node's daemon tells unasked reaches the connector."""
 SALTS = (0, 3, 5)
 """The salts of an engine's weights, on which its bytes depend. 0 is the first."""
 VOCABULARY = range(2, 2000)
@@ -74,6 +77,8 @@ VOCABULARY = range(2, 2000)
 
 STAGES_RATE = 0.15
 """The share of seeds with two stages of a pipeline."""
+NODES_RATE = 0.15
+"""The share of seeds whose ranks are on two nodes, with a daemon each."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,9 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         member.what in ("sliding", "mla_sliding", "recurrent") for member in layout.members
     )
     ranks = 2 if rng.random() < 0.15 else 1
+    nodes = 1
+    if minor_version() in STAGED and random.Random(f"nodes of {seed}").random() < NODES_RATE:
+        nodes, ranks = 2, ranks if cuts else 2
     faults = frozenset(fault for fault in FAULTS if rng.random() < FAULT_RATE)
     if rng.random() < KILL_RATE:
         faults |= {"kill"}
@@ -209,6 +217,7 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         # The V1 model runner has no asynchronous scheduling with pipeline parallelism.
         is_v2=is_v2 or (is_async and bool(cuts)),
         cuts=cuts,
+        nodes=nodes,
     )
     return Draw(
         shape=shape,
@@ -283,12 +292,14 @@ class World:
     """The daemons of one process, and `run`, which is one seed."""
 
     def __init__(self, directory: Path) -> None:
-        self._nodes = {arena: Node(directory, arena) for arena in ARENAS}
+        self._nodes = {
+            arena: [Node(directory, arena, number) for number in range(2)] for arena in ARENAS
+        }
         self._seeds = 0
 
     def close(self) -> None:
         """End the daemons of all arenas."""
-        for node in self._nodes.values():
+        for node in itertools.chain(*self._nodes.values()):
             node.close()
 
     def run(self, seed: int, layout: Layout | None = None) -> dict[str, Any]:
@@ -304,23 +315,26 @@ class World:
             PAUSE_SECONDS=PAUSE_STEPS * drawn.step_seconds,
             PAUSE_SECONDS_MAX=4 * PAUSE_STEPS * drawn.step_seconds,
         )
-        node = self._nodes[drawn.arena]
-        node.fresh()
+        nodes = self._nodes[drawn.arena][: drawn.shape.nodes]
+        for node in nodes:
+            node.fresh()
         self._seeds += 1
-        life = _Life(rng, drawn, node, f"s{self._seeds}")
+        life = _Life(rng, drawn, nodes, f"s{self._seeds}")
         try:
             life.live()
             if "kill" in drawn.faults and rng.random() < 0.5:
                 # The engine may end before it notices.
-                node.kill()
+                nodes[-1].kill()
         finally:
-            node.resume()
+            for node in nodes:
+                node.resume()
             for site in life.sites:
                 site.engine.close()
         return {
             "layout": drawn.shape.layout.name,
             "arena": drawn.arena,
             "devices": int(drawn.shape.device is not None),
+            "nodes": int(drawn.shape.nodes > 1),
             **life.totals(),
         }
 
@@ -328,10 +342,10 @@ class World:
 class _Life:
     """The run of one seed, from its first request to its audits."""
 
-    def __init__(self, rng: random.Random, drawn: Draw, node: Node, name: str) -> None:
+    def __init__(self, rng: random.Random, drawn: Draw, nodes: Sequence[Node], name: str) -> None:
         self._rng = rng
         self._drawn = drawn
-        self._node = node
+        self._nodes = nodes
         self.counts: Counter[str] = Counter()
         self.sites: list[Site] = []
         self._names: dict[ChunkName, Prefix] = {}
@@ -347,7 +361,7 @@ class _Life:
                 repeat_delay=self._repeat_delay,
                 on_step_planned=self._on_step_planned,
             )
-            self.sites.append(Site(Engine(shape, node, f"{name}.{number}", chance, drawn.lag)))
+            self.sites.append(Site(Engine(shape, nodes[0], f"{name}.{number}", chance, drawn.lag)))
         self._geometry: Geometry = self.sites[0].engine.geometry
         chunk = self._geometry.chunk_tokens
         self._room = drawn.shape.max_model_len - 2
@@ -364,8 +378,8 @@ class _Life:
             CLOCK.now += drawn.step_seconds
             if self._requests < due and rng.random() < drawn.rate:
                 self._add(rng.choice(self.sites))
-            if self._node.stopped and step >= self._resume_at:
-                self._node.resume()
+            if self._is_stopped and step >= self._resume_at:
+                self._resume()
             if rng.random() < drawn.fault_rate and step < FAULTS_UNTIL:
                 self._fault(step)
             if drawn.hooks.random() < drawn.hook_rate and step < FAULTS_UNTIL:
@@ -385,8 +399,17 @@ class _Life:
                 f"requests wait for ever: {[s.engine.scheduler.requests for s in self.sites]}"
             )
         self.counts["steps"] = step
-        self._node.resume()
+        self._resume()
         self._audit()
+
+    @property
+    def _is_stopped(self) -> bool:
+        """Whether some daemon is stopped."""
+        return any(node.stopped for node in self._nodes)
+
+    def _resume(self) -> None:
+        for node in self._nodes:
+            node.resume()
 
     def totals(self) -> dict[str, int]:
         """Counts of the seed and of its engines."""
@@ -434,7 +457,7 @@ class _Life:
 
     def _on_step_planned(self) -> None:
         rng, faults = self._rng, sorted(self._drawn.faults & {"flip", "clear", "kill", "cut"})
-        if faults and rng.random() < self._drawn.fault_rate / 4 and not self._node.stopped:
+        if faults and rng.random() < self._drawn.fault_rate / 4 and not self._is_stopped:
             self._harm(rng.choice(faults), rng.choice(self.sites), 0)
             self.counts["harm_between"] += 1
 
@@ -522,8 +545,9 @@ class _Life:
 
     def _harm(self, what: str, site: Site, step: int) -> None:
         """Do a fault to the daemon, or to a connection to it."""
-        node, rng = self._node, self._rng
-        if not node.stopped:
+        rng = self._rng
+        node = self._nodes[0] if len(self._nodes) == 1 else rng.choice(self._nodes)
+        if not self._is_stopped:
             # So that what the daemon has seen by then does not depend on the machine's speed.
             for each_site in self.sites:
                 each_site.engine.barrier()
@@ -532,7 +556,7 @@ class _Life:
             self.counts[what] += 1
         elif what == "flip":
             self.counts[what] += node.flip(rng, rng.choice((3, 30)))
-        elif not node.stopped and what in ("clear", "stop", "kill"):
+        elif not self._is_stopped and what in ("clear", "stop", "kill"):
             if what == "clear":
                 node.control.clear_objects()
             elif what == "stop":
@@ -548,14 +572,15 @@ class _Life:
         if what == "engine":
             for site in self.sites:
                 assert site.engine.scheduler.reset_prefix_cache()
-        elif what == "daemon" and not self._node.stopped:
+        elif what == "daemon" and not self._is_stopped:
             self._clear()
         self.counts[f"intermission_{what}"] += 1
 
     def _clear(self) -> None:
         for site in self.sites:
             site.engine.barrier()
-        self._node.control.clear_objects()
+        for node in self._nodes:
+            node.control.clear_objects()
 
     def _abort(self, site: Site) -> None:
         """Abort a request of a drawn state, so that rare states are aborted as well."""
@@ -598,7 +623,7 @@ class _Life:
                 else:
                     rank.model.salt.fill_(site.salt)
             for _ in range(rng.choice((0, 0, 1, 3))):
-                if not self._node.stopped:
+                if not self._is_stopped:
                     engine.settle()
                 engine.step_idle()
         engine.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -609,7 +634,7 @@ class _Life:
         self.counts["unfollowed"] += not is_followed
 
     def _step(self, site: Site) -> None:
-        if not self._node.stopped:
+        if not self._is_stopped:
             site.engine.settle()
         self._take(site, site.engine.step)
 
@@ -686,7 +711,7 @@ class _Life:
             self._audit_engine(site)
         # What a cut connection held ends when the workers were told of the next one, in a step.
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while leases := self._node.control.stats().values["leases"]:
+        while leases := sum(node.control.stats().values["leases"] for node in self._nodes):
             assert time.monotonic() < deadline, f"{leases} leases are kept"
             CLOCK.now += RECONNECT_SECONDS
             for site in self.sites:
@@ -698,12 +723,15 @@ class _Life:
         for _ in range(2):
             for site in self.sites:
                 site.engine.barrier()
+                for _ in range(NODES_STEPS if len(self._nodes) > 1 else 0):
+                    site.engine.step_idle()
         present = [self._present(site.engine.namespace) for site in self.sites]
         for site, objects in zip(self.sites, present, strict=True):
             self._audit_statistics(site)
             self._audit_router(site, "CPU", objects)
             self._audit_storage(site, objects)
-        self._audit_arena()
+        for number in range(len(self._nodes)):
+            self._audit_arena(number)
 
     def _audit_statistics(self, site: Site) -> None:
         """Check that every count has arrived at the dashboard."""
@@ -720,7 +748,7 @@ class _Life:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while site.engine.router.media["STORAGE"]:
             try:
-                there = present | self._node.on_disk(site.engine.namespace)
+                there = present | self._nodes[0].on_disk(site.engine.namespace)
                 self._audit_router(site, "STORAGE", there)
                 break
             except AssertionError:
@@ -768,18 +796,24 @@ class _Life:
             self.counts["announced_storage"] += medium == "STORAGE"
 
     def _present(self, namespace: bytes) -> set[ObjectName]:
-        """Returns the objects that the daemon has in RAM under an identity."""
-        welcome = self._node.control.welcome
-        arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
-        try:
-            headers = [header for _, header in committed_slots(arena.memory)]
-        finally:
-            arena.close()
-        return {
-            ObjectName(header.gid, header.chunk_hash)
-            for header in headers
-            if header.namespace == namespace
-        }
+        """Returns the objects that every daemon has in RAM under an identity."""
+        engine, present = self.sites[0].engine, []
+        for number, node in enumerate(self._nodes):
+            welcome = node.control.welcome
+            arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
+            try:
+                headers = [header for _, header in committed_slots(arena.memory)]
+            finally:
+                arena.close()
+            own = engine.namespace_on(number, namespace)
+            present.append(
+                {
+                    ObjectName(header.gid, header.chunk_hash)
+                    for header in headers
+                    if header.namespace == own
+                }
+            )
+        return set.intersection(*present)
 
     def _audit_engine(self, site: Site) -> None:
         """Check that each block that the engine could hit holds what its hash says."""
@@ -804,20 +838,24 @@ class _Life:
                 )
                 self.counts["blocks_audited"] += 1
 
-    def _audit_arena(self) -> None:
-        """Check that each object in RAM holds what its name says, and names its parent."""
-        welcome = self._node.control.welcome
-        by_short_hash = {
-            (name.namespace, short_hash(name.chunk_hash)): prefix
+    def _audit_arena(self, number: int) -> None:
+        """Check that each object in a node's RAM holds what its name says, and names its parent."""
+        node, engine = self._nodes[number], self.sites[0].engine
+        welcome = node.control.welcome
+        names = {
+            ChunkName(engine.namespace_on(number, name.namespace), name.chunk_hash): prefix
             for name, prefix in self._names.items()
+        }
+        by_short_hash = {
+            (name.namespace, short_hash(name.chunk_hash)): prefix for name, prefix in names.items()
         }
         tenant_bytes: Counter[int] = Counter()
         arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         try:
             for offset, header in committed_slots(arena.memory):
-                if SlotVersion(offset, header.generation) in self._node.spoilt:
+                if SlotVersion(offset, header.generation) in node.spoilt:
                     continue
-                prefix = self._names.get(ChunkName(header.namespace, header.chunk_hash))
+                prefix = names.get(ChunkName(header.namespace, header.chunk_hash))
                 assert prefix is not None, (
                     f"the object at {offset} has a name that nothing was computed for"
                 )
@@ -834,18 +872,19 @@ class _Life:
                 assert np.array_equal(parent.words, prefix.words[: parent.end])
                 tenant_bytes[header.tenant] += slot_bytes(header.part_bytes, header.parts)
                 start = offset + payload_offset(header.parts)
-                ranks = self.sites[0].engine.ranks
-                for number in range(header.parts):
-                    part_start = start + number * header.part_bytes
+                count = len(engine.ranks) // len(self._nodes)
+                ranks = engine.ranks[number * count : (number + 1) * count]
+                for place in range(header.parts):
+                    part_start = start + place * header.part_bytes
                     part = arena.memory[part_start : part_start + header.part_bytes]
                     numbers = np.frombuffer(part, np.int64).copy()
-                    rank = ranks[number * len(ranks) // header.parts]
+                    rank = ranks[place * count // header.parts]
                     self._audit_part(rank, header.gid, numbers, prefix)
                 self.counts["objects_audited"] += 1
                 self.counts["objects_of_tenants"] += header.tenant != 0
         finally:
             arena.close()
-        quota = self._node.quota_bytes
+        quota = node.quota_bytes
         assert quota is None or all(
             size <= quota for tenant, size in tenant_bytes.items() if tenant
         ), tenant_bytes

@@ -1,6 +1,7 @@
 """`hybridkv verify`: real engines are given the same prompts along every path."""
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -67,6 +68,13 @@ _SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
         type=int,
         default=0,
     ),
+    option(
+        "--nodes N",
+        "spread the engine's ranks over so many daemons, as over the nodes of one engine; the last "
+        "one is killed (default: %(default)s)",
+        type=int,
+        default=1,
+    ),
     # A test's: a stored byte is made wrong, which is checked for or not.
     option("--flip", argparse.SUPPRESS, choices=("detect", "blind")),
 )
@@ -88,6 +96,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
                     ram=arguments.ram,
                     repeat=arguments.repeat,
                     flip=arguments.flip,
+                    nodes=arguments.nodes,
                 ),
                 directory=Path(directory),
                 logs=logs,
@@ -171,6 +180,52 @@ class VerifyRequest(NamedTuple):
     ram: str  # The size of the daemon's memory.
     repeat: int = 0  # Further prompts, that are repeated after restarts and on another node.
     flip: str | None = None  # "detect" or "blind": one stored byte is made wrong.
+    nodes: int = 1  # Over which the ranks of the engine are spread.
+
+
+class _Daemons:
+    """The daemons of one engine's nodes; a context manager, as a daemon is."""
+
+    def __init__(self, directory: Path, name: str, request: VerifyRequest) -> None:
+        """The sockets are in `directory`."""
+        shared = ["--tier", f"disk://{directory / 'shared'}"] if request.repeat else []
+        pattern = str(directory / f"{name}{{node}}.sock")
+        self.settings: dict[str, object] = {"server": f"unix://{pattern}", "nodes": request.nodes}
+        """The settings by which an engine's ranks find their daemons."""
+        self._daemons = [
+            DaemonProcess(
+                pattern.format(node=node), request.ram, options=[*shared, "--node", f"{name}{node}"]
+            )
+            for node in range(request.nodes)
+        ]
+        self._running = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Daemons":
+        with contextlib.ExitStack() as started:
+            for daemon in self._daemons:
+                started.enter_context(daemon)
+            self._running = started.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._running.close()
+
+    @property
+    def socket_path(self) -> str:
+        """The socket of the first node's daemon."""
+        return self._daemons[0].socket_path
+
+    def are_connected(self) -> bool:
+        """Return True if the engine has a session at every daemon."""
+        return all(_stats(daemon.socket_path)["sessions"] for daemon in self._daemons)
+
+    def kill_last(self) -> None:
+        """Kill the last node's daemon with -9."""
+        self._daemons[-1].kill()
+
+    def start_last(self) -> None:
+        """Start the last node's daemon again."""
+        self._daemons[-1].start()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +285,8 @@ class Verification:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
             what = "VLLM_ENABLE_V1_MULTIPROCESSING=1 hides the block pool, which one arm must empty"
             raise ConfigError(what, "VLLM_ENABLE_V1_MULTIPROCESSING=0 works")
-        shared = ["--tier", f"disk://{directory / 'shared'}"] if request.repeat else []
-        self._daemon, self._other_node = (
-            DaemonProcess(
-                str(directory / f"{node}.sock"), request.ram, options=[*shared, "--node", node]
-            )
-            for node in ("daemon", "other")
-        )
-        self._socket_path = self._daemon.socket_path
+        self._first_daemons = self._daemons = _Daemons(directory, "daemon", request)
+        self._other_daemons = _Daemons(directory, "other", request)
         self.chunk_tokens = 0
         self.groups = ""
         self.distinct_tokens = 0  # Of the first answer; one that repeats itself proves little.
@@ -257,7 +306,7 @@ class Verification:
         """Run all arms. Returns them, or the first arm alone where vLLM serves no such engine."""
         started = time.monotonic()
         try:
-            with self._daemon:
+            with self._daemons:
                 measured = [*self._first_engine(), *self._second_engine()]
                 measured += self._another_node() if self._repeat else []
                 reference = self._reference()
@@ -283,7 +332,8 @@ class Verification:
 
     def _first_engine(self) -> Iterator[Measured]:
         with self._engine("first engine with hybridkv") as engine:
-            with ControlClient(self._socket_path) as control:
+            self._connect(engine, [2, 3])
+            with ControlClient(self._daemons.socket_path) as control:
                 geometry = control.engines()[0].geometry
             self.chunk_tokens, self.groups = geometry.chunk_tokens, describe_groups(geometry.groups)
             has_states = any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
@@ -328,7 +378,7 @@ class Verification:
             self._settled()
 
     def _stored_slots(self) -> _StoredSlots:
-        with ControlClient(self._socket_path) as control:
+        with ControlClient(self._daemons.socket_path) as control:
             arena = attach_arena(
                 arena_seen(control.welcome.arena_path), control.welcome.arena_bytes
             )
@@ -344,7 +394,7 @@ class Verification:
         depend on, such as an indexer's cache while every token is selected. It is the high byte of
         a float32, and of a bfloat16.
         """
-        with ControlClient(self._socket_path) as control:
+        with ControlClient(self._daemons.socket_path) as control:
             groups = [group for engine in control.engines() for group in engine.geometry.groups]
         full = {group.gid for group in groups if group.kind is GroupKind.FULL}
         arena, headers = self._stored_slots()
@@ -370,22 +420,29 @@ class Verification:
             engine.reset_caches()
             yield self._measure_killed(engine, "daemon killed midway")
             # A new daemon runs, and the engine is connected to it.
-            self._daemon.start()
+            self._daemons.start_last()
             engine.reset_caches()
-            deadline = time.monotonic() + DAEMON_SECONDS
-            while self._stats()["sessions"] < 1 and time.monotonic() < deadline:
-                engine.generate(self._warm_up_prompt[: self.chunk_tokens // 2], max_tokens=1)
+            self._connect(engine, self._warm_up_prompt[: self.chunk_tokens // 2])
             yield self._measure(engine, "daemon restarted", [self._prompt], external_chunks=CHUNKS)
             yield from self._measure_repeated(engine, "after the daemon's restart")
             yield self._measure(engine, "preempted", self._prompts.crowd, external_chunks=1)
 
+    def _connect(self, engine: EngineProcess, prompt: list[int]) -> None:
+        """Compute a prompt until the engine has its sessions, which steps make on several nodes.
+
+        Workers map an arena in a step too.
+        """
+        deadline = time.monotonic() + DAEMON_SECONDS
+        while not self._daemons.are_connected() and time.monotonic() < deadline:
+            engine.generate(prompt, max_tokens=4)
+
     def _another_node(self) -> Iterator[Measured]:
         """An engine whose daemon shares a directory with the one under test, and no memory."""
-        first, self._socket_path = self._socket_path, self._other_node.socket_path
-        with self._other_node, self._engine("engine on another node") as engine:
+        self._daemons = self._other_daemons
+        with self._daemons, self._engine("engine on another node") as engine:
             self._warm_up(engine)
             yield from self._measure_repeated(engine, "on another node")
-        self._socket_path = first
+        self._daemons = self._first_daemons
 
     def _reference(self) -> ReferenceAnswers:
         with self._engine("engine without a connector", connector=False) as engine:
@@ -462,7 +519,7 @@ class Verification:
         deadline = time.monotonic() + SETTLE_SECONDS
         while self._stats().get("lookups", 0) == lookups and time.monotonic() < deadline:
             pass
-        self._daemon.kill()
+        self._daemons.kill_last()
         (result,) = engine.end_command()
         for key in ("tokens", "logprobs"):
             result[key] = result[key][:MAX_TOKENS]
@@ -556,7 +613,7 @@ class Verification:
         elif connector:
             checksum = "off" if self._flip == "blind" else "paranoid"
             # Every hit is to be loaded and judged, even where computing would be faster.
-            extra = {"server": f"unix://{self._socket_path}", "checksum": checksum}
+            extra = {**self._daemons.settings, "checksum": checksum}
             extra |= {"load_policy": LoadPolicy.ALWAYS.value, "audit": "off"}
             transfer = {
                 "kv_connector": CONNECTOR,
@@ -571,5 +628,10 @@ class Verification:
         return EngineProcess(arguments, log_path, self._say, self._environment)
 
     def _stats(self) -> dict[str, float]:
-        with ControlClient(self._socket_path) as control:
-            return control.stats().values
+        return _stats(self._daemons.socket_path)
+
+
+def _stats(socket_path: str) -> dict[str, float]:
+    """Return the values of the daemon at a socket."""
+    with ControlClient(socket_path) as control:
+        return control.stats().values

@@ -23,7 +23,7 @@ from hybridkv.client.control import (
     runtime_directory,
 )
 from hybridkv.client.start_daemon import ensure_daemon
-from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.fallbacks import NoRole, RoleFallback
 from hybridkv.connector.scheduler.hits import RAM
@@ -48,7 +48,14 @@ from hybridkv.vllm.drafters import drafter_of
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.hook_guard import HookGuard
 from hybridkv.vllm.identity import identity_facts, weights_fact
-from hybridkv.vllm.layout import WorkerLayout, build_geometry, group_keeping, kv_dtype, layer_count
+from hybridkv.vllm.layout import (
+    WorkerLayout,
+    build_geometry,
+    group_keeping,
+    kv_dtype,
+    layer_count,
+    node_count,
+)
 from hybridkv.vllm.metrics import Deltas
 from hybridkv.vllm.preflight import (
     config_findings,
@@ -79,9 +86,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = check_config(vllm_config, kv_cache_config)
         resolve_hits(kv_cache_config, vllm_config)
-        self.socket_path = socket_of_server(
-            self._settings.server, runtime_directory(), os.geteuid()
-        )
+        self.socket_path = self._socket_on(0)
         self.guard = HookGuard(role.name.lower())
         self._uncounted = Deltas(self.guard.counters)
         self.scheduler_role: SchedulerRole | None = None
@@ -100,10 +105,11 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             parallel, settings = vllm_config.parallel_config, self._settings
             stages = parallel.pipeline_parallel_size
             ranks = parallel.tensor_parallel_size * stages
+            nodes, rank = node_count(parallel, settings), parallel.rank % ranks
             worker_settings = WorkerSettings(
-                socket_path=self.socket_path,
+                socket_path=self._socket_on(rank * nodes // ranks),
                 engine_id=engine_id,
-                rank=parallel.rank % ranks,
+                rank=rank,
                 ranks=ranks,
                 stages=stages,
                 checksum=settings.checksum,
@@ -111,6 +117,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 shm_dir=settings.daemon.shm_dir,
                 group=group_id(settings.daemon.group),
+                nodes=nodes,
             )
             self.worker_role = WorkerRole(kv_cache_config, worker_settings)
 
@@ -147,12 +154,20 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads. They are asynchronous, so vLLM's forward pass need not wait."""
-        worker, plan = self.worker_role, self._connector_metadata
-        if worker is not None and isinstance(plan, StepPlan):
+        worker, plan = self.worker_role, self._plan
+        if worker is not None and plan is not None:
             self.guard.begin_anew(worker.map_anew)
             self.guard.run_hook(
                 "start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan)
             )
+
+    @property
+    def _plan(self) -> StepPlan | None:
+        """The plan of this step for this worker; None = there is none."""
+        plan, worker = self._connector_metadata, self.worker_role
+        if isinstance(plan, NodePlans) and worker is not None:
+            return plan.plans[worker.node]
+        return plan if isinstance(plan, StepPlan) else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing, because loads are asynchronous."""
@@ -162,8 +177,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Copy out what this step completed. On return the engine may overwrite its blocks."""
-        worker, plan = self.worker_role, self._connector_metadata
-        if worker is not None and isinstance(plan, StepPlan) and plan.stores:
+        worker, plan = self.worker_role, self._plan
+        if worker is not None and plan is not None and plan.stores:
             self.guard.run_hook(
                 "wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan)
             )
@@ -234,6 +249,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             chunk_tokens=settings.hybrid_chunk_size,
             lookahead_tokens=lookahead,
             stages=config.parallel_config.pipeline_parallel_size,
+            nodes=node_count(config.parallel_config, settings),
         )
         model, states = config.model_config, state_rule(config)
         _report_length(geometry, model.max_model_len)
@@ -442,6 +458,11 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def _tables(self, request_id: str) -> Sequence[Sequence[int]]:
         assert self._blocks_of is not None, "bound when the engine's scheduler was made"
         return block_tables(self._blocks_of(request_id))
+
+    def _socket_on(self, node: int) -> str:
+        """Return the path of the daemon's socket on a node."""
+        server = self._settings.server.replace("{node}", str(node))
+        return socket_of_server(server, runtime_directory(), os.geteuid())
 
     def _start_daemon(self) -> None:
         """Start a daemon where the setting is "auto", else check the daemon at the socket."""

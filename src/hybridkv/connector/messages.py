@@ -13,6 +13,7 @@ from hybridkv.core.audit import AuditVerdict
 from hybridkv.core.copies import CopyRun, SlotRef
 from hybridkv.vllm.adapters import AdapterWeights
 from hybridkv.vllm.weights import WeightsAnswer
+from hybridkv.wire.messages import Hello, Reply, Request, Welcome
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -39,6 +40,28 @@ class ObjectPair:
     computed: SlotRef
 
 
+@dataclass(frozen=True, slots=True)
+class Mail:
+    """Messages of the scheduler role to the daemon of a node, which the node's relay passes on."""
+
+    greeting: int  # The number of the connection that they are for.
+    number: int  # Counts the mail of one connection from 0 on, so that a lost one is noticed.
+    hello: Hello | None  # Makes the connection, with number 0; None afterwards, and to end it.
+    messages: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a node's relay has heard of the daemon since its last answers."""
+
+    greeting: int
+    number: int  # As in Mail.
+    welcome: Welcome | None  # The daemon's greeting, once for each connection.
+    replies: tuple[Reply, ...]
+    lost: str = ""  # The reason why the connection ended, or could not be made; empty = it goes on.
+    refusal: str | None = None  # The reason why the daemon refused the greeting.
+
+
 @dataclass
 class StepPlan(base.KVConnectorMetadata):
     """The work of every worker in one step."""
@@ -59,6 +82,18 @@ class StepPlan(base.KVConnectorMetadata):
     audits: dict[int, ObjectPair] = field(default_factory=dict)
     """The pairs to compare, by the number under which the workers report their verdict. The slots
     are those of the life `boot`."""
+    mail: Mail | None = None
+    """The messages for the node's daemon, where the engine's workers are on several nodes."""
+
+
+@dataclass
+class NodePlans(base.KVConnectorMetadata):
+    """The work of one step where the workers are on several nodes: a plan for each node.
+
+    The plans differ in what names the memory of a node: slots, greetings and lives of its daemon.
+    """
+
+    plans: tuple[StepPlan, ...]
 
 
 @dataclass
@@ -77,8 +112,8 @@ class StepReport(base.KVConnectorWorkerMetadata):
     unstored: dict[int, set[int]] = field(default_factory=dict)
     """The objects of a store run that some rank did not write, by the run's number. An object is
     given by its place in the run."""
-    corrupt: set[SlotRef] = field(default_factory=set)
-    """Slots whose bytes were proven wrong."""
+    corrupt: dict[int, set[SlotRef]] = field(default_factory=dict)
+    """Slots whose bytes were proven wrong, by node."""
     audits: dict[int, dict[int, AuditVerdict]] = field(default_factory=dict)
     """The verdict of each rank that has compared a pair, by the pair's number."""
     weights: dict[int, WeightsAnswer] = field(default_factory=dict)
@@ -88,6 +123,8 @@ class StepReport(base.KVConnectorWorkerMetadata):
     """True if some rank copies nothing: its device failed or had no room, or it pauses."""
     adapters: dict[int, dict[int, bytes]] = field(default_factory=dict)
     """The digests of the LoRA adapters that each rank had loaded in the step, by lora_int_id."""
+    answers: dict[int, Answers] = field(default_factory=dict)
+    """The news of each node's relay, by node; empty where all workers are on one node."""
 
     def aggregate(self, report: "StepReport") -> "StepReport":
         """Return the report of the workers of both reports."""
@@ -96,12 +133,13 @@ class StepReport(base.KVConnectorWorkerMetadata):
             boots=_merge(self.boots, report.boots, operator.add),
             done=_merge(self.done, report.done, operator.or_),
             unstored=_merge(self.unstored, report.unstored, operator.or_),
-            corrupt=self.corrupt | report.corrupt,
+            corrupt=_merge(self.corrupt, report.corrupt, operator.or_),
             audits=_merge(self.audits, report.audits, operator.or_),
             weights={**self.weights, **report.weights},
             counters=_merge(self.counters, report.counters, operator.add),
             is_disabled=self.is_disabled or report.is_disabled,
             adapters={**self.adapters, **report.adapters},
+            answers={**self.answers, **report.answers},
         )
 
 

@@ -110,6 +110,9 @@ class Geometry:
     stages: int = 1
     """Stages of a pipeline, each of which has some layers. Ranks 0 to ranks // stages - 1 are the
     first one."""
+    nodes: int = 1
+    """Nodes with a daemon each, over which the ranks are spread. Ranks 0 to ranks // nodes - 1 are
+    on the first one."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:
@@ -117,6 +120,7 @@ class Geometry:
             raise GeometryError(f"{what} cannot be served")
         if not 0 < self.stages <= self.ranks or self.ranks % self.stages:
             raise GeometryError(f"{self.ranks} ranks are no {self.stages} stages of one size")
+        self._check_nodes()
         if self.lookahead_tokens not in (0, 1):
             what = f"chunk hashes that cover {self.lookahead_tokens} tokens behind a chunk"
             raise GeometryError(f"{what} cannot be made")
@@ -142,13 +146,35 @@ class Geometry:
                     f"{max(lcm, -(-chunk // lcm) * lcm)} works",
                 )
 
+    def _check_nodes(self) -> None:
+        """Raises GeometryError where nodes would have other parts of an object than each other."""
+        stage_ranks = self.ranks // self.stages
+        node_ranks = self.ranks // self.nodes if self.nodes > 0 else 0
+        is_even = node_ranks > 0 and self.ranks % self.nodes == 0
+        if not is_even or (node_ranks % stage_ranks and stage_ranks % node_ranks):
+            what = f"{self.ranks} ranks of {self.stages}"
+            raise GeometryError(f"{what} stages are not spread evenly over {self.nodes} nodes")
+
     def __hash__(self) -> int:
         """Cheap, because rules are cached by geometry. Equality compares all fields."""
         return hash((self.chunk_tokens, self.hash_tokens, len(self.groups)))
 
+    @property
+    def node_ranks(self) -> int:
+        """The ranks on each node."""
+        return self.ranks // self.nodes
+
+    @property
+    def node_stages(self) -> int:
+        """The stages of which a node has ranks. Nodes have whole stages, or a part of one."""
+        return max(1, self.stages // self.nodes)
+
     def parts(self, group: Group) -> int:
-        """Parts of one object of `group`: one for each rank, or one that a stage's ranks share."""
-        return self.stages if group.replicated else self.ranks
+        """Parts of one object of `group` on one node.
+
+        There is one for each rank, or one for each stage whose ranks share it.
+        """
+        return self.node_stages if group.replicated else self.node_ranks
 
     def blocks_per_chunk(self, group: Group) -> int:
         """Blocks of `group` in one chunk."""

@@ -8,6 +8,7 @@ from hybridkv.core import option_parsers
 from hybridkv.core.audit import AUDIT_SHARE
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSettings
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.geometry import RANKS_MAX
 from hybridkv.core.policies import LoadPolicy
 
 LOAD_TIMEOUT_SECONDS_MAX = 30.0
@@ -51,7 +52,14 @@ class Settings:
 
     server: str = _setting("auto", _server)
     """The daemon to use. "auto" is your own daemon, which is started if none runs.
-    "unix:///path" is the daemon that listens at that socket; it is not started."""
+    "unix:///path" is the daemon that listens at that socket; it is not started. An engine on
+    several nodes has a daemon on each, and `{node}` in the path is the number of the node."""
+    nodes: int | None = _setting(
+        None, option_parsers.number(1, RANKS_MAX, "2", kind=int, what="a whole number")
+    )
+    """The number of nodes over which the ranks of one engine are spread, each with as many and
+    with a daemon of its own. By default it is what vLLM's `--nnodes` says. Set it where vLLM does
+    not know (Ray), or where one machine has several daemons, one for each part of the ranks."""
     config: str | None = _setting(None, _config)
     """The settings file of a daemon that "auto" starts, as `hybridkv serve --config` takes it. By
     default it is that of the variable `HYBRIDKV_CONFIG`, or none."""

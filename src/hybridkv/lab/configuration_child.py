@@ -208,7 +208,14 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
         try:
             chunk_tokens, drafter = report.settings.hybrid_chunk_size, _served_drafter(config)
             ahead = drafter.lookahead_tokens if drafter else 0
-            geometry = built.build_geometry(kv_cache_config, layouts, chunk_tokens, ahead, stages)
+            geometry = built.build_geometry(
+                kv_cache_config,
+                layouts,
+                chunk_tokens,
+                lookahead_tokens=ahead,
+                stages=stages,
+                nodes=built.node_count(config.parallel_config, report.settings),
+            )
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
     model, rule = config.model_config, preflight.state_rule(config)

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVQuantMode, iter_layer_sp
 
 from hybridkv.core.errors import ConfigError, GeometryError, HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind, derive_chunk_tokens
+from hybridkv.core.settings import Settings
 from hybridkv.vllm.block_room import Retention, retention_of
 from hybridkv.vllm.blocks import block_bytes, memory_order, physical
 
@@ -126,13 +127,16 @@ def build_geometry(
     config: KVCacheConfig,
     layouts: Mapping[int, WorkerLayout],
     chunk_tokens: int | None,
+    *,
     lookahead_tokens: int = 0,
     stages: int = 1,
+    nodes: int = 1,
 ) -> Geometry:
     """Return the geometry of an engine from its groups and its workers' layouts by rank.
 
-    Ranks of one of the `stages` have the same layers. `chunk_tokens` are those that the user wants,
-    or None. Raises GeometryError or ConfigError where the engine cannot be served.
+    Ranks of one of the `stages` have the same layers, and all are spread over the `nodes`.
+    `chunk_tokens` are those that the user wants, or None. Raises GeometryError or ConfigError where
+    the engine cannot be served.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     # Such a group is not cacheable, but because of it the engine takes other hits than are offered.
@@ -165,7 +169,16 @@ def build_geometry(
         ranks=len(layouts),
         lookahead_tokens=lookahead_tokens,
         stages=stages,
+        nodes=nodes,
     )
+
+
+def node_count(parallel: Any, settings: Settings) -> int:
+    """Return over how many nodes the ranks of an engine are, by its ParallelConfig.
+
+    vLLM says it where it starts the workers itself. With Ray the setting `nodes` does.
+    """
+    return settings.nodes or int(getattr(parallel, "nnodes_within_dp", 1))
 
 
 def layer_count(layouts: Mapping[int, WorkerLayout], gid: int, stages: int) -> int:

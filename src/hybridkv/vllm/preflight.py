@@ -25,7 +25,7 @@ from hybridkv.vllm.drafters import (
     unproven_states,
 )
 from hybridkv.vllm.hashing import ENGINE_HASHES
-from hybridkv.vllm.layout import group_geometry
+from hybridkv.vllm.layout import group_geometry, node_count
 from hybridkv.vllm.proven import OLDEST, PROVEN, STAGED, TAILS_VERSION
 from hybridkv.vllm.versions import minor_version
 
@@ -61,6 +61,7 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     off = "off: the engine keeps no blocks for later requests, and every hit comes from outside"
     yield ok("prefix caching", "on" if cache.enable_prefix_caching else off)
     yield from _parallel(vllm_config.parallel_config, vllm_config.speculative_config is not None)
+    yield from _nodes(vllm_config)
     yield from speculation_findings(vllm_config)
     good = f"cache dtype {cache.cache_dtype}, no scales computed while serving"
     what = "calculate_kv_scales gives every engine other scales for the same bytes"
@@ -226,13 +227,37 @@ def _parallel(parallel: Any, is_drafted: bool) -> Iterator[Finding]:
     for size, ranks in several.items():
         what = f"{size}={ranks} is not supported yet{refused[size]}"
         yield fail("parallelism", what, f"--{size.replace('_', '-')} 1 works")
-    if (nodes := getattr(parallel, "nnodes", 1)) > 1:
-        what = f"nnodes={nodes}: workers on other nodes cannot map this node's memory"
-        yield fail("parallelism", what, "--nnodes 1 works")
-    elif not several:
+    if not several:
         sizes = f"tensor_parallel_size {parallel.tensor_parallel_size}"
         sizes += f", pipeline_parallel_size {stages}" if stages > 1 else ""
-        yield ok("parallelism", f"{sizes}, one node")
+        yield ok("parallelism", sizes)
+
+
+def _nodes(vllm_config: Any) -> Iterator[Finding]:
+    """Yield whether the ranks' nodes can be served. Settings that cannot be read have a finding."""
+    parallel = vllm_config.parallel_config
+    try:
+        settings = settings_of(vllm_config)
+    except ConfigError:
+        return
+    nodes = node_count(parallel, settings)
+    if nodes == 1:
+        yield ok("nodes", "all workers on one node")
+        return
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    what, remedy = "", ""
+    if minor_version() not in STAGED:
+        what = f"nodes={nodes} is not supported yet on vllm {vllm.__version__}"
+        remedy = "one node works"
+    elif settings.server == "auto":
+        what = f'server="auto" starts a daemon on one of {nodes} nodes'
+        socket = '"server":"unix:///run/hybridkv/daemon.sock"'
+        remedy = f"`hybridkv serve` on each node and {socket} works"
+    elif ranks % nodes:
+        what = f"nodes={nodes} do not divide {ranks} ranks"
+        remedy = "nodes with as many ranks each work"
+    good = f"{nodes} nodes with {ranks // nodes} of {ranks} ranks each, and a daemon each"
+    yield judge("nodes", not what, good, what, remedy)
 
 
 def _hashes(cache: Any) -> Finding:

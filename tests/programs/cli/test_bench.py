@@ -28,7 +28,7 @@ import json, sys
 from benchmarks.hooks import measure_hooks
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 groups = Group(0, GroupKind.FULL, 128, (256,)), Group(1, GroupKind.RECURRENT, 128, (256,))
-print(json.dumps(measure_hooks(sys.argv[1], Geometry(groups, 128, 128, 128), 1024, 512, 4)))
+print(json.dumps(measure_hooks([sys.argv[1]], Geometry(groups, 128, 128, 128), 1024, 512, 4)))
 """
 
 

@@ -73,6 +73,7 @@ def test_a_refused_greeting_is_a_line_of_the_log(
         subscribes=False,
         counters=Counter(),
         on_loss=lambda: None,
+        geometry=GEOMETRY,
     )
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)

@@ -83,6 +83,8 @@ class Lookups:
         self._audits = audits
         self.patience = Patience(settings.load_policy, settings.load_timeout_seconds)
         self._answer_seconds = settings.lookup_timeout_ms / 1e3
+        self._answer_seconds_max = settings.load_timeout_seconds
+        """The longest time beyond its deadline for an answer that steps bring (scheduler.nodes)."""
         self._seconds_max = min(self._answer_seconds, settings.load_timeout_seconds)
         self._requests = requests
         self.geometry = requests.geometry
@@ -283,6 +285,8 @@ class Lookups:
             patience = self.patience.wait_for(tracked.request.num_tokens).seconds
             extra_seconds = -math.inf if self._weights.is_stale else patience
         is_vain = reason is Decline.LATE_WORKERS and self._session.unmapped == self._session.boot
+        if reason is Decline.LATE_ANSWER and not self._session.is_answer_due(lookup.lease):
+            extra_seconds = self._answer_seconds_max
         may_wait = (lookup.sent or reason is Decline.LATE_ADAPTER) and not is_vain
         if may_wait and now < lookup.deadline + extra_seconds:
             return None
@@ -410,7 +414,8 @@ class LoadPlanner:
             tracked.adapter.blocks.note_blocks(load.plan.adapter)
         for run in load.plan.runs:
             group = geometry.groups[run.span.group_index]
-            loaded_bytes += len(run.span.blocks) * group.block_bytes * geometry.parts(group)
+            part_bytes = len(run.span.blocks) * group.block_bytes
+            loaded_bytes += part_bytes * geometry.parts(group) * geometry.nodes
         counters["loads"] += 1
         counters["tails_loaded"] += bool(tracked.lookup.tail_found())
         counters["tokens_loaded"] += load.tokens

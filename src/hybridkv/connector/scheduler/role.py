@@ -9,12 +9,11 @@ where the role does not serve them.
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_events import KVCacheEvent
 
-from hybridkv.connector.messages import StepPlan, StepReport
+from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
 from hybridkv.connector.scheduler import requests
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
@@ -24,9 +23,7 @@ from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 from hybridkv.connector.scheduler.session import DaemonSession, EngineIdentity
 from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.connector.stats import HybridKVStats
-from hybridkv.core.copies import SlotRef
 from hybridkv.core.keys import tenant_of
-from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.shm.access import group_id
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
 from hybridkv.vllm.weights import WeightsAnswer
@@ -78,6 +75,7 @@ class SchedulerRole:
             subscribes=context.publishes_events,
             counters=life.counters,
             on_loss=self._on_connection_lost,
+            geometry=geometry,
             group=group_id(settings.daemon.group),
         )
         self.requests = requests.RequestRegistry(
@@ -196,7 +194,9 @@ class SchedulerRole:
         if external_tokens:
             self.loads.mark_load_failed(request_id)
 
-    def plan_step(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
+    def plan_step(
+        self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]
+    ) -> StepPlan | NodePlans:
         """Return a step's copies: loads that have blocks, and stores of what the step completes.
 
         `output` is vLLM's SchedulerOutput. `tables` returns a request's present block tables, one
@@ -206,9 +206,15 @@ class SchedulerRole:
         loads_for = plan.eras if plan.loads else ()
         self.weights.on_step_planned(plan.number, loads_for=loads_for, computes=not plan.is_idle)
         self._adapters.on_step_planned(plan.number, output.num_scheduled_tokens)
+        plans = self._on_nodes(plan)
         # This comes last, because workers never see a plan that a fault ends.
         self.loads.on_handed_over()
-        return plan
+        return plans
+
+    def _on_nodes(self, plan: StepPlan) -> StepPlan | NodePlans:
+        """Return the plan as workers take it: one for each node, where there are several."""
+        nodes = self.session.nodes
+        return plan if nodes is None else nodes.plan_nodes(plan)
 
     def _make_plan(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
         now = time.monotonic()
@@ -241,11 +247,14 @@ class SchedulerRole:
         self._flush(now)
         return plan
 
-    def plan_after_fault(self, scheduled: Collection[str]) -> StepPlan:
+    def plan_after_fault(self, scheduled: Collection[str]) -> StepPlan | NodePlans:
         """Return the plan after a fault in `plan_step`. It fails loads that no worker knows of.
 
         `scheduled` are the requests that run in this step.
         """
+        return self._on_nodes(self._plan_failures(scheduled))
+
+    def _plan_failures(self, scheduled: Collection[str]) -> StepPlan:
         if self._drafted is not None:
             self._drafted.on_unobserved_steps(self.requests.by_id)
         greetings, number = self.session.link.greetings, next(self.life.plan_numbers)
@@ -273,14 +282,17 @@ class SchedulerRole:
         session.attached_ranks = session.attached_ranks or {}
         if report is None:
             return
+        if session.nodes is not None:
+            session.nodes.on_report(report.number, report.answers)
         session.attached_ranks = report.boots
         self.lookups.patience.prefill.on_step_end(report.number, now)
         if report.is_disabled or report.counters.get("attach_failed"):
             session.unmapped = session.boot
         elif session.workers_attached():
             session.unmapped = ""
-        if report.corrupt:
-            self._condemn(report.corrupt, now)
+        for node, slots in report.corrupt.items():
+            self._counters["slots_condemned"] += len(slots)
+            session.condemn_slots(node, slots, now)
         self._take_weights(report.weights, now)
         if self.audits.on_report(report, now):
             self.stores.withdraw_stores()
@@ -288,15 +300,6 @@ class SchedulerRole:
         if session.is_connected:
             self.events.update(lambda events: events.on_stored(self.stores.committed))
         self._counters.update(report.counters)
-
-    def _condemn(self, corrupt: Collection[SlotRef], now: float) -> None:
-        """Report slots whose bytes were proven wrong to the daemon, which uses them no more."""
-        slots = sorted(corrupt, key=attrgetter("offset", "generation"))
-        self._counters["slots_condemned"] += len(slots)
-        offsets = pack_u64([slot.offset for slot in slots])
-        generations = pack_u64([slot.generation for slot in slots])
-        for batch in batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64)):
-            self.session.queue_message(wire.ReportCorrupt(*batch), now)
 
     def _take_weights(self, answers: Mapping[int, WeightsAnswer], now: float) -> None:
         """Take what ranks answer about their weights, and the identity that follows from it."""
@@ -415,7 +418,7 @@ class SchedulerRole:
         self.events.update(KVEventPublisher.withdraw_all)
         return self.events.take_new()
 
-    def plan_while_off(self, scheduled: Collection[str]) -> StepPlan:
+    def plan_while_off(self, scheduled: Collection[str]) -> StepPlan | NodePlans:
         """Return the plan of a role that is switched off, and end the session.
 
         With the session the daemon gets back its leases and slots. `scheduled` are the requests
@@ -423,11 +426,11 @@ class SchedulerRole:
         """
         self.close()
         self.room.on_running(scheduled)
-        plan = self.plan_after_fault(scheduled)
+        plan = self._plan_failures(scheduled)
         # No greeting of this number will come. With it the workers report that they copy nothing
         # that was planned under an earlier one.
         plan.session = self.session.link.greetings + 1
-        return plan
+        return self._on_nodes(plan)
 
     def close(self) -> None:
         """End the session with the daemon."""

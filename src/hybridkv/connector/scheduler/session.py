@@ -9,16 +9,21 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 
 from hybridkv.client.link import Link
 from hybridkv.client.start_daemon import start_detached
+from hybridkv.connector.scheduler.nodes import NodesLink
 from hybridkv.core.breaker import Breaker
+from hybridkv.core.copies import SlotRef
+from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
+from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -51,6 +56,7 @@ class DaemonSession:
     subscribes: bool  # True if the daemon is to report objects that RAM loses.
     counters: Counter[str]
     on_loss: Callable[[], None]  # Called whenever the connection is lost.
+    geometry: Geometry
     group: int | None = None  # The daemon may be another user's, of this group.
     boot: str = ""  # The daemon's life that was greeted last; empty before the first greeting.
     reserved_bytes: int = 0  # Bytes of the arena whose pages exist, as that life has reported.
@@ -68,7 +74,13 @@ class DaemonSession:
     """True once the loss was logged. Greetings that fail afterwards are not logged again."""
 
     def __post_init__(self) -> None:
-        self.link = Link(self.socket_path, self.hello, self._on_lost, self.group)
+        self.nodes: NodesLink | None = None
+        """The link, where the engine's workers are on several nodes."""
+        if self.geometry.nodes > 1:
+            self.nodes = NodesLink(self.hello, self.geometry, self._on_lost)
+        self.link: Link | NodesLink = self.nodes or Link(
+            self.socket_path, self.hello, self._on_lost, self.group
+        )
 
     @property
     def is_connected(self) -> bool:
@@ -76,9 +88,15 @@ class DaemonSession:
         return self.link.welcome is not None
 
     def workers_attached(self) -> bool:
-        """Return True if every rank maps the arena of the daemon's present life."""
-        geometry, attached = self.hello.geometry, self.attached_ranks or {}
-        return geometry is not None and attached.get(self.boot) == geometry.ranks
+        """Return True if every rank maps the arena of its daemon's present life."""
+        attached = self.attached_ranks or {}
+        boots = (self.boot,) if self.nodes is None else self.nodes.boots
+        ranks = [attached.get(boot) for boot in boots]
+        return ranks == [self.geometry.node_ranks] * self.geometry.nodes
+
+    def is_answer_due(self, lease: int) -> bool:
+        """Return True if a lookup that was not answered could have been."""
+        return self.nodes is None or self.nodes.is_due(lease)
 
     def queue_message(self, message: wire.Request, now: float) -> bool:
         """Queue a message for the link's next flush. Returns False if it is lost, and counts it."""
@@ -115,6 +133,18 @@ class DaemonSession:
         self.counters["connects"] += 1
         logger.info("hybridkv: connected to the daemon at %s", self.socket_path)
         return self.queue_message(wire.ReportIdentity(describe_facts(self.facts)), now)
+
+    def condemn_slots(self, node: int, slots: Iterable[SlotRef], now: float) -> None:
+        """Report slots of a node whose bytes were proven wrong to the daemon there."""
+        ordered = sorted(slots, key=attrgetter("offset", "generation"))
+        offsets = pack_u64([slot.offset for slot in ordered])
+        generations = pack_u64([slot.generation for slot in ordered])
+        for batch in batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64)):
+            message = wire.ReportCorrupt(*batch)
+            if self.nodes is None:
+                self.queue_message(message, now)
+            else:
+                self.nodes.queue_on(node, message)
 
     def send_identity(self, identity: EngineIdentity, now: float) -> None:
         """Give the engine another identity, which its bytes have from here on."""

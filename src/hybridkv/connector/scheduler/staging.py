@@ -65,7 +65,7 @@ class StagingCredits:
         ranks = self._geometry.ranks
         if not self._geometry.groups[span.group_index].replicated:
             return [_RankShare(0, 1)] * ranks
-        sharers = ranks // self._geometry.stages
+        sharers = self._geometry.node_ranks // self._geometry.node_stages
         return [_RankShare((rank - span.first_chunk) % sharers, sharers) for rank in range(ranks)]
 
     def _part_bytes(self, span: ObjectSpan) -> int:

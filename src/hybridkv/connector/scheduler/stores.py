@@ -286,7 +286,8 @@ class StorePlanner:
             self.committed.append(StoredObjects(tracked, span.group_index, chunks))
         self._counters["objects_stored"] += stop - start
         part_bytes, parts = self._shape(span)
-        self._counters["bytes_stored"] += part_bytes * parts * (stop - start)
+        object_bytes = part_bytes * parts * self._geometry.nodes
+        self._counters["bytes_stored"] += object_bytes * (stop - start)
         classes = self._eviction_classes(storing)
         tenant = pack_u64([tracked.tenant]) if tracked.tenant else b""
         # The daemon counts the tokens of a chunk once, with the object of one group.

@@ -22,6 +22,7 @@ from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.worker.audit import Auditor, layer_numbers
 from hybridkv.connector.worker.copiers import CopierFactory, MappedArena, open_pipeline
 from hybridkv.connector.worker.difference import LayerNumbers
+from hybridkv.connector.worker.relay import Relay
 from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
@@ -79,14 +80,18 @@ class WorkerRole:
         specs = enumerate(group.kv_cache_spec for group in _served(config))
         replicated = frozenset(index for index, spec in specs if is_replicated(spec))
         self._part = PartLayout(
-            rank=settings.rank,
-            ranks=settings.ranks,
+            rank=settings.rank % settings.node_ranks,
+            ranks=settings.node_ranks,
             checksum=settings.checksum,
             replicated=replicated,
-            stages=settings.stages,
+            stages=max(1, settings.stages // settings.nodes),
         )
         hello = Hello(1, PROTOCOL_VERSION, "worker", settings.engine_id, lock=new_lock())
         self._link = Link(settings.socket_path, hello, lambda why: None, settings.group)
+        self.relay: Relay | None = None
+        """Passes messages on, in the first worker of each of several nodes."""
+        if settings.has_relay:
+            self.relay = Relay(settings.socket_path, settings.engine_id, settings.group)
         self.factory: CopierFactory | None = None  # Once the engine's tensors are registered.
         self._lacks_room = False  # Whether the device had no room for the copies then.
         self._disabled_greeting = 0
@@ -164,6 +169,11 @@ class WorkerRole:
         return views, replace(layout, padding=stage_padding(own, everyones))
 
     @property
+    def node(self) -> int:
+        """The number of this worker's node."""
+        return self._settings.node
+
+    @property
     def is_disabled(self) -> bool:
         """True if no copy can succeed any more: the device failed, or had no room for copies."""
         return self._lacks_room or (self.factory is not None and not self.factory.is_alive)
@@ -171,10 +181,12 @@ class WorkerRole:
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the plan's loads. Those that cannot begin are reported as failed."""
         self._report.number = plan.number
+        if self.relay is not None and plan.mail is not None:
+            self.relay.deliver(plan.mail, time.monotonic())
         # vLLM has loaded the adapters of the step by now.
         adapters = self.adapters.digests_now() if self.adapters is not None else {}
         if adapters:
-            self._report.adapters = {self._part.rank: adapters}
+            self._report.adapters = {self._settings.rank: adapters}
         if self._weights is not None:
             is_idle = plan.is_idle and not plan.loads
             self._weights.step(plan.number, plan.question, is_idle=is_idle)
@@ -295,13 +307,17 @@ class WorkerRole:
         if self.boot and (self.factory is None or self.factory.is_alive):
             report.boots[self.boot] = 1
         report.is_disabled = self.is_disabled
+        rank = self._settings.rank
         if self.auditor is not None:
-            rank = self._part.rank
             report.audits = {
                 number: {rank: verdict} for number, verdict in self.auditor.take_verdicts().items()
             }
         if self._weights is not None:
-            report.weights[self._part.rank] = self._weights.take_step_answer()
+            report.weights[rank] = self._weights.take_step_answer()
+        if self.relay is not None:
+            answers = self.relay.take_answers(time.monotonic())
+            if answers is not None:
+                report.answers[self._settings.node] = answers
         return report
 
     def detach_arena(self) -> None:
@@ -324,10 +340,12 @@ class WorkerRole:
             # An engine of the same process may outlive this role, and its memory must not.
             self.factory = None
         self._link.close(Drained(GREETING_NEVER))
+        if self.relay is not None:
+            self.relay.close()
 
     def _has_weights_of(self, plan: StepPlan) -> bool:
         """Return True if the plan was made for the weights that this worker has."""
-        weights, rank = self._weights, self._part.rank
+        weights, rank = self._weights, self._settings.rank
         if weights is None:
             return True
         is_known = weights.digest and plan.question == weights.question
@@ -335,8 +353,8 @@ class WorkerRole:
 
     def _has_adapter(self, load: LoadPlan, adapters: Mapping[int, bytes]) -> bool:
         """Return True if the load is for an adapter that is loaded now, or for none."""
-        adapter = load.adapter
-        return adapter is None or adapters.get(adapter.number) == adapter.digests[self._part.rank]
+        adapter, rank = load.adapter, self._settings.rank
+        return adapter is None or adapters.get(adapter.number) == adapter.digests[rank]
 
     def _awaits_answer(self, plan: StepPlan) -> bool:
         """Return True if the scheduler role made the plan before it had our last answer.
@@ -363,7 +381,8 @@ class WorkerRole:
                 self._failed.add(request_id)
                 self._report.counters["rank_loads_failed"] += 1
                 if isinstance(error, BadSlotError):
-                    self._report.corrupt.update(error.slots)
+                    corrupt = self._report.corrupt.setdefault(self._settings.node, set())
+                    corrupt.update(error.slots)
             text = "hybridkv: loading %s failed and is computed instead: %s"
             logger.warning(text, request_id, error)
 
@@ -396,7 +415,7 @@ class WorkerRole:
                 self._report.unstored.setdefault(run_number, set()).add(position)
             if not missing:
                 del self._storing[run_number]
-                self._report.done[run_number] = {self._part.rank}
+                self._report.done[run_number] = {self._settings.rank}
 
     def _attach(self, plan: StepPlan) -> None:
         """Greet the daemon and map the arena of its present life, without waiting."""

@@ -17,3 +17,19 @@ class WorkerSettings:
     shm_dir: str | None = None  # As configured.
     stages: int = 1  # Of a pipeline; the ranks of a stage follow each other.
     group: int | None = None  # The daemon may be another user's that belongs to this group.
+    nodes: int = 1  # Over which the ranks are spread, as core.geometry.Geometry says.
+
+    @property
+    def node_ranks(self) -> int:
+        """The ranks on this node."""
+        return self.ranks // self.nodes
+
+    @property
+    def node(self) -> int:
+        """The number of this node; 0 = the scheduler's."""
+        return self.rank // self.node_ranks
+
+    @property
+    def has_relay(self) -> bool:
+        """Whether this worker passes messages on between the scheduler role and the daemon."""
+        return self.nodes > 1 and self.rank % self.node_ranks == 0

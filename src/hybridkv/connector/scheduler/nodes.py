@@ -1,0 +1,616 @@
+"""The scheduler role's link to the daemons of several nodes, one daemon each.
+
+Nothing of this package listens at the network. Messages travel in the plans of steps, which vLLM
+hands to every worker. The relay of a node (worker.relay) gives them to the daemon there, and its
+answers come back in the workers' report::
+
+    plan n ->  relay -> daemon of the node -> relay  -> report of step n, or of a later one
+
+A slot of this link is a slot on each node. The scheduler role names it by the first node's offset
+and generation, and each node's plan has that node's own. A hit is what every node has.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import compress
+from operator import and_
+
+from msgspec import structs
+
+from hybridkv.client.link import HELLO_SECONDS, RECONNECT_SECONDS
+from hybridkv.connector.messages import Answers, LoadPlan, Mail, NodePlans, ObjectPair, StepPlan
+from hybridkv.core.copies import CopyRun, SlotRef
+from hybridkv.core.coverage import SlotShape
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.keys import HASH_BYTES, fingerprint
+from hybridkv.core.packed import U64, pack_u64, unpack_u64
+from hybridkv.core.tails import tail_tokens
+from hybridkv.wire import messages as wire
+
+ROUNDS_MAX = 4
+"""A lookup whose nodes have hits of several lengths is asked again with the least of them, so often
+at most. Then it is a miss."""
+RECENT_MAX = 16
+"""Answers whose slots are looked for by their bytes. Each further slot is found by its offset."""
+REPORTS_OF_AN_ANSWER = 2
+"""An answer is late no earlier than with this report from that of the step on that asked for it."""
+
+
+def node_identity(namespace: bytes, node: int, nodes: int) -> bytes:
+    """Return the identity at a node's daemon. No node has the parts of another one."""
+    return fingerprint({"identity": namespace.hex(), "node": [node, nodes]})
+
+
+@dataclass
+class _Node:
+    """One node, as far as it is known here."""
+
+    hello: wire.Hello | None  # Until it leaves with a plan.
+    messages: list[wire.Request] = field(default_factory=list)  # They leave with the next plan.
+    mails: int = 0
+    answers: int = 0
+    welcome: wire.Welcome | None = None
+    reserved_bytes: int = 0
+    granted: dict[SlotShape, deque[wire.Reserved]] = field(default_factory=dict)
+    """Grants that another node has not answered yet, by the shape of their slots."""
+
+
+@dataclass(frozen=True)
+class _NodeSlots:
+    """The slots of one node, by the offset of the first node's slot."""
+
+    offsets: dict[int, int] = field(default_factory=dict)
+    generations: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _JoinedSlots:
+    """The slots of an answer, of each node. The i-th of each belong together."""
+
+    lease: int
+    slots: Sequence[wire.PackedSlots]
+
+
+@dataclass(eq=False)
+class _NodesLookup:
+    """A lookup of all nodes."""
+
+    lookup: wire.Lookup  # The scheduler role's.
+    leases: list[int]  # Each node's lease of its last round.
+    answers: list[wire.Found | None]  # The last answer of each node.
+    masks: list[bytes] = field(default_factory=list)  # What every node had in the first round.
+    rounds: int = 1
+    why: str = ""  # The hits of the first round, for people, where they differ.
+    plan_number: int | None = None  # The plan with which the last round left; None = it has not.
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A node's part of a lookup that it has not answered yet."""
+
+    lookup: _NodesLookup
+    node: int
+
+
+class NodesLink:
+    """The connection of an engine to the daemons of its nodes. It is used as client.link.Link is.
+
+    It is one connection: where a node's daemon is lost, all are ended, and made again together.
+    Each `now` is seconds of one clock.
+    """
+
+    fd = None
+    """There is no descriptor to wait on: answers come with the steps of the engine."""
+
+    def __init__(
+        self, hello: wire.Hello, geometry: Geometry, on_loss: Callable[[str], None]
+    ) -> None:
+        """`on_loss` is called with the reason, in words, whenever the connection is lost."""
+        self._hello = hello
+        self._geometry = geometry
+        self._on_loss = on_loss
+        self.welcome: wire.Welcome | None = None
+        """The first node's greeting while the connection can be used, else None. Its `boot` is
+        those of all nodes."""
+        self.is_served = True
+        self.refusal: str | None = None
+        """The reason why a daemon refused the last greeting."""
+        self.greetings = hello.session
+        self.boots: tuple[str, ...] = ()
+        """The lives of the nodes' daemons that were greeted last."""
+        self._nodes: list[_Node] = []  # Empty while there is no connection.
+        self._inbox: list[Mapping[int, Answers]] = []
+        self._retry_at = 0.0
+        self._is_closed = False
+        self._last_lease = 0
+        self._leases: dict[int, list[int]] = {}
+        """Each node's lease, by the number of the scheduler role's; 0 = the node has none."""
+        self._questions: dict[int, _Question] = {}  # By the node's lease.
+        self._lookups: dict[int, _NodesLookup] = {}  # Unanswered, by the scheduler role's lease.
+        self._slots: list[_NodeSlots] = []  # Of each node; the first one needs none.
+        self._recent: deque[_JoinedSlots] = deque()
+        """The slots of the last answers, which are not in `_slots` yet."""
+        self._reports = 0  # The number of the last plan whose report has come.
+
+    # As client.link.Link
+
+    def poll(self, now: float) -> list[wire.Reply]:
+        """Take what reports have brought. Returns the replies in order, joined over the nodes."""
+        if not self._nodes and not self._is_closed and now >= self._retry_at:
+            self._greet()
+        inbox, self._inbox = self._inbox, []
+        replies: list[wire.Reply] = []
+        for report in inbox:
+            for node, answers in sorted(report.items()):
+                if answers.greeting != self.greetings or not self._nodes:
+                    continue
+                replies += self._take_answers(node, answers, now)
+        # The replies of a connection that was lost since belong to no one.
+        return replies if self.welcome is not None else []
+
+    def queue(self, request: wire.Request, now: float) -> bool:
+        """Queue a message for all nodes whose daemons it is for. It leaves with the next plan."""
+        if self.welcome is None:
+            return False
+        if isinstance(request, wire.Lookup):
+            self._ask(_NodesLookup(request, [], []), request, range(len(self._nodes)))
+        elif isinstance(request, wire.Release):
+            self._release(request)
+        elif isinstance(request, wire.Commit | wire.Free | wire.ReportCorrupt):
+            for node, state in enumerate(self._nodes):
+                slots = self.slots_on(node, request.offsets, request.generations)
+                message = structs.replace(
+                    request, offsets=slots.offsets, generations=slots.generations
+                )
+                state.messages.append(message)
+        elif isinstance(request, wire.Identify):
+            for node, state in enumerate(self._nodes):
+                state.messages.append(
+                    structs.replace(request, namespace=self._identity(request.namespace, node))
+                )
+        elif isinstance(request, wire.ReportIdentity):
+            for node, state in enumerate(self._nodes):
+                facts = {**request.facts, "node": f"[{node}, {len(self._nodes)}]"}
+                state.messages.append(wire.ReportIdentity(facts))
+        elif isinstance(request, wire.ReportRequest | wire.ReportAudit):
+            self._nodes[0].messages.append(request)
+        else:
+            for state in self._nodes:
+                state.messages.append(request)
+        return True
+
+    def send(self, request: wire.Request, now: float) -> bool:
+        """Queue a message."""
+        return self.queue(request, now)
+
+    @property
+    def has_unsent(self) -> bool:
+        """True while messages wait for the next plan."""
+        return any(state.messages for state in self._nodes)
+
+    def flush(self, now: float) -> bool:
+        """Return True if there is a connection. What is queued leaves with the next plan."""
+        return self.welcome is not None
+
+    def greet_with(self, hello: wire.Hello) -> None:
+        """Use another hello from the next connection on.
+
+        A connection that has no welcome yet is made anew at once.
+        """
+        self._hello = hello
+        if self.welcome is None:
+            self._forget()
+
+    def drop_connection(self, why: str, now: float) -> None:
+        """End the connection, if there is one. A later `poll` makes another."""
+        if self._nodes:
+            self._lose(why, now)
+
+    def close(self, farewell: wire.Request | None = None) -> None:
+        """End the connection for good. The next plans tell the relays so."""
+        self._forget()
+        self._is_closed = True
+
+    # Plans and reports
+
+    def plan_nodes(self, plan: StepPlan) -> NodePlans:
+        """Return a step's plan for each node. It is called once for each plan, which must leave."""
+        nodes = range(self._geometry.nodes)
+        for lookup in self._lookups.values():
+            if lookup.plan_number is None:
+                lookup.plan_number = plan.number
+        return NodePlans(tuple(self._plan_on(node, plan) for node in nodes))
+
+    def on_report(self, number: int, answers: Mapping[int, Answers]) -> None:
+        """Keep the answers in the report of a plan; `poll` takes them."""
+        self._reports = max(self._reports, number)
+        if answers:
+            self._inbox.append(answers)
+
+    def is_due(self, lease: int) -> bool:
+        """Return True if the answer to a lookup had its time: the reports that could bring it came.
+
+        The time of a step is not the daemon's delay.
+        """
+        lookup = self._lookups.get(lease)
+        if lookup is None:
+            return True
+        number = lookup.plan_number
+        return number is not None and self._reports >= number + REPORTS_OF_AN_ANSWER - 1
+
+    def queue_on(self, node: int, message: wire.Request) -> None:
+        """Queue a message, which names the node's own slots, for one node's daemon."""
+        if self.welcome is not None:
+            self._nodes[node].messages.append(message)
+
+    def _plan_on(self, node: int, plan: StepPlan) -> StepPlan:
+        """Return the plan with what it names of the node's memory, and the node's messages."""
+        mail = self._take_mail(node)
+        if self.welcome is None or node >= len(self.boots):
+            # Loads that were planned before the loss fail, and stores were not planned.
+            lost = {name: replace(load, boot="") for name, load in plan.loads.items()}
+            return replace(plan, boot="", loads=lost, stores={}, audits={}, mail=mail)
+        loads = {
+            name: self._load_on(node, load)
+            if load.boot == self.welcome.boot
+            else replace(load, boot="")
+            for name, load in plan.loads.items()
+        }
+        return replace(
+            plan,
+            boot=self.boots[node],
+            reserved_bytes=self._nodes[node].reserved_bytes,
+            loads=loads,
+            stores={number: self._run_on(node, run) for number, run in plan.stores.items()},
+            audits={number: self._pair_on(node, pair) for number, pair in plan.audits.items()},
+            mail=mail,
+        )
+
+    def _take_mail(self, node: int) -> Mail | None:
+        if self._is_closed:
+            return Mail(self.greetings + 1, 0, None, ())
+        if not self._nodes:
+            return None
+        state = self._nodes[node]
+        if state.hello is None and not state.messages:
+            return None
+        mail = Mail(self.greetings, state.mails, state.hello, tuple(state.messages))
+        state.hello, state.messages = None, []
+        state.mails += 1
+        return mail
+
+    def _load_on(self, node: int, load: LoadPlan) -> LoadPlan:
+        runs = tuple(self._run_on(node, run) for run in load.runs)
+        return replace(load, boot=self.boots[node], runs=runs)
+
+    def _run_on(self, node: int, run: CopyRun) -> CopyRun:
+        if not node:
+            return run
+        slots = self.slots_on(node, run.offsets, run.generations)
+        return replace(run, offsets=slots.offsets, generations=slots.generations)
+
+    def _pair_on(self, node: int, pair: ObjectPair) -> ObjectPair:
+        if not node:
+            return pair
+        slots = (pair.stored, pair.computed)
+        stored, computed = (self._slot_on(node, slot) for slot in slots)
+        return replace(pair, stored=stored, computed=computed)
+
+    # Slots
+
+    def slots_on(self, node: int, offsets: bytes, generations: bytes) -> wire.PackedSlots:
+        """Return a node's own slots for those of this link."""
+        if not node:
+            return wire.PackedSlots(offsets, generations)
+        # The slots of a copy mostly are neighbours in one answer.
+        for answer in reversed(self._recent):
+            first, own = answer.slots[0], answer.slots[node]
+            at = first.offsets.find(offsets)
+            same = slice(at, at + len(offsets))
+            if at >= 0 == at % U64 and first.generations[same] == generations:
+                return wire.PackedSlots(own.offsets[same], own.generations[same])
+        while self._recent:
+            self._bind_oldest()
+        by_offset, places = self._slots[node], unpack_u64(offsets)
+        return wire.PackedSlots(
+            pack_u64([*map(by_offset.offsets.__getitem__, places)]),
+            pack_u64([*map(by_offset.generations.__getitem__, places)]),
+        )
+
+    def _slot_on(self, node: int, slot: SlotRef) -> SlotRef:
+        own = self.slots_on(node, pack_u64([slot.offset]), pack_u64([slot.generation]))
+        return SlotRef(unpack_u64(own.offsets)[0], unpack_u64(own.generations)[0])
+
+    def _add_slots(self, slots: Sequence[wire.PackedSlots], lease: int = 0) -> None:
+        """Note slots of each node that belong together: the i-th of each.
+
+        `lease` is the scheduler role's, with which they are forgotten; 0 = they are granted.
+        """
+        self._recent.append(_JoinedSlots(lease, slots))
+        if len(self._recent) > RECENT_MAX:
+            self._bind_oldest()
+
+    def _bind_oldest(self) -> None:
+        slots = self._recent.popleft().slots
+        places = unpack_u64(slots[0].offsets)
+        for by_offset, own in zip(self._slots[1:], slots[1:], strict=True):
+            by_offset.offsets.update(zip(places, unpack_u64(own.offsets), strict=True))
+            by_offset.generations.update(zip(places, unpack_u64(own.generations), strict=True))
+
+    # Connection
+
+    def _greet(self) -> None:
+        self.greetings += 1
+        self.refusal = None
+        nodes = self._geometry.nodes
+        self._slots = [_NodeSlots() for _ in range(nodes)]
+        namespace, geometry = self._hello.namespace, self._hello.geometry
+        assert namespace is not None, "an engine's hello has it"
+        assert geometry is not None, "an engine's hello has it"
+        on_node = structs.replace(
+            geometry, ranks=self._geometry.node_ranks, stages=self._geometry.node_stages
+        )
+        self._nodes = [
+            _Node(
+                structs.replace(
+                    self._hello, namespace=self._identity(namespace, node), geometry=on_node
+                )
+            )
+            for node in range(nodes)
+        ]
+
+    def _identity(self, namespace: bytes, node: int) -> bytes:
+        return node_identity(namespace, node, self._geometry.nodes)
+
+    def _take_answers(self, node: int, answers: Answers, now: float) -> list[wire.Reply]:
+        """Return the replies of one node's news that are complete with them."""
+        state = self._nodes[node]
+        if answers.number < state.answers:
+            return []  # The report came twice.
+        if answers.number > state.answers:
+            self._lose(f"answers of node {node} were lost", now)
+            return []
+        state.answers += 1
+        if answers.lost:
+            self.refusal = answers.refusal
+            self._lose(f"node {node}: {answers.lost}", now)
+            return []
+        if answers.welcome is not None:
+            state.welcome = answers.welcome
+            self._on_welcome(now)
+        replies: list[wire.Reply] = []
+        for reply in answers.replies:
+            replies += self._join(node, reply)
+        return replies
+
+    def _on_welcome(self, now: float) -> None:
+        """Begin to use the connection once every node's daemon has greeted it."""
+        welcomes = [state.welcome for state in self._nodes if state.welcome is not None]
+        if len(welcomes) < len(self._nodes):
+            return
+        boots = tuple(welcome.boot for welcome in welcomes)
+        if len(set(boots)) < len(boots):
+            self.refusal = "several nodes have one daemon, and each needs its own"
+            self._lose(self.refusal, now)
+            self._retry_at = now + HELLO_SECONDS
+            return
+        self.boots = boots
+        self.welcome = structs.replace(welcomes[0], boot="+".join(boots))
+
+    def _lose(self, why: str, now: float) -> None:
+        self._forget()
+        self._retry_at = now + (HELLO_SECONDS if self.refusal else RECONNECT_SECONDS)
+        self._on_loss(why)
+
+    def _forget(self) -> None:
+        """Forget the connection, and with it all leases and slots."""
+        self.welcome = None
+        self._nodes = []
+        for container in (self._slots, self._recent, self._leases, self._questions, self._lookups):
+            container.clear()
+
+    # Messages
+
+    def _new_lease(self) -> int:
+        self._last_lease += 1
+        return self._last_lease
+
+    def _ask(self, lookup: _NodesLookup, message: wire.Lookup, nodes: Iterable[int]) -> None:
+        """Ask nodes for a hit. The leases of an earlier round end after the new ones began."""
+        count = len(self._nodes)
+        before = lookup.leases or [0] * count
+        lookup.leases, lookup.plan_number = [*before], None
+        lookup.answers = lookup.answers or [None] * count
+        self._leases[lookup.lookup.lease] = lookup.leases
+        self._lookups[lookup.lookup.lease] = lookup
+        for node in nodes:
+            lease = lookup.leases[node] = self._new_lease()
+            audit = self._new_lease() if message.audit_lease else 0
+            lookup.answers[node] = None
+            self._questions[lease] = _Question(lookup, node)
+            asked = structs.replace(message, id=lease, lease=lease, audit_lease=audit)
+            self._nodes[node].messages.append(asked)
+            if before[node]:
+                self._nodes[node].messages.append(wire.Release(before[node]))
+
+    def _release(self, release: wire.Release) -> None:
+        lookup = self._lookups.pop(release.lease, None)
+        if lookup is not None:
+            self._drop_audits(lookup)
+        leases = self._leases.pop(release.lease, ())
+        kept = (answer for answer in self._recent if answer.lease != release.lease)
+        self._recent = deque(kept)
+        for node, lease in enumerate(leases):
+            self._questions.pop(lease, None)
+            if lease:
+                share = release.loaded_bytes // len(leases)
+                ended = structs.replace(release, lease=lease, loaded_bytes=share)
+                self._nodes[node].messages.append(ended)
+
+    def _join(self, node: int, reply: wire.Reply) -> list[wire.Reply]:
+        """Return what the scheduler role is told of one node's reply: one reply at most."""
+        if isinstance(reply, wire.Found):
+            return self._on_found(node, reply)
+        if isinstance(reply, wire.Pending):
+            question = self._questions.get(reply.lease)
+            if question is None:
+                return []
+            # What one node has in RAM another one may lack. So it is stored again.
+            masks = [bytes(len(mask)) for mask in reply.masks]
+            lease = question.lookup.lookup.lease
+            return [structs.replace(reply, id=lease, lease=lease, masks=masks)]
+        if isinstance(reply, wire.Reserved):
+            return self._on_reserved(node, reply)
+        if isinstance(reply, wire.Removed):
+            # What one node has lost is not hit, wherever it is on the others.
+            return [structs.replace(reply, below=b"")]
+        return [reply] if isinstance(reply, wire.Error) or not node else []
+
+    def _on_reserved(self, node: int, reply: wire.Reserved) -> list[wire.Reply]:
+        """Join the grants of all nodes. Slots that a node granted beyond the others go back."""
+        shape, state = (reply.part_bytes, reply.parts), self._nodes[node]
+        state.granted.setdefault(shape, deque()).append(reply)
+        state.reserved_bytes = max(state.reserved_bytes, reply.reserved_bytes)
+        if not all(state.granted.get(shape) for state in self._nodes):
+            return []
+        grants = [state.granted[shape].popleft() for state in self._nodes]
+        size = min(len(grant.offsets) for grant in grants)
+        for state, grant in zip(self._nodes, grants, strict=True):
+            if len(grant.offsets) > size:
+                state.messages.append(wire.Free(grant.offsets[size:], grant.generations[size:]))
+        slots = [
+            wire.PackedSlots(grant.offsets[:size], grant.generations[:size]) for grant in grants
+        ]
+        self._add_slots(slots)
+        offsets, generations = slots[0]
+        return [structs.replace(grants[0], offsets=offsets, generations=generations)]
+
+    # Lookups
+
+    def _on_found(self, node: int, found: wire.Found) -> list[wire.Reply]:
+        question = self._questions.pop(found.lease, None)
+        if question is None:
+            # The scheduler role does not wait for it any more.
+            self._release_found(node, found)
+            return []
+        lookup = question.lookup
+        lookup.answers[node] = found
+        if not found.chunks:
+            lookup.leases[node] = 0  # A miss opens no lease.
+        answers = [answer for answer in lookup.answers if answer is not None]
+        if len(answers) < len(self._nodes):
+            return []
+        if lookup.rounds == 1:
+            masks = zip(*(answer.masks for answer in answers), strict=False)
+            lookup.masks = [_common_mask(of_nodes) for of_nodes in masks]
+        ends = [self._hit_tokens(lookup, answer) for answer in answers]
+        least = min(ends)
+        if len(set(ends)) > 1 and lookup.rounds == 1:
+            hits = ", ".join(f"{end} on node {node}" for node, end in enumerate(ends))
+            lookup.why = f"nodes have hits of several lengths, in tokens: {hits}"
+        if least and len(set(ends)) > 1 and lookup.rounds < ROUNDS_MAX:
+            longer = [node for node, end in enumerate(ends) if end > least]
+            self._drop_audits(lookup)
+            lookup.rounds += 1
+            self._ask(lookup, self._shortened(lookup.lookup, least), longer)
+            return []
+        return [self._joined(lookup, answers, is_hit=bool(least) and len(set(ends)) == 1)]
+
+    def _joined(
+        self, lookup: _NodesLookup, answers: Sequence[wire.Found], *, is_hit: bool
+    ) -> wire.Found:
+        """Return the answer of all nodes: their common hit, or a miss."""
+        asked = lookup.lookup
+        del self._lookups[asked.lease]
+        slots = [wire.PackedSlots(answer.offsets, answer.generations) for answer in answers]
+        is_hit = is_hit and len({len(columns.offsets) for columns in slots}) == 1
+        if not is_hit:
+            # Objects of one node alone are no hit, so no audit compares them either.
+            self._drop_audits(lookup)
+            for node, lease in enumerate(self._leases.pop(asked.lease, ())):
+                if lease:
+                    self._nodes[node].messages.append(wire.Release(lease))
+            why = lookup.why[: wire.FACT_MAX]
+            return wire.Found(asked.id, asked.lease, 0, lookup.masks, b"", b"", why=why)
+        self._add_slots(slots, asked.lease)
+        slowest = max(answers, key=lambda answer: sum(answer.tiers.values()))
+        whys = [f"node {node}: {answer.why}" for node, answer in enumerate(answers) if answer.why]
+        why = "; ".join([lookup.why, *whys] if lookup.why else whys)
+        return structs.replace(
+            answers[0],
+            id=asked.id,
+            lease=asked.lease,
+            masks=lookup.masks,
+            tiers=slowest.tiers,
+            why=why[: wire.FACT_MAX],
+            audit=self._joined_audit(lookup, answers),
+        )
+
+    def _joined_audit(
+        self, lookup: _NodesLookup, answers: Sequence[wire.Found]
+    ) -> wire.AuditOffer | None:
+        """Return what every node offers to audit; None where they differ, or nothing is offered."""
+        offers = [answer.audit for answer in answers if answer.audit is not None]
+        if not offers:
+            return None
+        present = [[*map(bool, unpack_u64(offer.generations))] for offer in offers]
+        kinds = {(offer.chunk, len(offer.shorter_offsets)) for offer in offers}
+        is_alike = len(kinds) == 1 and all(groups == present[0] for groups in present)
+        if not is_alike or len(offers) < len(answers):
+            self._drop_audits(lookup)
+            return None
+        stored = [
+            wire.PackedSlots(
+                pack_u64([*compress(unpack_u64(offer.offsets), present[0])]),
+                pack_u64([*compress(unpack_u64(offer.generations), present[0])]),
+            )
+            for offer in offers
+        ]
+        shorter = [
+            wire.PackedSlots(offer.shorter_offsets, offer.shorter_generations) for offer in offers
+        ]
+        for slots in (stored, shorter):
+            self._add_slots(slots, lookup.lookup.audit_lease)
+        self._leases[lookup.lookup.audit_lease] = [offer.lease for offer in offers]
+        return structs.replace(offers[0], lease=lookup.lookup.audit_lease)
+
+    def _drop_audits(self, lookup: _NodesLookup) -> None:
+        """End the leases of what nodes offered to audit."""
+        for node, answer in enumerate(lookup.answers):
+            if answer is not None and answer.audit is not None:
+                self._nodes[node].messages.append(wire.Release(answer.audit.lease))
+                lookup.answers[node] = structs.replace(answer, audit=None)
+
+    def _release_found(self, node: int, found: wire.Found) -> None:
+        """End the leases of an answer that nobody waits for."""
+        if found.chunks:
+            self._nodes[node].messages.append(wire.Release(found.lease))
+        if found.audit is not None:
+            self._nodes[node].messages.append(wire.Release(found.audit.lease))
+
+    def _hit_tokens(self, lookup: _NodesLookup, found: wire.Found) -> int:
+        if found.tail:
+            return tail_tokens(self._geometry, lookup.lookup.tails_from, found.tail - 1)
+        return found.chunks * self._geometry.chunk_tokens
+
+    def _shortened(self, lookup: wire.Lookup, tokens: int) -> wire.Lookup:
+        """Return the lookup of hits of at most `tokens` tokens."""
+        tails = 0
+        while tails * HASH_BYTES < len(lookup.tails):
+            if tail_tokens(self._geometry, lookup.tails_from, tails) > tokens:
+                break
+            tails += 1
+        return structs.replace(
+            lookup,
+            hashes=lookup.hashes[: self._geometry.whole_chunks(tokens) * HASH_BYTES],
+            tails=lookup.tails[: tails * HASH_BYTES],
+            audit_lease=0,
+        )
+
+
+def _common_mask(masks: Sequence[bytes]) -> bytes:
+    """Return what all nodes have: `(b"\\1\\1\\0", b"\\1\\0") -> b"\\1\\0\\0"`."""
+    common = reduce(and_, (int.from_bytes(mask, "little") for mask in masks))
+    return common.to_bytes(max(map(len, masks)), "little")
