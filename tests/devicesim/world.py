@@ -16,6 +16,7 @@ from hybridkv.connector.copy.device import DeviceError
 from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.connector.copy.staging import CopySizes
+from hybridkv.connector.metrics import COPIES_UNPINNED, Shed, stores_shed
 from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
@@ -29,6 +30,13 @@ FREE = 0xA5
 """The byte with which free slots are filled."""
 COSTLY = ("launch", "copy")
 """Calls that the engine's thread makes once in a step, however many objects there are."""
+COUNTED = {
+    "copies_unpinned": COPIES_UNPINNED,
+    "stores_device_failed": stores_shed(Shed.DEVICE_FAILED),
+    "stores_not_equal": stores_shed(Shed.NOT_EQUAL),
+    "stores_staging_full": stores_shed(Shed.STAGING_FULL),
+}
+"""The copier's counters among the counts of a seed."""
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -198,9 +206,9 @@ class World:
         self.counts["broken"] += bool(self.device.broken)
         self.counts["dead"] += not self.pipeline.is_alive
         self.counts["unpinning_failed"] += bool(self.device.stuck)
-        for name, value in self.pipeline.take_counters().items():
-            if not name.endswith("_seconds"):
-                self.counts[name] += int(value)
+        counters = self.pipeline.take_counters()
+        for name, metric in COUNTED.items():
+            self.counts[name] += int(counters.get(metric, 0))
         assert not self._credit or not self.counts["stores_staging_full"], "credits do not fit"
         self.counts["operations"] += self.device.ran
         return self.counts

@@ -13,12 +13,14 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from hybridkv.connector.metrics import LOADS_DONE, LOADS_FAILED, PLAN_FAILED, TOKENS_LOADED
+from hybridkv.core.metrics import Metric
 from hybridkv.daemon.filesystem import arena_bytes, stale_arenas
 from hybridkv.daemon.loop import RESERVE_AHEAD_BYTES, RESERVE_STEP_BYTES
 from hybridkv.lab.daemon_process import DaemonProcess
@@ -26,7 +28,7 @@ from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
 from hybridkv.lab.judging import NOISE_MIN, answer_deviation, answer_of
 from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.shm.arena import SHM_DIR
-from hybridkv.vllm.hook_guard import FAULTS_MAX
+from hybridkv.vllm.hook_guard import FAULTS, FAULTS_MAX, QUARANTINED, SWITCHED_OFF
 from tests.engine.soak import ONE_THREAD
 from tests.engine.support import arguments_of, prompt, stats
 from tests.waiting import until
@@ -95,12 +97,14 @@ class Hunted:
 
     def loaded(self) -> int:
         """Returns how many tokens came from outside so far."""
-        return int(self.connector.counters.get("tokens_loaded", 0))
+        return int(self.connector.counters.get(TOKENS_LOADED, 0))
 
-    def faults(self) -> dict[str, int]:
+    def faults(self) -> dict[Metric, int]:
         """Returns the counters of faults, which must all be missing."""
-        bad = "fault_", "refused_", "switched_off", "quarantined", "loads_failed", "plan_failed"
-        return {name: n for name, n in self.connector.counters.items() if name.startswith(bad)}
+        counters: Mapping[Metric, int] = self.connector.counters
+        bad = {SWITCHED_OFF, QUARANTINED, LOADS_FAILED, PLAN_FAILED}
+        bad |= {metric for metric in counters if metric.family in (FAULTS, "daemon_refusals")}
+        return {metric: counters[metric] for metric in bad & counters.keys()}
 
 
 def as_from_outside(
@@ -269,7 +273,7 @@ def hunt_storm(socket_path: str, model: str, arguments: list[str]) -> None:
         rounds, deadline = 0, time.monotonic() + STORM_SECONDS_MAX
 
         def is_over() -> bool:
-            is_enough = rounds >= STORM_ROUNDS and "loads" in hunted.connector.counters
+            is_enough = rounds >= STORM_ROUNDS and LOADS_DONE in hunted.connector.counters
             return is_enough or time.monotonic() > deadline
 
         while not is_over():
@@ -286,7 +290,7 @@ def hunt_storm(socket_path: str, model: str, arguments: list[str]) -> None:
                         worst,
                         min(answer_deviation(found, oracle) for oracle in oracles[asked[name]]),
                     )
-        loads = hunted.connector.counters.get("loads", 0)
+        loads = hunted.connector.counters.get(LOADS_DONE, 0)
         print(f"{rounds} rounds, {judged} answers, {loads} loads, {worst=:.2g}", flush=True)
         assert judged
         assert loads, "nothing was loaded"

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
+from hybridkv.connector.metrics import TOKENS_LOADED
 from hybridkv.lab import shims
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
@@ -95,7 +96,7 @@ def tokens_loaded(
     while engine.has_unfinished_requests() or core.scheduler.has_requests():
         engine.step()
         assert time.monotonic() < deadline, "the request is never answered"
-    return int(core.scheduler.connector.counters.get("tokens_loaded", 0))
+    return int(core.scheduler.connector.counters.get(TOKENS_LOADED, 0))
 
 
 def main() -> None:

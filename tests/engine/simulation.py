@@ -29,6 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from hybridkv.client.control import ControlClient
+from hybridkv.connector.metrics import TOKENS_LOADED
 from hybridkv.core.geometry import GroupKind
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_models
@@ -133,7 +134,7 @@ class Simulation:
             "ok": True,
             "steps": step,
             **self.counts,
-            "loaded": self._connector_count("tokens_loaded"),
+            "loaded": int(self.scheduler.connector.counters.get(TOKENS_LOADED, 0)),
         }
 
     def _add(self, rng: random.Random, stems: list[list[int]]) -> None:
@@ -254,9 +255,6 @@ class Simulation:
             if end >= traced.request.num_tokens
             else []
         )
-
-    def _connector_count(self, name: str) -> int:
-        return int(self.scheduler.connector.counters.get(name, 0))
 
 
 def _first_words(view: torch.Tensor, spec: Any) -> Words:

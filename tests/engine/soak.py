@@ -27,11 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridkv.client.control import ControlClient
+from hybridkv.connector.metrics import DAEMON_LOSSES, LOADS_DONE, LOADS_FAILED
+from hybridkv.core.metrics import Metric
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT, EngineProcess
 from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, answer_deviation, answer_of
 from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.observe.history import REQUESTS_MAX
+from hybridkv.vllm.hook_guard import FAULTS, SWITCHED_OFF
 from hybridkv.wire.messages import ReportRequest
 from tests.engine.support import arguments_of, engine
 from tests.programs.daemon.holder import engine_hello
@@ -53,6 +56,8 @@ BATCH = 6
 """Requests that run at once, one of them a probe."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """In a tiny model, threads cost more by waiting for each other than they save."""
+FAILURES = (SWITCHED_OFF, LOADS_FAILED, DAEMON_LOSSES)
+"""Counters that must be 0, as those of faults and of refusals."""
 ROUNDS_BEFORE = 3
 CONNECTIONS = 3
 WARM_UP_SHARE = 0.5
@@ -226,16 +231,23 @@ class Soak:
 
     def wrong(self) -> list[str]:
         """Returns a line for each quantity and counter that is not as it must be."""
-        return [
-            f"{quantity.name}: {judgement.wrong}"
-            for quantity, judgement in self.judgements().items()
-            if judgement.wrong
-        ] + [
-            f"{name}: {value}"
-            for name, value in {**self._connector.counters, **self.stats()}.items()
-            if value
-            and name.startswith(("refused_", "fault_", "switched_off", "loads_failed", "losses"))
-        ]
+        return (
+            [
+                f"{quantity.name}: {judgement.wrong}"
+                for quantity, judgement in self.judgements().items()
+                if judgement.wrong
+            ]
+            + [
+                f"{metric}: {value}"
+                for metric, value in self._connector.counters.items()
+                if value and (metric.family in (FAULTS, "daemon_refusals") or metric in FAILURES)
+            ]
+            + [
+                f"{name}: {value}"
+                for name, value in self.stats().items()
+                if value and name.startswith(("refused_", "loads_failed"))
+            ]
+        )
 
     def judgements(self) -> dict[Quantity, Judgement]:
         """Returns the judgement of every quantity."""
@@ -355,10 +367,10 @@ class Soak:
     def figures(self) -> dict[str, float]:
         """Returns the counts of the engine and of its daemon."""
         values = self.stats()
-        counters: Mapping[str, int] = self._connector.counters
+        counters: Mapping[Metric, int] = self._connector.counters
         return {
             **self.counts,
-            "loads": counters["loads"],
+            "loads": counters[LOADS_DONE],
             "lookups": values["lookups"],
             "lookups_hit": values["lookups_hit"],
             "bytes_loaded": values["bytes_loaded"],

@@ -36,6 +36,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from hybridkv.client.control import ControlClient
 from hybridkv.connector import MultiConnector
+from hybridkv.connector.metrics import TOKENS_LOADED
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
 from hybridkv.vllm import weights_digest
@@ -105,7 +106,7 @@ class Served:
             return None
         if isinstance(connector, MultiConnector):
             connector = connector.children.all[0].connector
-        return int(connector.counters.get("tokens_loaded", 0))
+        return int(connector.counters.get(TOKENS_LOADED, 0))
 
     def stale(self) -> float | None:
         """Returns how many engines told the daemon that they serve nothing.

@@ -45,6 +45,7 @@ from hybridkv.core.keys import fingerprint
 from hybridkv.shm.arena import Arena
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.blocks import block_bytes
+from hybridkv.vllm.hook_guard import BEGUN_ANEW
 from hybridkv.vllm.layout import (
     WorkerLayout,
     block_views,
@@ -773,7 +774,7 @@ class Engine:
             if not is_same or first_asked.is_pending != is_pending:
                 first_asked = self._asked[name] = asked_now
             patience = self._patience + ROOM_SECONDS * bool(self.side.room)
-            if watch.question or self.connector.counters.get("begun_anew"):
+            if watch.question or self.connector.counters.get(BEGUN_ANEW):
                 # A role that begins anew asks for the weights too.
                 patience += self.side.lookups.patience.wait_for(request.num_tokens).seconds
             if is_pending:

@@ -9,7 +9,9 @@ from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 from vllm.v1.metrics.stats import SchedulerStats
 
 from hybridkv.connector import HybridKVConnector
+from hybridkv.connector.metrics import TOKENS_LOADED
 from hybridkv.connector.stats import HybridKVStats
+from hybridkv.core.metrics import Metric
 
 
 class AnnouncedBlock(NamedTuple):
@@ -118,19 +120,19 @@ class Dashboard:
         assert isinstance(travelled, HybridKVStats)
         self.stats.aggregate(travelled)
 
-    def check(self, counters: Mapping[str, float], faulted: bool) -> None:
+    def check(self, counters: Mapping[Metric, float], faulted: bool) -> None:
         """Check that each count of `counters` has arrived exactly once.
 
         After a fault of a hook (`faulted`) a load that failed may have no known source.
         """
-        arrived = self.stats.data["counters"]
-        assert {name for name, value in counters.items() if value} == set(arrived)
-        for name, value in arrived.items():
-            assert abs(value - counters[name]) <= 1e-6 * max(1.0, abs(value)), name
+        arrived = self.stats.counters
+        assert {metric for metric, value in counters.items() if value} == set(arrived)
+        for metric, value in arrived.items():
+            assert abs(value - counters[metric]) <= 1e-6 * max(1.0, abs(value)), metric
         by_tier = sum(
-            value for name, value in arrived.items() if name.startswith("tokens_loaded_from_")
+            value for metric, value in arrived.items() if metric.family == "loaded_tokens_by_tier"
         )
-        assert by_tier == arrived.get("tokens_loaded", 0)
+        assert by_tier == arrived.get(TOKENS_LOADED, 0)
         assert sum(self.by_source.values()) == self.hits
         assert faulted or not self.by_source["external_unspecified"]
         assert not self.by_source["device"]

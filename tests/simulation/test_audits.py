@@ -9,7 +9,11 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
+from hybridkv.connector.metrics import TOKENS_LOADED, audited, declined
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import stored_blocks
+from hybridkv.core.metrics import Metric
+from hybridkv.wire.messages import Decline
 from tests.simulation.configs import Shape
 from tests.simulation.engine import CLOCK, Chance, Engine
 from tests.simulation.layouts import LAYOUTS
@@ -116,7 +120,7 @@ class Served:
         would not be stored at all.
         """
         self._requests += 1
-        before = self.counted("tokens_loaded")
+        before = self.counted(TOKENS_LOADED)
         parameters = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=2)
         request = Request(
             f"{self._name}-{self._requests}",
@@ -139,10 +143,10 @@ class Served:
         for _ in range(4):
             self.engine.step_idle()
             self.engine.barrier()
-        return self.counted("tokens_loaded") - before
+        return self.counted(TOKENS_LOADED) - before
 
-    def counted(self, name: str) -> int:
-        return int(self.engine.connector.counters.get(name, 0))
+    def counted(self, metric: Metric) -> int:
+        return int(self.engine.connector.counters.get(metric, 0))
 
 
 def stored(node: Node, shape: Shape, tokens: list[int]) -> None:
@@ -186,10 +190,10 @@ def test_an_engine_that_computes_other_bytes_is_cut_off_at_its_first_hit(
         before = node.control.stats().values
         loaded = liar.ask(tokens)
         assert loaded <= (CHUNKS - 1) * shape.layout.unit
-        assert liar.counted("audits_differed") == 1
+        assert liar.counted(audited(AuditOutcome.DIFFERED)) == 1
         assert liar.engine.scheduler.reset_prefix_cache()
         assert not liar.ask(tokens)
-        assert liar.counted("lookups_audit") == 1
+        assert liar.counted(declined(Decline.AUDIT)) == 1
         values = node.control.stats().values
         assert values["audits_differed"] - before.get("audits_differed", 0) == 1
         # What it computed before the verdict may be there: objects after the hit.
@@ -222,7 +226,7 @@ def test_an_engine_that_computes_the_same_bytes_is_served_on(
 
         audits._finish = watched
         assert honest.ask(tokens) == (CHUNKS - 1) * shape.layout.unit
-        assert honest.counted("audits_passed") == 1
+        assert honest.counted(audited(AuditOutcome.PASSED)) == 1
         geometry = honest.engine.geometry
         assert sorted(compared) == [
             index
@@ -231,7 +235,7 @@ def test_an_engine_that_computes_the_same_bytes_is_served_on(
         ]
         assert honest.engine.scheduler.reset_prefix_cache()
         assert honest.ask(tokens) == CHUNKS * shape.layout.unit
-        assert honest.counted("audits_passed") == 1
+        assert honest.counted(audited(AuditOutcome.PASSED)) == 1
         assert not node.control.stats().values["leases"]
     finally:
         honest.engine.close()

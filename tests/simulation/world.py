@@ -25,14 +25,32 @@ from vllm.v1.request import Request
 
 import hybridkv.vllm.hook_guard
 from hybridkv.client.link import RECONNECT_SECONDS
+from hybridkv.connector.metrics import (
+    DAEMON_LOSSES,
+    LOADS_DONE,
+    LOOKUPS_OUTRUN,
+    LOOKUPS_PROMOTED,
+    OBJECTS_STORED,
+    PLAN_FAILED,
+    TAILS_LOADED,
+    TAILS_STORED,
+    TOKENS_LOADED,
+    Shed,
+    audited,
+    declined,
+    stores_shed,
+)
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import largest_hit, stored_blocks
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import committed_slots, payload_offset, short_hash, slot_bytes
+from hybridkv.vllm.hook_guard import BEGUN_ANEW
 from hybridkv.vllm.preflight import NAMED_LATE
 from hybridkv.vllm.proven import STAGED
 from hybridkv.vllm.versions import minor_version
+from hybridkv.wire.messages import Decline
 from tests.simulation.configs import Shape
 from tests.simulation.engine import CLOCK, PAUSE_STEPS, Chance, Engine, Rank, Traced
 from tests.simulation.layouts import LAYOUTS, Layout, Member
@@ -65,6 +83,24 @@ KILL_RATE = 0.05
 """A daemon takes a third of a second to start, so few seeds kill it."""
 HOOKS_RATE = 0.25
 """The share of seeds that break hooks. FAULTS_MAX faults switch a role off."""
+COUNTED = {
+    "loads": LOADS_DONE,
+    "tokens_loaded": TOKENS_LOADED,
+    "objects_stored": OBJECTS_STORED,
+    "plan_failed": PLAN_FAILED,
+    "lookups_late_answer": declined(Decline.LATE_ANSWER),
+    "losses": DAEMON_LOSSES,
+    "lookups_promoted": LOOKUPS_PROMOTED,
+    "lookups_outrun": LOOKUPS_OUTRUN,
+    "tails_stored": TAILS_STORED,
+    "tails_loaded": TAILS_LOADED,
+    "stores_no_staging": stores_shed(Shed.NO_STAGING),
+    "stores_too_large": stores_shed(Shed.TOO_LARGE),
+    "states_freed": stores_shed(Shed.STATE_FREED),
+    "audits_passed": audited(AuditOutcome.PASSED),
+    "audits_unmade": audited(AuditOutcome.UNMADE),
+}
+"""The counters of the engines among the counts of a seed."""
 TAILS_RATE = 0.6
 """The share of seeds with hits inside a block, where the layout can have them."""
 STUCK_STEPS = 500
@@ -418,24 +454,8 @@ class _Life:
             totals.update(site.engine.counts)
             totals.update(site.engine.router.counts)
             totals["drafter_blocks"] += sum(rank.drafter_blocks for rank in site.engine.ranks)
-            for name in (
-                "loads",
-                "tokens_loaded",
-                "objects_stored",
-                "plan_failed",
-                "lookups_late_answer",
-                "losses",
-                "lookups_promoted",
-                "lookups_outrun",
-                "tails_stored",
-                "tails_loaded",
-                "stores_no_staging",
-                "stores_too_large",
-                "states_freed",
-                "audits_passed",
-                "audits_unmade",
-            ):
-                totals[name] += int(site.engine.connector.counters.get(name, 0))
+            for name, metric in COUNTED.items():
+                totals[name] += int(site.engine.connector.counters.get(metric, 0))
         return dict(totals)
 
     # What happens
@@ -703,9 +723,11 @@ class _Life:
             for saboteur in engine.saboteurs:
                 assert not saboteur.unexpected, f"hooks faulted: {saboteur.unexpected}"
                 self.counts["hook"] += saboteur.fired
-                self.counts["begun_anew"] += saboteur.guard.counters["begun_anew"]
-            assert not engine.connector.counters.get("audits_differed"), "a false alarm"
-            refused = [name for name in engine.connector.counters if name.startswith("refused_")]
+                self.counts["begun_anew"] += saboteur.guard.counters[BEGUN_ANEW]
+            assert not engine.connector.counters.get(audited(AuditOutcome.DIFFERED)), (
+                "a false alarm"
+            )
+            refused = [m for m in engine.connector.counters if m.family == "daemon_refusals"]
             assert not refused, f"the daemon refused: {refused}"
             engine.barrier()
             self._audit_engine(site)

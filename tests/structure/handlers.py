@@ -20,7 +20,10 @@ class Handler(NamedTuple):
     reason: str
     """Why the handler may catch what it catches."""
     counter: str
-    """RAISED, NO with a reason, or the name of a counter, with a `*` at its end for what varies."""
+    """RAISED, NO with a reason, or what counts it: a counter, its family or the value of its label.
+
+    A `*` at the end stands for what varies.
+    """
 
 
 HANDLERS = (
@@ -29,7 +32,7 @@ HANDLERS = (
         "HookGuard.run_hook",
         "except Exception",
         "No fault of a hook may reach the engine, which goes on without the cache.",
-        "fault_*",
+        "faults",
     ),
     Handler(
         "SchedulerRole.run_work",
@@ -41,7 +44,7 @@ HANDLERS = (
         "KVEventPublisher.update",
         "except Exception",
         "A fault of the KV events withdraws what was announced, and costs no lookup or store.",
-        "fault_kv_events",
+        "kv_events",
     ),
     Handler(
         "KVEventPublisher._keep_tokens",
@@ -65,7 +68,7 @@ HANDLERS = (
         "Auditor._compare_all",
         "except Exception",
         "What cannot be compared is no reason not to serve; the log has it.",
-        "audits_*",
+        "audits",
     ),
     Handler(
         "EngineWeights._look",
@@ -107,19 +110,19 @@ HANDLERS = (
         "CopyLane.run_jobs",
         "except Exception",
         "Whatever ends a copy on a device fails all that is queued, and the worker copies no more.",
-        "stores_device_failed",
+        "device_failed",
     ),
     Handler(
         "CopyLane._fail_all",
         "except Exception",
         "A device that has failed cannot be waited for, and nobody may wait for its copies.",
-        "stores_device_failed",
+        "device_failed",
     ),
     Handler(
         "DeviceContext.enter_thread",
         "except Exception",
         "A thread that has not the device copies nothing, and all that it is given fails.",
-        "stores_device_failed",
+        "device_failed",
     ),
     Handler(
         "pinning_lane",
@@ -155,21 +158,21 @@ HANDLERS = (
         "attempt",
         "except Exception",
         "Statistics may be lost, but end neither the engine's loop nor the API server.",
-        "fault_stats",
+        "stats",
     ),
     # MultiConnector
     Handler(
         "ChildConnector.attempt",
         "except Exception",
         "A connector that cannot report, merge, withdraw or shut down ends nothing of the others.",
-        "fault_*",
+        "faults",
     ),
     # The daemon
     Handler(
         "ClientSockets.handle_messages",
         "except Exception",
         "The fault of one client's request closes its connection, and no other client notices.",
-        "refused_*",
+        "refused",
     ),
     Handler(
         "DaemonServer._open_daemon",
@@ -468,7 +471,7 @@ HANDLERS = (
         "decode_request",
         "suppress(*_UNREADABLE)",
         "The bytes are no greeting of another version either.",
-        "refused_*",
+        "refused",
     ),
     Handler(
         "ControlClient.__enter__",

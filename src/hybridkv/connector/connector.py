@@ -39,6 +39,7 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, raise_first
 from hybridkv.core.geometry import Geometry, length_finding
 from hybridkv.core.keys import fingerprint
+from hybridkv.core.metrics import Metric
 from hybridkv.core.paths import socket_of_server
 from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import state_findings
@@ -127,8 +128,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return False
 
     @property
-    def counters(self) -> Mapping[str, int]:
-        """The counters of this role by name."""
+    def counters(self) -> Mapping[Metric, int]:
+        """The counters of this role."""
         return dict(self.guard.counters)
 
     # Worker role

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from hybridkv.core.audit import AuditVerdict
 from hybridkv.core.copies import CopyRun, SlotRef
+from hybridkv.core.metrics import Metric
 from hybridkv.vllm.adapters import AdapterWeights
 from hybridkv.vllm.weights import WeightsAnswer
 from hybridkv.wire.messages import Hello, Reply, Request, Welcome
@@ -118,7 +119,7 @@ class StepReport(base.KVConnectorWorkerMetadata):
     """The verdict of each rank that has compared a pair, by the pair's number."""
     weights: dict[int, WeightsAnswer] = field(default_factory=dict)
     """The answer of each rank's EngineWeights."""
-    counters: dict[str, float] = field(default_factory=partial(defaultdict, int))
+    counters: dict[Metric, float] = field(default_factory=partial(defaultdict, int))
     is_disabled: bool = False
     """True if some rank copies nothing: its device failed or had no room, or it pauses."""
     adapters: dict[int, dict[int, bytes]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""The description of a metric, for the daemon's page and for vLLM's."""
+"""The description of metrics, for the daemon's page and for vLLM's."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,13 @@ class MetricFamily:
     labels: tuple[str, ...] = ()
     """Its own labels. In the engine, vLLM gives every metric model_name and engine as well."""
     buckets: tuple[float, ...] = ()
+
+
+class Metric(NamedTuple):
+    """One metric of a family: the family's key and the values of the family's own labels."""
+
+    family: str
+    labels: tuple[str, ...] = ()
 
 
 def counter(text: str, *labels: str) -> MetricFamily:

@@ -16,9 +16,11 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.metrics import Metric
 from hybridkv.core.speed import Speed
+from hybridkv.multi.counters import CounterKey
 from hybridkv.multi.ranking import PATIENCE_SECONDS_MAX, parse_weight
-from hybridkv.vllm.hook_guard import HookGuard
+from hybridkv.vllm.hook_guard import HookGuard, fault
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -43,16 +45,6 @@ In workers there is no such limit, because a child may load and save within the 
 _NAME = re.compile(r"(?!__)[\w.:-]{1,64}", re.ASCII)
 _RANK = re.compile(r"_dp\d+$")  # What vLLM appends to the id of a data-parallel engine.
 _EXTRA = "kv_connector_extra_config"
-
-
-class CounterKey(NamedTuple):
-    """A counter: what it counts, and of which child. As a text: "child: name"."""
-
-    child: str  # The child's name; "" = MultiConnector itself.
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.child}: {self.name}" if self.child else self.name
 
 
 class ChildSpec(NamedTuple):
@@ -133,16 +125,16 @@ class ChildConnector:
         return not self.guard.is_over
 
     def attempt(
-        self, fault: str, message: str, otherwise: Any, work: Callable[..., Any], *args: Any
+        self, part: str, message: str, otherwise: Any, work: Callable[..., Any], *args: Any
     ) -> Any:
         """Returns `work(*args)`, in any state, or `otherwise` where it raises.
 
-        A fault is counted as `fault`, and logged as `message` % the child's name.
+        A fault is counted as one of `part`, and logged as `message` % the child's name.
         """
         try:
             return work(*args)
         except Exception:  # the supervised boundary of a child that may be switched off already
-            self.guard.counters[fault] += 1
+            self.guard.counters[fault(part)] += 1
             logger.exception(f"hybridkv: {message}", self.name)
             return otherwise
 
@@ -207,9 +199,9 @@ class ChildConnectors:
         for child in self.all:
             child.guard.begin_anew(lambda: None)
 
-    def count(self, name: str, number: int = 1) -> None:
+    def count(self, metric: Metric, number: int = 1) -> None:
         """Add to one of MultiConnector's own counters."""
-        self._counters[CounterKey("", name)] += number
+        self._counters[CounterKey("", metric)] += number
 
     def add_counts(self, counts: Mapping[CounterKey, int]) -> None:
         """Add counts that came with a worker's report."""
@@ -219,8 +211,8 @@ class ChildConnectors:
         """All counts: MultiConnector's, those of workers, and those of each child's guard."""
         totals = Counter(self._counters)
         for child in self.all:
-            for name, number in child.guard.counters.items():
-                totals[CounterKey(child.name, name)] += number
+            for metric, number in child.guard.counters.items():
+                totals[CounterKey(child.name, metric)] += number
         return totals
 
     def take_counts(self) -> Counter[CounterKey]:

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hybridkv.multi.children import ChildConnectors, check_hma, child_specs, parse_multi
+from hybridkv.multi.counters import CounterKey
 from hybridkv.multi.ranking import WEIGHT_AUTO
 from hybridkv.multi.scheduler import MultiScheduler
 from hybridkv.multi.stats import MultiKVConnectorStats, MultiPromMetrics
@@ -72,9 +73,9 @@ class MultiConnector(multi_connector.MultiConnector):
         return [(spec.connector, spec.config) for spec in child_specs(vllm_config)]
 
     @property
-    def counters(self) -> Mapping[str, int]:
-        """The counts of this role by the text of CounterKey: "name", or "child: name"."""
-        return {str(counter): count for counter, count in self.children.totals().items()}
+    def counters(self) -> Mapping[CounterKey, int]:
+        """The counts of this role."""
+        return self.children.totals()
 
     def _forward(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         """Call the hook of the role's part."""
@@ -158,7 +159,7 @@ class MultiConnector(multi_connector.MultiConnector):
         """Shut down all children, those that are switched off too."""
         message = "%s failed to shut down"
         for child in self.children.all:
-            child.attempt("fault_shutdown", message, None, child.connector.shutdown)
+            child.attempt("shutdown", message, None, child.connector.shutdown)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MultiKVConnectorStats:

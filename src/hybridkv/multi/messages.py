@@ -9,7 +9,7 @@ from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 
-from hybridkv.multi.children import CounterKey
+from hybridkv.multi.counters import CounterKey
 
 NOBODY = -1  # The index of a load that no connector does, and which therefore fails.
 

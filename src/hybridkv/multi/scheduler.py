@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 
 from hybridkv.core.speed import PrefillSpeed
-from hybridkv.multi import ranking
+from hybridkv.multi import counters, ranking
 from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState, MultiSettings
 from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
 from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision, WaitTimes, WeightedSpeed
@@ -118,7 +118,7 @@ class MultiScheduler:
             is_waiting = lookup.hit_at is not None and times.hit_seconds < ROOM_SECONDS
             decision = LoadDecision(None, is_waiting=is_waiting)
             if not is_waiting:
-                self.children.count("lookups_late_room")
+                self.children.count(counters.LOOKUPS_LATE_ROOM)
         if decision.is_waiting:
             return None, False
         lookup.decision, lookup.loader, lookup.local_tokens = decision, decision.child, local_tokens
@@ -178,7 +178,7 @@ class MultiScheduler:
             counts = child.connector.get_external_cache_hit_sources(request, tokens)
             sources = {CacheHitSource(source): int(count) for source, count in counts.items()}
             if sum(sources.values()) != tokens or min(sources.values()) < 0:
-                self.children.count("sources_wrong")
+                self.children.count(counters.SOURCES_WRONG)
                 return unknown
             return sources
 
@@ -269,8 +269,8 @@ class MultiScheduler:
                 child.guard.end_side("its part in a worker is")
                 continue
             lost = "messages of several workers of %s are lost"
-            message = child.attempt("fault_aggregate", lost, None, report.message_of, index)
-            events = child.attempt("fault_kv_events", lost, None, report.events_of, index)
+            message = child.attempt("aggregate", lost, None, report.message_of, index)
+            events = child.attempt("kv_events", lost, None, report.events_of, index)
             own_loads = {name for name, load in ended.loads.items() if load.child == index}
             own_saves = {name for name, holders in ended.saves.items() if index in holders}
             view = dataclasses.replace(
@@ -295,8 +295,8 @@ class MultiScheduler:
             stats.data[SELECTION], self._choices = self._choices, ConnectorCounts()
         if added := self.children.take_counts():
             stats.data[EVENTS] = counts = ConnectorCounts()
-            for counter, count in added.items():
-                counts.add(counter.child, counter.name, count)
+            for key, count in added.items():
+                counts.add(key.child, key.event, count)
         return stats if stats.data else None
 
     def take_events(self) -> list[Any]:
@@ -312,7 +312,7 @@ class MultiScheduler:
                 # With these it withdraws what it announced, so that routers forget it.
                 child.is_withdrawn = True
                 withdraw = partial(_listed, connector, "withdraw")
-                kv_events += child.attempt("fault_withdraw", failure, [], withdraw)
+                kv_events += child.attempt("withdraw", failure, [], withdraw)
         return kv_events
 
     def _has(self, hook: str) -> bool:
@@ -380,10 +380,10 @@ class MultiScheduler:
                 )
             if not is_async and len(self.groups) > 1:
                 # There it has no way to fail, and recurrent models lose their state.
-                if not child.guard.counters["sync_declined"]:
+                if not child.guard.counters[counters.SYNC_DECLINED]:
                     why = "it loads within the step"
                     logger.warning("hybridkv: hits of %s are declined: %s", child.name, why)
-                child.guard.counters["sync_declined"] += 1
+                child.guard.counters[counters.SYNC_DECLINED] += 1
                 return MISS
             return ChildAnswer(tokens, bool(is_async))
 
@@ -401,7 +401,7 @@ class MultiScheduler:
             if answer.tokens is None and answer.awaited and index not in lookup.late:
                 child = self.children.all[index]
                 lookup.late.add(index)
-                child.guard.counters["passed_over"] += 1
+                child.guard.counters[counters.PASSED_OVER] += 1
                 if failed_at is not None:
                     child.breaker = child.breaker.on_failure(failed_at)
 
@@ -437,7 +437,7 @@ class MultiScheduler:
         output.finished_recving = {n for n in loads if n not in self.saves or n in saves} or None
         output.finished_sending = saves - self.loads.keys() or None
         if absorbed := len(received - loads) + len(sent - saves):
-            self.children.count("reports_absorbed", absorbed)
+            self.children.count(counters.REPORTS_ABSORBED, absorbed)
         now = self.clock()
         ended = EndedTransfers(
             loads={name: self.loads.pop(name) for name in loads},
@@ -445,7 +445,7 @@ class MultiScheduler:
         )
         for request_id, load in ended.loads.items():
             if request_id in failed:
-                self.children.count("loads_failed")
+                self.children.count(counters.LOADS_FAILED)
                 if request_id in self.requests:
                     self.requests[request_id].refused.add(load.child)
             elif load.child != NOBODY:
@@ -471,7 +471,7 @@ class MultiScheduler:
         for request_id, load in self.loads.items():
             if load.child in silent or (load.child in dead and not load.is_announced):
                 load.child = NOBODY
-                self.children.count("loads_given_up")
+                self.children.count(counters.LOADS_GIVEN_UP)
                 text = "hybridkv: the load of %s is given up: its connector is switched off"
                 logger.warning(text, request_id)
         return frozenset(silent)

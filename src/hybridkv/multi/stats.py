@@ -24,16 +24,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from hybridkv.core.metrics import counter, gauge
+from hybridkv.core.metrics import Metric, counter, gauge
 from hybridkv.multi.children import ChildConnectors, ChildSpec
+from hybridkv.multi.counters import CounterKey
 from hybridkv.multi.ranking import ChildAnswer
+from hybridkv.vllm.hook_guard import fault
 from hybridkv.vllm.metrics import EngineMetrics, attempt
 
 PENDING = "pending_loads"  # The one count that is a level.
 SELECTION = "__selection__"
 EVENTS = "__events__"
 CLASSES = "__classes__"
-FAULT = "fault_stats"
+FAULT = CounterKey("", fault("stats")).event
 PREFIX = "vllm:kv_connector_mc_"
 CHOICES = {
     "queries": counter("Requests for which this connector was asked.", "connector"),
@@ -208,7 +210,7 @@ class MultiPromMetrics(EngineMetrics):
         shared = _shared_types(metric_types)
         for spec in specs:
             for engine, family in product(values, CHOICES):
-                self.cell(engine, family, (spec.name,))
+                self.cell(engine, Metric(family, (spec.name,)))
             own = {engine: [*labels, spec.name] for engine, labels in values.items()}
             build: Any = spec.connector.build_prom_metrics  # type: ignore[attr-defined]
             build_own = partial(build, spec.config, shared, [*labelnames, "connector"], own)
@@ -235,16 +237,16 @@ class MultiPromMetrics(EngineMetrics):
                 continue
             for name, count in counts.items():
                 if is_event:
-                    self.cell(engine, "events", (connector, name)).inc(count)
+                    self.cell(engine, Metric("events", (connector, name))).inc(count)
                 elif name == PENDING:
-                    self.cell(engine, name, (connector,)).set(count)
+                    self.cell(engine, Metric(name, (connector,))).set(count)
                 elif name in CHOICES:
-                    self.cell(engine, name, (connector,)).inc(count)
+                    self.cell(engine, Metric(name, (connector,))).inc(count)
 
     def _count_fault(self, name: str, engines: Iterable[int]) -> None:
         child = name if name in self._names else ""
         for engine in self.per_engine_labelvalues.keys() & set(engines):
-            self.cell(engine, "events", (child, FAULT)).inc()
+            self.cell(engine, Metric("events", (child, FAULT))).inc()
 
 
 class _SharedFamily(NamedTuple):

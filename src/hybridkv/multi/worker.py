@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 
+from hybridkv.multi import counters
 from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState
 from hybridkv.multi.messages import NOBODY, ChildEvents, ChildMessage, MultiPlan, MultiReport
 from hybridkv.multi.stats import MultiKVConnectorStats
@@ -142,17 +143,17 @@ class MultiWorker:
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns every load and save that ended, once, whichever children report it."""
-        fault, message = "fault_get_transfer_results", "%s cannot say what became of its transfers"
+        hook, message = "get_transfer_results", "%s cannot say what became of its transfers"
         for child in self.children.all:
             owes = child.state is ChildState.OFF and self._ledger.is_owed_by(child.index)
             if not (child.is_alive or owes):
                 continue
             collect = partial(self._collect, child, finished_req_ids)
-            child.is_silent = not child.attempt(fault, message, False, collect)
+            child.is_silent = not child.attempt(hook, message, False, collect)
             if child.is_silent and child.is_alive:
                 child.guard.end_side("a fault in get_transfer_results")
         if self._ledger.absorbed:
-            self.children.count("reports_absorbed", self._ledger.absorbed)
+            self.children.count(counters.REPORTS_ABSORBED, self._ledger.absorbed)
             self._ledger.absorbed = 0
         return self._ledger.take_ended()
 
@@ -210,7 +211,7 @@ class MultiWorker:
         if blocks and self.groups > 1:
             # vLLM would end, since block ids are not unique there. All loads of this child fail.
             failed = self._ledger.loads
-            self.children.count("block_errors_of_several_groups")
+            self.children.count(counters.BLOCK_ERRORS)
         elif blocks:
             self._bad_blocks.update(blocks)
         self._ledger.on_loads_reported(child.index, finished, failed)

@@ -11,6 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TypeVar
 
+from hybridkv.core.metrics import Metric
+
 Result = TypeVar("Result")
 
 logger = logging.getLogger("vllm.hybridkv")  # Below vLLM's logger, so that its settings apply.
@@ -23,6 +25,24 @@ SLOW_MAX = 2
 PAUSE_SECONDS = 60.0  # The first pause; each further pause is twice as long.
 PAUSE_SECONDS_MAX = 3600.0
 """The longest pause. A side that was on for so long begins with PAUSE_SECONDS again."""
+FAULTS = "faults"
+"""The family of the counters that `fault` returns."""
+
+
+def fault(hook: str) -> Metric:
+    """Return the counter of the faults of a hook, or of another part of a side."""
+    return Metric(FAULTS, (hook,))
+
+
+def event(name: str) -> Metric:
+    """Return the counter of an event that has no metric of its own."""
+    return Metric("events", (name,))
+
+
+SWITCHED_OFF = event("switched_off")  # Hooks that were not called.
+SLOW_HOOKS = event("slow_hooks")
+QUARANTINED = event("quarantined")  # Pauses that began, and sides that are over.
+BEGUN_ANEW = event("begun_anew")  # Pauses that ended.
 
 
 class HookGuard:
@@ -32,7 +52,7 @@ class HookGuard:
         self, role: str, clock: Callable[[], float] = time.monotonic, slow_seconds: float = math.inf
     ) -> None:
         """`role` names the side in the log. A hook that takes `slow_seconds` or longer is slow."""
-        self.counters: Counter[str] = Counter()  # Declines and faults by reason.
+        self.counters: Counter[Metric] = Counter()
         self.is_over = False  # True once the side is switched off for good.
         self.off_since = 0.0  # When the present pause began, in Unix time; 0 = no pause.
         self.pause_seconds = 0.0  # The length of the last pause.
@@ -72,10 +92,10 @@ class HookGuard:
         A hook is `fatal` if a fault leaves something half done. A hook that `tells` shows people
         what was counted.
         """
-        tells = tells and not self.counters[f"fault_{hook}"]
+        tells = tells and not self.counters[fault(hook)]
         goes_on = (fatal or not pauses) and not self.is_over
         if not (self.is_on or tells or goes_on):
-            self.counters["switched_off"] += 1
+            self.counters[SWITCHED_OFF] += 1
             return otherwise()
         began = self._clock()
         try:
@@ -84,7 +104,7 @@ class HookGuard:
             self._faults.append(self._clock())
             lasted = self._faults[-1] - self._faults[0]
             is_flood = len(self._faults) == FAULTS_MAX and lasted <= FAULTS_SECONDS
-            self.counters[f"fault_{hook}"] += 1
+            self.counters[fault(hook)] += 1
             text = "hybridkv: %s failed in %s; the engine goes on without the cache"
             logger.exception(text, self._role, hook)
             if fatal:
@@ -99,7 +119,7 @@ class HookGuard:
 
     def _took(self, hook: str, seconds: float, now: float) -> None:
         """Count a slow hook that ended at `now`, and pause after SLOW_MAX of them."""
-        self.counters["slow_hooks"] += 1
+        self.counters[SLOW_HOOKS] += 1
         logger.warning("hybridkv: the engine waited %d s for %s: %s", seconds, self._role, hook)
         self._slow.append(now)
         if len(self._slow) == SLOW_MAX and now - self._slow[0] <= FAULTS_SECONDS:
@@ -115,14 +135,14 @@ class HookGuard:
         longer = min(2 * self.pause_seconds, PAUSE_SECONDS_MAX)
         self.pause_seconds = PAUSE_SECONDS if is_rested else longer
         self._retry_at, self.off_since = now + self.pause_seconds, time.time()
-        self.counters["quarantined"] += 1
+        self.counters[QUARANTINED] += 1
         text = "hybridkv: %s is switched off for %d s: %s"
         logger.error(text, self._role, self.pause_seconds, why)
 
     def end_side(self, why: str) -> None:
         """Switch the side off until the engine starts again."""
         if not self.is_over:
-            self.counters["quarantined"] += not self.off_since
+            self.counters[QUARANTINED] += not self.off_since
             self.is_over = True
             text = "hybridkv: %s is switched off until the engine starts again: %s"
             logger.error(text, self._role, why)
@@ -136,7 +156,7 @@ class HookGuard:
             return
         self.off_since, self._began = 0.0, self._clock()
         self._faults.clear()
-        self.counters["begun_anew"] += 1
+        self.counters[BEGUN_ANEW] += 1
         text = "hybridkv: %s begins anew after %d s"
         logger.warning(text, self._role, self.pause_seconds)
         self.run_hook("begin_anew", renew, lambda: self.pause("it could not begin anew"))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from hybridkv.core.metrics import MetricFamily
+from hybridkv.core.metrics import Metric, MetricFamily
 
 Result = TypeVar("Result")
 
@@ -24,26 +24,25 @@ OTHER = "other"
 class Deltas:
     """The increments of counters since they were taken last."""
 
-    def __init__(self, counters: Mapping[str, float]) -> None:
-        """`counters` may go on to grow and to have new names."""
+    def __init__(self, counters: Mapping[Metric, float]) -> None:
+        """`counters` may go on to grow and to have new keys."""
         self._counters = counters
-        self._taken_values: dict[str, float] = {}
+        self._taken_values: dict[Metric, float] = {}
 
-    def take_increments(self) -> dict[str, float]:
-        """Return the increments by name, without counters that did not grow, and count anew."""
+    def take_increments(self) -> dict[Metric, float]:
+        """Return the increments by counter, without counters that did not grow, and count anew."""
         before = self._taken_values
-        grown = {n: value for n, value in self._counters.items() if value > before.get(n, 0)}
-        added = {name: value - before.get(name, 0) for name, value in grown.items()}
+        grown = {m: value for m, value in self._counters.items() if value > before.get(m, 0)}
+        added = {metric: value - before.get(metric, 0) for metric, value in grown.items()}
         before.update(grown)
         return added
 
 
 class _CellKey(NamedTuple):
-    """The key of one metric of a family."""
+    """The key of one engine's metric."""
 
     engine: int
-    family: str
-    labels: tuple[str, ...]
+    metric: Metric
 
 
 class EngineMetrics(KVConnectorPromMetrics):
@@ -59,18 +58,19 @@ class EngineMetrics(KVConnectorPromMetrics):
         self._known: dict[tuple[str, ...], set[str]] = {}
         """The values of the last label that are told apart, by family and the labels before it."""
 
-    def cell(self, engine: int, family: str, labels: tuple[str, ...] = ()) -> Any:
-        """Return the metric of one engine under these values of the family's own labels.
+    def cell(self, engine: int, metric: Metric) -> Any:
+        """Return one engine's object of this metric, of a class that vLLM gives.
 
-        A new metric is 0. With LABELS_MAX values of the last label, further values are OTHER.
+        A new one is 0. With LABELS_MAX values of the last label, further values are OTHER.
         """
-        key = _CellKey(engine, family, labels)
+        key = _CellKey(engine, metric)
         cell = self._cells.get(key)
         if cell is None:
+            family, labels = metric
             *first_labels, last = labels or ("",)
             known = self._known.setdefault((family, *first_labels), set())
             if last not in known and len(known) >= LABELS_MAX and last != OTHER:
-                return self.cell(engine, family, (*first_labels, OTHER))
+                return self.cell(engine, Metric(family, (*first_labels, OTHER)))
             known.add(last)
             cell = self._families[family].labels(*self.per_engine_labelvalues[engine], *labels)
             self._cells[key] = cell

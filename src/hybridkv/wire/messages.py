@@ -99,7 +99,7 @@ class WireEngine(Struct, frozen=True, array_like=True):
 
 
 class Decline(StrEnum):
-    """The reason why nothing was loaded for a request: the name of the engine's counter of it."""
+    """The reason why nothing was loaded for a request. Metrics have its name as a label."""
 
     UNHASHABLE = "lookups_unhashable"
     ADAPTER = "lookups_adapter"

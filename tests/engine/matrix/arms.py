@@ -28,6 +28,8 @@ import msgspec
 import vllm
 
 from hybridkv.client.control import ControlClient
+from hybridkv.connector.metrics import LOADS_FAILED, TOKENS_LOADED
+from hybridkv.core.metrics import Metric
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import NotServedError
 from hybridkv.lab.models import SPECULATION, bundled_environment
@@ -128,19 +130,19 @@ class Arms:
     def _compared(self, text: list[int], expected: Answer) -> Compared:
         """The answer once the engine's own cache is empty, next to what it must be."""
         self._forget()
-        loaded, failed = self._counted("tokens_loaded"), self._counted("loads_failed")
+        loaded, failed = self._counted(TOKENS_LOADED), self._counted(LOADS_FAILED)
         answer = self._answer(text)
         return Compared(
             cached_tokens=answer["cached_tokens"],
-            loaded_tokens=self._counted("tokens_loaded") - loaded,
-            failed_loads=self._counted("loads_failed") - failed,
+            loaded_tokens=self._counted(TOKENS_LOADED) - loaded,
+            failed_loads=self._counted(LOADS_FAILED) - failed,
             same_tokens=answer["tokens"] == expected["tokens"],
             same_logprobs=answer["logprobs"] == expected["logprobs"],
             same_drafts=all(answer[key] == expected[key] for key in ("drafts", "step_tokens")),
         )
 
-    def _counted(self, name: str) -> int:
-        return int(self._connector.counters.get(name, 0))
+    def _counted(self, metric: Metric) -> int:
+        return int(self._connector.counters.get(metric, 0))
 
     def _forget(self) -> None:
         """Empty the engine's own cache, and wait until its weights were read again."""

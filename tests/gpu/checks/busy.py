@@ -20,6 +20,7 @@ from hybridkv.connector.copy.cuda_device import CudaDevice
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.connector.copy.staging import CopySizes
+from hybridkv.connector.metrics import COPIES_UNPINNED
 from hybridkv.core.copies import CopyOp
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import slot_bytes
@@ -86,7 +87,7 @@ class Bench:
     def __enter__(self) -> "Bench":
         self._copier.pin_below(ARENA_BYTES)
         self.store()
-        while self._pipeline.take_counters().get("copies_unpinned"):
+        while self._pipeline.take_counters().get(COPIES_UNPINNED):
             self.store()  # Until the pinning lane has pinned all.
         self.load()
         return self

@@ -12,6 +12,7 @@ import sys
 from types import SimpleNamespace
 
 from hybridkv.cli.plan import host_findings
+from hybridkv.connector.metrics import ATTACH_FAILED, Shed, stores_shed
 from hybridkv.core.settings import Settings
 from hybridkv.lab.configuration import ConfigReport
 from tests.unit.connector.test_hooks import IDLE, make_roles
@@ -32,8 +33,8 @@ def main(socket_path: str, *volume: str) -> None:
         roles.step(SimpleNamespace(**vars(IDLE) | BUSY))
         report_of_step = {
             "attached": roles.scheduler.scheduler_role.session.workers_attached(),
-            "failed": roles.scheduler.counters.get("attach_failed", 0),
-            "shed": roles.scheduler.counters.get("stores_unattached", 0),
+            "failed": roles.scheduler.counters.get(ATTACH_FAILED, 0),
+            "shed": roles.scheduler.counters.get(stores_shed(Shed.UNATTACHED), 0),
             "doctor": {finding.check: str(finding.verdict) for finding in host_findings(report)},
         }
         print(json.dumps(report_of_step), flush=True)

@@ -5,35 +5,64 @@ Prints the document as it should be, or writes it. The code makes what stands be
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from types import ModuleType
 
+from hybridkv.connector import metrics
 from hybridkv.connector.connector import SOURCES
-from hybridkv.connector.stats import EXACT, FAMILIES, PREFIX, PREFIXES
-from hybridkv.core.metrics import MetricFamily
+from hybridkv.connector.metrics import (
+    FAMILIES,
+    PREFIX,
+    Shed,
+    audited,
+    daemon_refused,
+    daemon_unsent,
+    declined,
+    hits_limited,
+    loaded_from,
+    stores_shed,
+)
+from hybridkv.core.audit import AuditOutcome
+from hybridkv.core.metrics import Metric, MetricFamily
 from hybridkv.multi import stats as multi
+from hybridkv.multi.counters import (
+    BLOCK_ERRORS,
+    LOADS_FAILED,
+    LOADS_GIVEN_UP,
+    LOOKUPS_LATE_ROOM,
+    PASSED_OVER,
+    REPORTS_ABSORBED,
+    SOURCES_WRONG,
+    SYNC_DECLINED,
+    CounterKey,
+)
 from hybridkv.observe.status import DECLINES
+from hybridkv.vllm import hook_guard
+from hybridkv.vllm.hook_guard import BEGUN_ANEW, QUARANTINED, SLOW_HOOKS, SWITCHED_OFF, event, fault
+from hybridkv.wire.messages import Decline
 from tests.documents import DOCS, filled, print_or_write, table
 
 DOCUMENT = DOCS / "METRICS.md"
-MULTI_EVENTS = {
-    "quarantined": "the connector was switched off; it still is where `begun_anew` is smaller",
-    "begun_anew": "the connector is asked again after its pause",
-    "switched_off": "a hook was not called, because the connector is switched off",
-    "fault_*": "the connector raised in this hook",
-    "fault_aggregate": "the connector could not merge the messages of several workers",
-    "fault_kv_events": "the connector could not merge the KV events of several workers",
-    "fault_withdraw": "the connector was switched off and could not withdraw its KV events",
-    "fault_shutdown": "the connector raised as it was shut down",
-    "fault_stats": "the connector raised in its statistics, which are then incomplete",
-    "sync_declined": "a hit was declined: it loads within the step, in a model with several groups",
-    "slow_hooks": "the engine's scheduler waited a second or longer for the connector",
-    "passed_over": "a request waited for the connector's answer in vain",
-    "loads_given_up": "a load was failed, because its connector is switched off",
-    "loads_failed": "a load failed",
-    "lookups_late_room": "other loads left no room in the engine's block pool",
-    "sources_wrong": "a connector's tokens by source were not those of its load",
-    "reports_absorbed": "a report of a transfer that nobody waited for was kept from the engine",
-    "block_errors_of_several_groups": "block errors failed all loads, as blocks had several groups",
+MULTI_EVENTS: Mapping[Metric, str] = {
+    QUARANTINED: "the connector was switched off; it still is where `begun_anew` is smaller",
+    BEGUN_ANEW: "the connector is asked again after its pause",
+    SWITCHED_OFF: "a hook was not called, because the connector is switched off",
+    fault("*"): "the connector raised in this hook",
+    fault("aggregate"): "the connector could not merge the messages of several workers",
+    fault("kv_events"): "the connector could not merge the KV events of several workers",
+    fault("withdraw"): "the connector was switched off and could not withdraw its KV events",
+    fault("shutdown"): "the connector raised as it was shut down",
+    fault("stats"): "the connector raised in its statistics, which are then incomplete",
+    SYNC_DECLINED: "a hit was declined: it loads within the step, in a model with several groups",
+    SLOW_HOOKS: "the engine's scheduler waited a second or longer for the connector",
+    PASSED_OVER: "a request waited for the connector's answer in vain",
+    LOADS_GIVEN_UP: "a load was failed, because its connector is switched off",
+    LOADS_FAILED: "a load failed",
+    LOOKUPS_LATE_ROOM: "other loads left no room in the engine's block pool",
+    SOURCES_WRONG: "a connector's tokens by source were not those of its load",
+    REPORTS_ABSORBED: "a report of a transfer that nobody waited for was kept from the engine",
+    BLOCK_ERRORS: "block errors failed all loads, as blocks had several groups",
 }
 """The counters of MultiConnector: those of a connector first, then those of label ""."""
 
@@ -67,32 +96,44 @@ def _family_rows(prefix: str, families: Mapping[str, MetricFamily]) -> str:
     )
 
 
+def counters() -> list[Metric]:
+    """Return all counters of the connector, by family. A label of any value is `*`."""
+    known = {metric for module in (metrics, hook_guard) for metric in constants(module)}
+    known |= {*map(stores_shed, Shed), *map(audited, AuditOutcome), *map(declined, Decline)}
+    open_sets = (fault, hits_limited, loaded_from, daemon_refused, daemon_unsent)
+    known |= {*(counter("*") for counter in open_sets), event("transition_ignored_*")}
+    families = list(FAMILIES)
+    return sorted(known, key=lambda metric: (families.index(metric.family), metric.labels))
+
+
+def constants(module: ModuleType) -> list[Metric]:
+    """Return the counters that are constants of a module."""
+    return [value for value in vars(module).values() if isinstance(value, Metric)]
+
+
 def _counters() -> str:
+    values: defaultdict[Metric, list[str]] = defaultdict(list)
+    for metric in counters():
+        if metric.labels:
+            values[Metric(metric.family, metric.labels[:-1])].append(f"`{metric.labels[-1]}`")
     rows = [
-        [f"`{counter}`", f"`{family}`", _labels(family, labels)]
-        for counter, (family, labels) in EXACT.items()
+        [f"`{_selector(first)}`", f"`{FAMILIES[first.family].labels[-1]}`", ", ".join(last)]
+        for first, last in values.items()
     ]
-    rows += [
-        [f"`{prefix}*`", f"`{family}`", _labels(family, (*labels, "*"))]
-        for prefix, family, labels in PREFIXES
-    ]
-    rows.append(["any other", "`events`", _labels("events", ("*",))])
-    return table(["counter", "metric", "labels"], rows)
+    return table(["metric", "label", "values"], rows)
 
 
-def _labels(family: str, values: tuple[str, ...]) -> str:
-    return ", ".join(
-        f'{label}="{value}"' for label, value in zip(FAMILIES[family].labels, values, strict=True)
-    )
+def _selector(metric: Metric) -> str:
+    """Return the metric as PromQL selects it, by the labels that it has."""
+    labels = zip(FAMILIES[metric.family].labels, metric.labels, strict=False)
+    selected = ", ".join(f'{label}="{value}"' for label, value in labels)
+    return f"{metric.family}{{{selected}}}" if selected else metric.family
 
 
 def _declines() -> str:
-    reasons = [
-        (name.removeprefix("lookups_"), why)
-        for name, why in DECLINES.items()
-        if name.startswith("lookups_")
-    ]
-    return table(["reason", "meaning"], [[f"`{reason}`", why] for reason, why in reasons])
+    reasons = [(declined(reason), why) for reason, why in DECLINES.items()]
+    rows = [[f"`{m.labels[-1]}`", why] for m, why in reasons if m.family == "lookups"]
+    return table(["reason", "meaning"], rows)
 
 
 def _sources() -> str:
@@ -105,7 +146,8 @@ def _multi() -> str:
 
 
 def _multi_events() -> str:
-    return table(["event", "meaning"], [[f"`{name}`", why] for name, why in MULTI_EVENTS.items()])
+    events = [(CounterKey("", metric).event, why) for metric, why in MULTI_EVENTS.items()]
+    return table(["event", "meaning"], [[f"`{event}`", why] for event, why in events])
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 
 
@@ -13,7 +14,7 @@ def make_role(
     settings: Settings,
     geometry: Geometry,
     namespace: bytes,
-    counters: Counter[str],
+    counters: Counter[Metric],
     *,
     weights: Any = None,
     publishes_events: bool = False,

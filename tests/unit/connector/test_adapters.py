@@ -6,6 +6,15 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
+from hybridkv.connector.metrics import (
+    LOADS_DONE,
+    LOOKUPS_ASKED,
+    LOOKUPS_MISSED,
+    OBJECTS_STORED,
+    Shed,
+    declined,
+    stores_shed,
+)
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.adapters import AdapterRefusal, AdapterWeights
@@ -82,7 +91,7 @@ def test_the_first_request_after_an_adapter_was_loaded_hits(rig: LoraRig) -> Non
     asking = rig.arrive()
     assert rig.side.offer_hit(asking, 0) is None
     assert rig.side.offer_hit(asking, 0) is None
-    assert not rig.counters["lookups"], "its chunks have no names yet"
+    assert not rig.counters[LOOKUPS_ASKED], "its chunks have no names yet"
     rig.loaded = {1: OLD}
     rig.run({})
     assert rig.offered(asking) == STORED * CHUNK
@@ -102,7 +111,7 @@ def test_a_request_whose_adapter_is_not_loaded_is_computed_after_one_step(rig: L
     assert rig.side.offer_hit(busy, 0) == 0, "the engine is not idle, so nothing is new"
     assert rig.why("busy") == (Decline.ADAPTER, AdapterRefusal.NOT_LOADED)
     rig.tell(plan)
-    assert rig.counters["lookups"] == 0
+    assert rig.counters[LOOKUPS_ASKED] == 0
 
 
 def test_a_request_that_loads_its_adapter_anew_is_not_looked_up(rig: LoraRig) -> None:
@@ -122,7 +131,7 @@ def test_other_weights_of_the_adapter_find_nothing(rig: LoraRig) -> None:
     rig.loaded = {1: NEW}
     rig.run({})
     assert rig.offered(rig.arrive()) == 0
-    assert rig.counters["lookups_miss"] == 1
+    assert rig.counters[LOOKUPS_MISSED] == 1
 
 
 @pytest.mark.parametrize("loaded", [NEW, b""], ids=["replaced", "evicted"])
@@ -134,8 +143,8 @@ def test_a_hit_of_weights_that_are_replaced_is_not_offered(rig: LoraRig, loaded:
     rig.loaded = {1: loaded} if loaded else {}
     rig.run({})
     assert rig.offered(asking) == 0
-    assert rig.counters["lookups_adapter"] == (not loaded)
-    assert rig.counters["lookups_miss"] == bool(loaded), "the new weights are looked up"
+    assert rig.counters[declined(Decline.ADAPTER)] == (not loaded)
+    assert rig.counters[LOOKUPS_MISSED] == bool(loaded), "the new weights are looked up"
     rig.run({})
     until(lambda: not rig.value("leases"), "what was found is let go of")
 
@@ -150,8 +159,8 @@ def test_a_hit_is_looked_up_anew_within_its_first_deadline(rig: LoraRig) -> None
     rig.loaded = {1: NEW}
     rig.run({})
     assert rig.side.offer_hit(asking, 0) == 0
-    assert rig.counters["lookups_adapter"] == 1
-    assert rig.counters["lookups"] == 1
+    assert rig.counters[declined(Decline.ADAPTER)] == 1
+    assert rig.counters[LOOKUPS_ASKED] == 1
     rig.run({})
     until(lambda: not rig.value("leases"), "what was found is let go of")
 
@@ -161,7 +170,7 @@ def test_what_was_loaded_is_of_the_adapters_old_weights(rig: LoraRig) -> None:
     rig.loaded = {1: OLD}
     rig.run({})
     rig.tell(rig.load(), finished=("r",))
-    assert rig.counters["loads"] == 1
+    assert rig.counters[LOADS_DONE] == 1
     rig.loaded = {1: NEW}
     rig.run({"r": 1})
     assert rig.side.offer_hit(rig.arrive("s"), 0) == 0
@@ -171,7 +180,7 @@ def test_what_was_loaded_is_of_the_adapters_old_weights(rig: LoraRig) -> None:
     rig.side.on_reset(is_empty=True)
     rig.run({})
     assert rig.offered(rig.arrive("u")) == 0
-    assert rig.counters["lookups_miss"] == 1, "the new weights are looked up"
+    assert rig.counters[LOOKUPS_MISSED] == 1, "the new weights are looked up"
 
 
 @pytest.mark.parametrize("then", [OLD, NEW], ids=["the same", "others"])
@@ -193,5 +202,5 @@ def test_what_is_computed_before_an_adapter_is_known_is_stored_afterwards(
     spans = [run.span for run in plan.stores.values()]
     assert {(span.first_chunk, span.objects) for span in spans if not span.group_index} == {(0, 3)}
     objects = sum(span.objects for span in spans)
-    assert rig.counters["objects_stored"] == (objects if then == OLD else 0)
-    assert rig.counters["stores_failed"] == (0 if then == OLD else objects)
+    assert rig.counters[OBJECTS_STORED] == (objects if then == OLD else 0)
+    assert rig.counters[stores_shed(Shed.FAILED)] == (0 if then == OLD else objects)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from hybridkv.connector.metrics import LOADS_DONE, LOADS_FAILED, audited, declined
 from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
 from hybridkv.core.packed import unpack_u64
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.wire.messages import Found
+from hybridkv.wire.messages import Decline, Found
 from tests.unit.connector.test_scheduler import CHUNK, STORED, Rig, tables
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client
 from tests.waiting import until
@@ -48,7 +49,7 @@ def begun(rig: Rig, name: str = "r") -> Any:
     rig.side.on_allocated(request, lambda: tables(TOKENS), offer)
     rig.step({})
     rig.step({}, finished=(name,))
-    assert rig.counters["loads"] == 1
+    assert rig.counters[LOADS_DONE] == 1
     return request
 
 
@@ -99,12 +100,12 @@ def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(rig: Rig) -> N
     assert len({pair.stored for pair in pairs.values()} | {p.computed for p in pairs.values()}) == 6
     assert not rig.planned({}).audits, "the workers are told once"
     found(rig, pairs, PASSED, PASSED, PASSED)
-    assert rig.counters["audits_passed"] == 1
+    assert rig.counters[audited(AuditOutcome.PASSED)] == 1
     until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
     assert rig.value("audits_passed") == 1
     rig.side.on_finished("r")
     released(rig)
-    assert not rig.counters["lookups_audit"]
+    assert not rig.counters[declined(Decline.AUDIT)]
 
 
 def test_the_stored_objects_are_those_of_the_hit(rig: Rig) -> None:
@@ -163,14 +164,14 @@ def test_what_differs_is_dropped_and_its_identity_is_used_no_more(
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     (line,) = {record.getMessage() for record in errors}
     assert "layer model.layers.1 differs by 1.4, 0.1 is allowed" in line
-    assert rig.counters["audits_differed"] == 1
+    assert rig.counters[audited(AuditOutcome.DIFFERED)] == 1
     until(lambda: rig.value("audits_differed") == 1, "the daemon is told")
     assert rig.value("objects_condemned") == 1
     assert not rig.value("duplicates"), "what the engine computed is not committed"
     waiting = rig.request(1, TOKENS, "waiting")
     rig.side.on_new_request(waiting)
     assert rig.offered(waiting) == 0
-    assert rig.counters["lookups_audit"] == 1
+    assert rig.counters[declined(Decline.AUDIT)] == 1
     waiting.num_computed_tokens = 0
     assert not rig.step({"waiting": TOKENS}, tables(TOKENS)).stores, "nothing is stored either"
     rig.side.on_finished("waiting")
@@ -185,7 +186,7 @@ def test_a_hit_that_was_found_before_is_not_offered_after_a_difference(rig: Rig)
     assert rig.offered(early) == STORED * CHUNK
     found(rig, compared(rig, request), DIFFERED, PASSED, PASSED)
     assert rig.side.offer_hit(early, 0) == 0
-    assert rig.counters["lookups_audit"] == 1
+    assert rig.counters[declined(Decline.AUDIT)] == 1
 
 
 def test_other_weights_are_served_and_audited_again(rig: Rig) -> None:
@@ -199,7 +200,7 @@ def test_other_weights_are_served_and_audited_again(rig: Rig) -> None:
 
 def test_an_audit_in_which_nothing_could_be_compared_ends_and_is_due_again(rig: Rig) -> None:
     found(rig, compared(rig, begun(rig)), UNMADE, UNMADE, UNMADE)
-    assert rig.counters["audits_unmade"] == 1
+    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
     until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
     assert rig.side.audits.budget.is_due(IDENTITY)
 
@@ -211,7 +212,7 @@ def test_an_object_that_no_rank_wrote_is_not_compared(rig: Rig) -> None:
     pairs = rig.planned({}).audits
     assert [*pairs] == others
     found(rig, pairs, PASSED, PASSED)
-    assert rig.counters["audits_passed"] == 1
+    assert rig.counters[audited(AuditOutcome.PASSED)] == 1
 
 
 def test_a_request_may_end_before_it_is_compared(rig: Rig) -> None:
@@ -222,7 +223,7 @@ def test_a_request_may_end_before_it_is_compared(rig: Rig) -> None:
     reported(rig, done={number: {0} for number in runs})
     assert rig.side.has_pending_work(), "the engine steps on"
     found(rig, rig.planned({}).audits, PASSED, PASSED, PASSED)
-    assert rig.counters["audits_passed"] == 1
+    assert rig.counters[audited(AuditOutcome.PASSED)] == 1
     released(rig)
 
 
@@ -230,7 +231,7 @@ def test_a_request_that_ends_before_the_chunk_is_computed_is_not_audited(rig: Ri
     begun(rig)
     rig.side.on_finished("r")
     released(rig)
-    assert rig.counters["audits_unmade"] == 1
+    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
 
 
 def test_a_request_that_is_aborted_before_its_offer_keeps_nothing(rig: Rig) -> None:
@@ -300,7 +301,7 @@ def test_a_failed_load_ends_the_audit(rig: Rig) -> None:
     rig.step({})
     rig.step({}, finished=("r",), failed=("r",))
     released(rig)
-    assert rig.counters["loads_failed"] == 1
+    assert rig.counters[LOADS_FAILED] == 1
 
 
 def test_a_reset_ends_the_audit(rig: Rig) -> None:
@@ -327,7 +328,7 @@ def test_workers_that_never_answer_keep_nothing_for_ever(rig: Rig) -> None:
     for item in audit.objects.values():
         item.sent_at -= AUDIT_SECONDS_MAX + 1
     reported(rig)
-    assert rig.counters["audits_unmade"] == 1
+    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
     until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
 
 

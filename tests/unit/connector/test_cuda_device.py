@@ -27,6 +27,7 @@ from hybridkv.connector.copy.staging import CopySizes
 from hybridkv.connector.copy.tables import make_tables
 from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.connector.copy.triton_kernels import TritonKernels
+from hybridkv.connector.metrics import COPIES_UNPINNED
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
@@ -174,7 +175,7 @@ def test_bytes_come_back(arena: Arena, version: int, has_triton: bool, checksum:
             rig.memory[:, 1:9].zero_()
             assert rig.load(ops) is None
             assert torch.equal(rig.memory.cpu(), before)
-            assert ("copies_unpinned" in rig.pipeline.take_counters()) != is_pinned
+            assert (COPIES_UNPINNED in rig.pipeline.take_counters()) != is_pinned
         rig.close()
         assert bool(cuda.runtime.calls["cudaMemcpyBatchAsync"]) == (version >= 12080)
         assert not cuda.runtime.registered
@@ -336,7 +337,7 @@ def test_memory_is_pinned_once_in_a_process(cuda: FakeCuda, arena: Arena) -> Non
     rig.pipeline.take_counters()
     second.store(ops, lambda op, stored: rig.ended.put(stored))
     assert rig.take(4) == [True] * 4
-    assert rig.pipeline.take_counters()["copies_unpinned"]
+    assert rig.pipeline.take_counters()[COPIES_UNPINNED]
     rig.memory.zero_()
     second.load(ops, rig.ended.put)
     assert rig.take(1) == [None]

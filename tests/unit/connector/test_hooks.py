@@ -16,8 +16,25 @@ from typing import Any
 import pytest
 
 from hybridkv.connector.copy.device import DeviceError
+from hybridkv.connector.metrics import (
+    DAEMON_CONNECTS,
+    OBJECTS_STORED,
+    RANK_LOADS_FAILED,
+    WORKERS_DISABLED,
+    declined,
+)
+from hybridkv.core.metrics import Metric
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.vllm.hook_guard import FAULTS_MAX, PAUSE_SECONDS, HookGuard
+from hybridkv.vllm.hook_guard import (
+    FAULTS,
+    FAULTS_MAX,
+    PAUSE_SECONDS,
+    QUARANTINED,
+    SWITCHED_OFF,
+    HookGuard,
+    fault,
+)
+from hybridkv.wire.messages import Decline
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import stats
 from tests.waiting import until
@@ -55,10 +72,10 @@ class Roles:
         assert not self.scheduler.take_events()
         return done
 
-    def faults(self) -> dict[str, int]:
+    def faults(self) -> dict[Metric, int]:
         """Return the counters of hooks that raised, of both connectors."""
         counters = {**self.scheduler.counters, **self.worker.counters}
-        return {name: count for name, count in counters.items() if name.startswith("fault_")}
+        return {metric: count for metric, count in counters.items() if metric.family == FAULTS}
 
 
 def make_roles(socket_path: str) -> Roles:
@@ -239,7 +256,7 @@ def test_an_engine_whose_prompts_have_no_whole_chunk_serves_without_the_cache(
     scheduler.on_new_request(request("r", 3 * unit - 1))
     assert scheduler.get_num_new_matched_tokens(request("r", 3 * unit - 1), 0) == (0, False)
     roles.step(IDLE)
-    assert scheduler.counters["lookups_too_short"] == 1
+    assert scheduler.counters[declined(Decline.TOO_SHORT)] == 1
     assert not roles.faults()
     scheduler.shutdown()
     rank.connector.shutdown()
@@ -314,14 +331,14 @@ def test_no_hit_is_never_asynchronous_and_no_hook_raises(roles: Roles) -> None:
     assert set(answers) <= {(None, False), (0, False)}
     broken = SimpleNamespace(request_id="broken")
     roles.scheduler.on_new_request(broken)
-    assert roles.faults() == {"fault_on_new_request": 1}
+    assert roles.faults() == {fault("on_new_request"): 1}
     assert roles.scheduler.get_num_new_matched_tokens(broken, 0) == (0, False)
 
 
 def test_what_the_engine_waits_for_fails_where_planning_does(roles: Roles) -> None:
     """A fault in a hook must not leave a request waiting for a load that nobody was told of."""
     roles.scheduler.update_state_after_alloc(request("r"), SimpleNamespace(), 128)
-    assert roles.faults() == {"fault_update_state_after_alloc": 1}
+    assert roles.faults() == {fault("update_state_after_alloc"): 1}
     done = roles.step(IDLE)
     assert (done.finished_recving, done.failed_recving) == ({"r"}, {"r"})
 
@@ -344,7 +361,7 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
         "each is told once (C10)"
     )
     counters = worker.take_step_report().counters
-    assert counters["rank_loads_failed"] == 2, "neither was refused before it began"
+    assert counters[RANK_LOADS_FAILED] == 2, "neither was refused before it began"
 
 
 @pytest.mark.parametrize("method", ["session.queue_message", "on_reply"])
@@ -379,7 +396,7 @@ def test_a_side_with_too_many_faults_is_switched_off() -> None:
         assert guard.run_hook("hook", lambda: 1 // 0, lambda: 7) == 7
     assert not guard.is_on
     assert guard.run_hook("hook", lambda: 1, lambda: 7) == 7
-    assert guard.counters == {"fault_hook": FAULTS_MAX, "switched_off": 1, "quarantined": 1}
+    assert guard.counters == {fault("hook"): FAULTS_MAX, SWITCHED_OFF: 1, QUARANTINED: 1}
 
 
 def test_tables_are_those_of_the_moment(roles: Roles) -> None:
@@ -490,7 +507,7 @@ def test_a_renewal_that_fails_loses_no_load_that_must_fail(
     monkeypatch.setattr(scheduler, "_make_scheduler_role", lambda: 1 // 0)
     paused.now += PAUSE_SECONDS
     scheduler.take_events()
-    assert scheduler.counters["fault_begin_anew"] == 1
+    assert scheduler.counters[fault("begin_anew")] == 1
     assert scheduler.build_connector_meta(IDLE).failed == ["waiting"]
 
 
@@ -517,7 +534,7 @@ def test_a_scheduler_role_that_is_switched_off_begins_anew(roles: Roles) -> None
     paused = Paused(roles)
     stats_before = roles.scheduler.get_kv_connector_stats()
     assert stats_before.data["gauges"]["quarantined"] == 0
-    connects = roles.scheduler.counters["connects"]
+    connects = roles.scheduler.counters[DAEMON_CONNECTS]
     roles.scheduler.guard.pause("the test says so")
     gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
     assert gauges["quarantined"] == 1
@@ -526,11 +543,10 @@ def test_a_scheduler_role_that_is_switched_off_begins_anew(roles: Roles) -> None
     quit_number = roles.scheduler.build_connector_meta(IDLE).session
     paused.begins_anew()
     assert roles.scheduler.build_connector_meta(IDLE).session > quit_number
-    data = roles.scheduler.get_kv_connector_stats().data
-    assert {name: data["gauges"][name] for name in gauges} == dict.fromkeys(gauges, 0)
-    assert data["counters"]["connects"] == roles.scheduler.counters["connects"] - connects == 1, (
-        "what was told is not told again"
-    )
+    stats = roles.scheduler.get_kv_connector_stats()
+    assert {name: stats.data["gauges"][name] for name in gauges} == dict.fromkeys(gauges, 0)
+    new_connects = roles.scheduler.counters[DAEMON_CONNECTS] - connects
+    assert stats.counters[DAEMON_CONNECTS] == new_connects == 1, "what was told is not told again"
     roles.scheduler.on_new_request(request("r"))
     assert "r" in paused.side.requests.by_id
 
@@ -545,9 +561,9 @@ def test_a_late_report_of_an_earlier_role_commits_nothing_of_the_next(roles: Rol
     new, report = paused.stores("new")
     assert not old.stores.keys() & new.stores.keys()
     roles.scheduler.update_connector_output(late)
-    assert "objects_stored" not in roles.scheduler.counters
+    assert OBJECTS_STORED not in roles.scheduler.counters
     roles.scheduler.update_connector_output(report)
-    assert roles.scheduler.counters["objects_stored"] > 0
+    assert roles.scheduler.counters[OBJECTS_STORED] > 0
 
 
 @pytest.mark.parametrize("is_off", [True, False], ids=["off", "a fault of the reset"])
@@ -647,7 +663,7 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
     roles.worker.guard.pause("the test says so")
     roles.scheduler.guard.pause("the test says so, too")
     assert roles.step(IDLE).kv_connector_worker_meta.boots == {}
-    assert roles.scheduler.counters["quarantined"] == 2
+    assert roles.scheduler.counters[QUARANTINED] == 2
     attach, worker._attach = worker._attach, lambda plan: None
     paused.now += PAUSE_SECONDS
     assert roles.step(IDLE).kv_connector_worker_meta.boots == {}, "it maps nothing yet"
@@ -690,8 +706,8 @@ def test_a_worker_that_has_no_room_to_copy_says_so(
         )
         roles.step(IDLE)
         assert declined_at_once(roles, "r")["mappings_failed"] == 1, "it is said once"
-        assert roles.scheduler.counters["lookups_late_workers"] == 1
-        assert roles.scheduler.counters["workers_disabled"] == 1
+        assert roles.scheduler.counters[declined(Decline.LATE_WORKERS)] == 1
+        assert roles.scheduler.counters[WORKERS_DISABLED] == 1
     finally:
         roles.scheduler.shutdown()
         roles.worker.shutdown()
@@ -710,11 +726,11 @@ def test_a_worker_whose_device_fails_says_so_to_every_daemon(roles: Roles) -> No
 
     until(is_told, "the daemon knows")
     assert declined_at_once(roles, "r")["mappings_failed"] == 1
-    assert roles.scheduler.counters["lookups_late_workers"] == 1
+    assert roles.scheduler.counters[declined(Decline.LATE_WORKERS)] == 1
     worker._link.drop_connection("the test says so", 0.0)
     until(lambda: not stats(path)["workers_unmapped"], "the worker is gone")
     until(is_told, "it is said again")
-    assert roles.scheduler.counters["workers_disabled"] == 2
+    assert roles.scheduler.counters[WORKERS_DISABLED] == 2
 
 
 def test_no_hit_waits_for_a_worker_that_pauses(roles: Roles) -> None:
@@ -724,7 +740,7 @@ def test_no_hit_waits_for_a_worker_that_pauses(roles: Roles) -> None:
     roles.worker.guard.pause("the test says so")
     roles.step(IDLE)
     declined_at_once(roles, "r")
-    assert roles.scheduler.counters["lookups_late_workers"] == 1
+    assert roles.scheduler.counters[declined(Decline.LATE_WORKERS)] == 1
     paused.now += PAUSE_SECONDS
     paused.attached()
     roles.scheduler.on_new_request(request("s"))

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from hybridkv.connector.metrics import LOADS_DONE
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.metrics import Metric
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.vllm.hook_guard import FAULTS, QUARANTINED, SWITCHED_OFF
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from tests.chance import examples
 from tests.unit.connector.requests import has_write_slots
@@ -130,13 +133,13 @@ class Served:
         self.connector.shutdown()
         self._worker.shutdown()
 
-    def faults(self) -> dict[str, int]:
+    def faults(self) -> dict[Metric, int]:
         """What is counted as a fault of ours."""
         counters = self.connector.counters
         return {
-            name: count
-            for name, count in counters.items()
-            if name.startswith(("fault_", "refused_", "quarantined", "switched_off"))
+            metric: count
+            for metric, count in counters.items()
+            if metric.family in (FAULTS, "daemon_refusals") or metric in (QUARANTINED, SWITCHED_OFF)
         }
 
 
@@ -254,11 +257,11 @@ def test_no_request_is_a_fault(served: Served, drawn: dict[str, Any]) -> None:
     assert not served.faults()
     assert not served.side.requests.by_id
     assert not served.side.requests.by_lease
-    hits = served.connector.counters.get("loads", 0)
+    hits = served.connector.counters.get(LOADS_DONE, 0)
 
     def is_served() -> bool:
         served.serve(request_of({**PLAIN, "request_id": "again"}, served))
-        return served.connector.counters.get("loads", 0) > hits
+        return served.connector.counters.get(LOADS_DONE, 0) > hits
 
     # A busy machine's daemon may be too late for one lookup or several.
     until(is_served, "who asks for what is there is served")

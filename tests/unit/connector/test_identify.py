@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 
 from hybridkv.client.control import ControlClient
+from hybridkv.connector.metrics import DAEMON_LOSSES, LOOKUPS_ASKED, daemon_refused, declined
 from hybridkv.connector.scheduler.session import DaemonSession, EngineIdentity, describe_facts
+from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.wire.messages import FACT_MAX, PROTOCOL_VERSION, Hello, geometry_to_wire
+from hybridkv.wire.messages import FACT_MAX, PROTOCOL_VERSION, Decline, Hello, geometry_to_wire
 from tests.layouts import LAYOUTS
 from tests.unit.connector import requests
 from tests.waiting import DEADLINE_SECONDS
@@ -25,7 +27,7 @@ TAKEN = Hello(
 
 
 def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonProcess) -> None:
-    counters: Counter[str] = Counter()
+    counters: Counter[Metric] = Counter()
     server = f"unix://{daemon.socket_path}"
     settings = Settings(server=server, lookup_timeout_ms=60_000, audit=0.0)
     scheduler = requests.make_role(settings, GEOMETRY, b"n" * 32, counters)
@@ -41,23 +43,23 @@ def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonPr
         scheduler.on_finished(request.request_id)
         return offer
 
-    def until(counter: str, least: int) -> None:
+    def until(metric: Metric, least: int) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while counters[counter] < least:
-            assert time.monotonic() < deadline, f"{counter}: {counters}"
+        while counters[metric] < least:
+            assert time.monotonic() < deadline, f"{metric}: {counters}"
             asks()
 
     with ControlClient(daemon.socket_path, hello=TAKEN) as control:
-        until("lookups", 1)
+        until(LOOKUPS_ASKED, 1)
         assert asks() is None, "the answer is on its way"
         scheduler.change_identity(EngineIdentity(b"o" * 32, {}))
-        until("losses", 1)
-        assert counters["refused_identify"] == 1
+        until(DAEMON_LOSSES, 1)
+        assert counters[daemon_refused("identify")] == 1
         assert control.stats().values["sessions"] == 1
         assert asks() == 0
-        assert counters["lookups_no_daemon"] > 0
+        assert counters[declined(Decline.NO_DAEMON)] > 0
         scheduler.change_identity(EngineIdentity(b"p" * 32, {}))
-        until("lookups", counters["lookups"] + 1)
+        until(LOOKUPS_ASKED, counters[LOOKUPS_ASKED] + 1)
         assert control.stats().values["sessions"] == 2
     scheduler.close()
 

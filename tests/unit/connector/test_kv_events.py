@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
+from hybridkv.connector.metrics import (
+    CHUNKS_ANNOUNCED,
+    CHUNKS_NOT_KEPT,
+    CHUNKS_NOT_SHOWN,
+    CHUNKS_WITHDRAWN,
+)
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import parse_settings
+from hybridkv.vllm.hook_guard import fault
 from hybridkv.wire.messages import Found, Removed
 from tests.layouts import LAYOUTS
 from tests.unit.connector.requests import make_role
@@ -49,10 +57,10 @@ def make_request(
     return TrackedRequest(request)
 
 
-def make_events() -> tuple[Any, Counter[str]]:
+def make_events() -> tuple[Any, Counter[Metric]]:
     from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 
-    counters: Counter[str] = Counter()
+    counters: Counter[Metric] = Counter()
     return KVEventPublisher(GEOMETRY, counters), counters
 
 
@@ -98,12 +106,12 @@ def test_an_event_has_the_engines_hashes_tokens_and_parent() -> None:
     (second,) = store(events, tracked, 2)
     assert second.parent_block_hash == first.block_hashes[-1]
     assert second.token_ids == tokens[2 * CHUNK : 3 * CHUNK]
-    assert counters == {"chunks_announced": 3}
+    assert counters == {CHUNKS_ANNOUNCED: 3}
     events.withdraw_all()
     (gone,) = events.take_new()
     assert (gone.medium, gone.group_idx) == ("CPU", None)
     assert gone.block_hashes == names_of(tracked, 0, 3 * BLOCKS)
-    assert counters["chunks_withdrawn"] == 3
+    assert counters[CHUNKS_WITHDRAWN] == 3
 
 
 def test_blocks_that_two_chunks_share_are_announced_once_and_stay_with_the_second() -> None:
@@ -223,7 +231,7 @@ def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(
     tracked = make_request("r", [*range(2 * CHUNK)])
     (stored,) = store(events, tracked, 0, 1)
     assert len(stored.token_ids) == 2 * CHUNK
-    assert counters["chunks_not_kept"] == 1
+    assert counters[CHUNKS_NOT_KEPT] == 1
     events.on_removed(below(tracked, (1, 0), (0, 0)))
     assert [(event.medium, type(event).__name__) for event in events.take_new()] == [
         ("CPU", "BlockRemoved"),
@@ -243,8 +251,8 @@ def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
     tracked = make_request("r", [*range(3 * CHUNK)])
     (stored,) = store(events, tracked, 0, 1, 2)
     assert stored.block_hashes == names_of(tracked, 0, 2 * BLOCKS)
-    assert counters["chunks_not_shown"] == 1
-    assert counters["chunks_not_kept"] == 1
+    assert counters[CHUNKS_NOT_SHOWN] == 1
+    assert counters[CHUNKS_NOT_KEPT] == 1
     events.on_removed(below(tracked, (1, 1), (0, 1)))
     assert [(event.medium, type(event).__name__) for event in events.take_new()] == [
         ("CPU", "BlockRemoved"),
@@ -257,7 +265,7 @@ def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     """As where vLLM's own functions refuse a request; what the daemon says goes on being heard."""
     from hybridkv.connector.scheduler.stores import StoredObjects
 
-    counters: Counter[str] = Counter()
+    counters: Counter[Metric] = Counter()
     settings = parse_settings({"server": f"unix://{tmp_path}/none.sock"})
     side = make_role(settings, GEOMETRY, b"n" * 32, counters, publishes_events=True)
     events = side.events
@@ -268,7 +276,7 @@ def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     side.events.update(
         lambda events: events.on_stored([StoredObjects(broken, index, (0,)) for index in (0, 1)])
     )
-    assert counters["fault_kv_events"] == 1
+    assert counters[fault("kv_events")] == 1
     (gone,) = side.on_step_end()
     assert set(stored.block_hashes) <= set(gone.block_hashes)
     assert side.on_step_end() == side.final_events() == []

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from hybridkv.client.control import ControlClient
+from hybridkv.connector.metrics import LOOKUPS_OUTRUN, LOOKUPS_PROMOTED
+from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.unit.connector import requests
@@ -39,9 +41,9 @@ def slow(tmp_path: Path) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[str]]:
+def connected(slow: DaemonProcess) -> tuple[Any, Any, Counter[Metric]]:
     """The scheduler role, a request whose prompt the directory has, and the role's counters."""
-    counters: Counter[str] = Counter()
+    counters: Counter[Metric] = Counter()
     settings: Settings = parse_settings(
         {
             "server": f"unix://{slow.socket_path}",
@@ -65,7 +67,7 @@ def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: Daem
     scheduler, request, counters = connected(slow)
     scheduler.on_new_request(request)
     until(
-        lambda: scheduler.offer_hit(request, 0) is None and counters["lookups_promoted"] == 1,
+        lambda: scheduler.offer_hit(request, 0) is None and counters[LOOKUPS_PROMOTED] == 1,
         "the daemon reads",
     )
     assert scheduler.offer_hit(request, (CHUNKS - 1) * GEOMETRY.chunk_tokens) is None, (
@@ -74,7 +76,7 @@ def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: Daem
     with ControlClient(slow.socket_path) as control:
         assert control.stats().values["lookups_waiting"] == 1
         assert scheduler.offer_hit(request, CHUNKS * GEOMETRY.chunk_tokens) == 0
-        assert counters["lookups_outrun"] == 1
+        assert counters[LOOKUPS_OUTRUN] == 1
         scheduler.on_finished("r")
         until(lambda: not control.stats().values["lookups_waiting"], "nobody waits any more")
     scheduler.close()
@@ -85,7 +87,7 @@ def test_who_was_not_chosen_lets_go_before_its_answer_is_there(slow: DaemonProce
     scheduler, request, counters = connected(slow)
     scheduler.on_new_request(request)
     until(
-        lambda: scheduler.offer_hit(request, 0) is None and counters["lookups_promoted"] == 1,
+        lambda: scheduler.offer_hit(request, 0) is None and counters[LOOKUPS_PROMOTED] == 1,
         "the daemon reads",
     )
     with ControlClient(slow.socket_path) as control:

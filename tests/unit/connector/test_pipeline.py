@@ -17,6 +17,7 @@ from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.connector.copy.ring import Ring
 from hybridkv.connector.copy.staging import CopySizes
 from hybridkv.connector.copy.tables import KernelLaunch
+from hybridkv.connector.metrics import COPIES_UNPINNED, Shed, stores_shed
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
@@ -137,13 +138,13 @@ def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(arena: Aren
     for step in range(16):
         ops = rig.ops(8, 1 + 8 * (step % 4))
         assert rig.store_all(ops) == [True] * 8
-    assert "stores_staging_full" not in rig.pipeline.take_counters()
+    assert stores_shed(Shed.STAGING_FULL) not in rig.pipeline.take_counters()
 
 
 def test_what_does_not_fit_the_staging_is_told_and_counted(arena: Arena) -> None:
     rig = Rig(arena, step=2)
     assert sorted(rig.store_all(rig.ops(5))) == [False] * 3 + [True] * 2
-    assert rig.pipeline.take_counters()["stores_staging_full"] == 3
+    assert rig.pipeline.take_counters()[stores_shed(Shed.STAGING_FULL)] == 3
     assert rig.store_all(rig.ops(2)) == [True] * 2
 
 
@@ -209,7 +210,7 @@ def test_an_arena_that_is_attached_again_delays_no_load(arena: Arena) -> None:
     ops = rig.ops(4, (1 << 19) // PART + 1)
     assert rig.store_all(ops) == [True] * 4
     assert rig.load_all(ops) is None
-    assert rig.pipeline.take_counters()["copies_unpinned"] > 0
+    assert rig.pipeline.take_counters()[COPIES_UNPINNED] > 0
     assert rig.device.counts["hybridkv-pin", "register"] == 1, "the first one is not over yet"
 
 
@@ -260,7 +261,7 @@ def test_a_refused_registration_is_said_once_and_tried_again_after_a_minute(
     assert rig.device.counts["hybridkv-pin", "register"] == ARENA // (1 << 19) + 2
     rig.pipeline.take_counters()
     assert rig.load_all(ops[:8]) is None
-    assert "copies_unpinned" not in rig.pipeline.take_counters()
+    assert COPIES_UNPINNED not in rig.pipeline.take_counters()
 
 
 class Skipping:

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridkv.connector.metrics import transition_ignored
 from hybridkv.connector.scheduler.requests import (
     TRANSITIONS,
     RequestEvent,
@@ -52,7 +53,7 @@ def test_an_event_that_the_table_does_not_name_changes_nothing() -> None:
             assert not tracking.sent
             assert tracking.requests.by_id == {"r": tracking.tracked}
             assert len(tracking.requests.room) == 1
-            assert tracking.requests.counters == {f"transition_ignored_{state}_{event}": 1}
+            assert tracking.requests.counters == {transition_ignored(state, event): 1}
 
 
 def test_events_of_an_ordinary_life_are_in_the_table() -> None:

@@ -12,18 +12,29 @@ from typing import Any
 
 import pytest
 
+from hybridkv.connector.metrics import (
+    ATTACH_FAILED,
+    BYTES_LOADED,
+    DAEMON_LOSSES,
+    LOADS_DONE,
+    LOADS_FAILED,
+    LOOKUPS_ASKED,
+    TOKENS_LOADED,
+    declined,
+    hits_limited,
+)
 from hybridkv.connector.scheduler.hits import LOAD_SECONDS_MAX
 from hybridkv.connector.scheduler.requests import RequestState, explain_request
 from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.connector.scheduler.weights import WeightsWatch
-from hybridkv.connector.stats import cell_of
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.metrics import Metric
 from hybridkv.core.packed import unpack_u64
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import Speed
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
-from hybridkv.wire.messages import Commit, Found, Free, Lookup
+from hybridkv.wire.messages import Commit, Decline, Found, Free, Lookup
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats
 from tests.waiting import DEADLINE_SECONDS, until
@@ -47,7 +58,7 @@ class Rig:
     ) -> None:
         from hybridkv.connector.messages import StepReport
 
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[Metric] = Counter()
         server = f"unix://{daemon.socket_path}"
         parsed = parse_settings(
             {
@@ -173,7 +184,7 @@ def test_a_daemon_that_stays_away_is_one_line_of_the_log(
     try:
         for index in range(100):
             rig.side.session.queue_message(Lookup(index, index, bytes(1 << 20)), time.monotonic())
-        until(lambda: _poll(rig) or rig.counters["losses"] >= 3, "it is greeted in vain")
+        until(lambda: _poll(rig) or rig.counters[DAEMON_LOSSES] >= 3, "it is greeted in vain")
     finally:
         daemon.process.send_signal(signal.SIGCONT)
         ours.removeHandler(caplog.handler)
@@ -187,7 +198,7 @@ def test_a_lease_is_held_until_the_load_has_ended(rig: Rig) -> None:
     assert rig.value("leases") == 1
     rig.step({}, finished=("r",))
     until(lambda: not rig.value("leases"), "it is released")
-    assert rig.counters["loads"] == 1
+    assert rig.counters[LOADS_DONE] == 1
 
 
 def test_the_lookup_of_a_waiting_request_leaves_with_the_plan(rig: Rig) -> None:
@@ -211,7 +222,7 @@ def test_the_daemon_is_not_blamed_for_the_engines_pause(
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + pause, time_ns=time.time_ns)
     monkeypatch.setattr(role, "time", later)
     assert rig.offered(request) == STORED * CHUNK
-    assert not rig.counters["lookups_late_answer"]
+    assert not rig.counters[declined(Decline.LATE_ANSWER)]
 
 
 def test_a_lease_that_nothing_is_loaded_under_is_let_go_at_once(rig: Rig) -> None:
@@ -255,7 +266,7 @@ def test_asking_again_asks_nobody_and_changes_nothing(rig: Rig) -> None:
     rig.side.on_new_request(request)
     offers = {rig.offered(request) for _ in range(5)}
     assert offers == {STORED * CHUNK}
-    assert rig.counters["lookups"] == 1
+    assert rig.counters[LOOKUPS_ASKED] == 1
     assert rig.value("lookups") == 1
     rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), STORED * CHUNK)
     rig.step({})
@@ -297,7 +308,7 @@ def test_a_resumed_request_is_looked_up_with_what_it_has_generated(rig: Rig) -> 
     request.num_tokens, request.num_preemptions = grown.num_tokens, 1
     request.block_hashes[:] = grown.block_hashes
     assert rig.offered(request) == STORED * CHUNK
-    assert rig.counters["lookups"] == 2
+    assert rig.counters[LOOKUPS_ASKED] == 2
 
 
 def test_a_load_proves_nothing_of_the_blocks_of_a_later_hit(rig: Rig) -> None:
@@ -326,7 +337,7 @@ def test_a_failed_load_is_never_offered_again_and_stored_anew(rig: Rig) -> None:
     """Though the lookup found it: whatever was wrong there is computed now (B38, D4)."""
     request = loading(rig)
     rig.step({}, finished=("r",), failed=("r",))
-    assert rig.counters["loads_failed"] == 1
+    assert rig.counters[LOADS_FAILED] == 1
     request.num_preemptions = 1
     assert rig.side.offer_hit(request, 0) == 0
     until(lambda: not rig.value("leases"), "it is released")
@@ -363,8 +374,8 @@ def test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan(rig: Rig) -
     assert not rig.step({"r": 1}, tables(STORED * CHUNK + 1)).stores
     full, sliding, small = GEOMETRY.groups
     blocks = (STORED - 1) * (full.block_bytes + small.block_bytes) + sliding.block_bytes
-    assert rig.counters["tokens_loaded"] == (STORED - 1) * CHUNK
-    assert rig.counters["bytes_loaded"] == blocks
+    assert rig.counters[TOKENS_LOADED] == (STORED - 1) * CHUNK
+    assert rig.counters[BYTES_LOADED] == blocks
     until(lambda: rig.value("tokens_loaded") == (STORED - 1) * CHUNK, "the daemon knows")
 
 
@@ -378,7 +389,7 @@ def test_a_load_is_no_line_of_the_log(rig: Rig, caplog: pytest.LogCaptureFixture
             rig.step({}, finished=("r",))
     finally:
         ours.removeHandler(caplog.handler)
-    assert rig.counters["loads"] == 1
+    assert rig.counters[LOADS_DONE] == 1
     assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []
     assert any("for r in" in record.getMessage() for record in caplog.records)
 
@@ -400,14 +411,8 @@ def test_groups_that_limit_a_hit_are_counted(
     rig.side.on_new_request(rig.request(2, STORED * CHUNK + 1))
     lease = rig.side.requests.by_id["r"].lookup.lease
     rig.side.lookups.on_found(Found(lease, lease, hit, [*masks], b"", b""), 0.0)
-    prefix = "hits_limited_by_"
-    counted = {
-        name.removeprefix(prefix): count
-        for name, count in rig.counters.items()
-        if name.startswith(prefix)
-    }
-    assert counted == limits
-    assert cell_of(f"{prefix}1:sliding") == ("hits_limited", ("1:sliding",))
+    counted = {m: count for m, count in rig.counters.items() if m.family == "hits_limited"}
+    assert counted == {hits_limited(group): count for group, count in limits.items()}
 
 
 def test_a_lookup_asks_for_no_more_than_a_hit_may_have(
@@ -541,7 +546,10 @@ def test_the_deadline_is_the_lookups_own(daemon: DaemonProcess) -> None:
             offers.append(rig.offered(request))
             assert time.monotonic() - began < DEADLINE_SECONDS / 4
         assert offers == [0] * 4
-        late, spared = rig.counters["lookups_late_answer"], rig.counters["lookups_breaker_open"]
+        late, spared = (
+            rig.counters[declined(Decline.LATE_ANSWER)],
+            rig.counters[declined(Decline.BREAKER_OPEN)],
+        )
         assert late >= 3
         assert late + spared == 4
     finally:
@@ -600,9 +608,9 @@ def test_a_hit_does_not_wait_for_workers_that_cannot_map_the_arena(rig: Rig) -> 
         lambda: _poll(rig) or rig.side.requests.by_id["r"].lookup.found is not None,
         "it is answered",
     )
-    rig.side.on_report(set(), set(), rig.report(counters={"attach_failed": 1}))
+    rig.side.on_report(set(), set(), rig.report(counters={ATTACH_FAILED: 1}))
     assert rig.side.offer_hit(request, 0) == 0
-    assert rig.counters["lookups_late_workers"] == 1
+    assert rig.counters[declined(Decline.LATE_WORKERS)] == 1
     rig.step({})
     assert loading(rig, "s"), "they map it after all"
     rig.side.on_report(set(), set(), rig.report())
@@ -625,9 +633,9 @@ def test_nothing_is_looked_up_while_nothing_can_be_loaded(rig: Rig, why: str) ->
     rig.side.on_new_request(later)
     rig.planned({})
     assert rig.side.offer_hit(request, 0) == 0
-    reason = {"workers": "lookups_late_workers", "weights": "lookups_identity"}[why]
-    assert rig.counters[reason] == 1
-    assert rig.counters["lookups"] == 0
+    reason = {"workers": Decline.LATE_WORKERS, "weights": Decline.IDENTITY}[why]
+    assert rig.counters[declined(reason)] == 1
+    assert rig.counters[LOOKUPS_ASKED] == 0
     assert rig.value("lookups") == before, "the daemon is not asked"
     if why == "workers":
         rig.side.on_report(set(), set(), rig.report(boots={session.boot: 1}))
@@ -648,7 +656,7 @@ def test_an_unanswered_lookup_ends_when_nothing_can_be_loaded_any_more(
     assert rig.side.offer_hit(request, 0) is None
     rig.side.on_report(set(), set(), rig.report(is_disabled=True))
     assert rig.side.offer_hit(request, 0) == 0
-    assert rig.counters["lookups_late_workers"] == 1
+    assert rig.counters[declined(Decline.LATE_WORKERS)] == 1
     assert not rig.side.requests.by_lease, "the lease is let go"
 
 

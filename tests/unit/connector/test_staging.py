@@ -8,11 +8,13 @@ from typing import NamedTuple
 import pytest
 
 from hybridkv.connector.messages import StepReport
+from hybridkv.connector.metrics import Shed, stores_shed
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.core.copies import NULL_BLOCK, CopyRun
 from hybridkv.core.coverage import slot_shapes, stored_counts
 from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.core.metrics import Metric
 from hybridkv.core.packed import pack_u64
 from tests.layouts import LAYOUTS
 
@@ -35,7 +37,7 @@ class Prefill:
     def __init__(self, geometry: Geometry, staging_bytes: int, late: int, generated: int) -> None:
         self.geometry = geometry
         self.staging_bytes = staging_bytes
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[Metric] = Counter()
         limits = StoreLimits(STEP_TOKENS, staging_bytes=staging_bytes)
         self.planner = StorePlanner(geometry, limits, self.counters)
         tokens = PROMPT_TOKENS + generated
@@ -146,7 +148,7 @@ def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(name: str) 
     for index, group in enumerate(geometry.groups):
         if group.kind is GroupKind.RECURRENT:
             assert prefill.stored_of(index) == PROMPT_TOKENS // STEP_TOKENS
-    assert not [name for name in prefill.counters if name.startswith("stores_")]
+    assert not [metric for metric in prefill.counters if metric.family == "stores_shed"]
     assert not prefill.planner.is_awaited
 
 
@@ -159,7 +161,7 @@ def test_what_has_no_room_waits_until_reports_come(name: str, late: int) -> None
     prefill = Prefill(geometry, step_bytes(geometry), late, 200 * geometry.hash_tokens)
     for _ in range(steps):
         prefill.step(STEP_TOKENS)
-    assert prefill.counters["stores_no_staging"]
+    assert prefill.counters[stores_shed(Shed.NO_STAGING)]
     for _ in range((late + 1) * steps * 2):
         prefill.step(1)
     groups = geometry.groups
@@ -200,15 +202,15 @@ def test_an_object_that_no_staging_holds_is_declined() -> None:
     assert stored
     assert GroupKind.FULL not in stored
     declined = STEP_TOKENS // geometry.chunk_tokens
-    assert prefill.counters["stores_too_large"] == declined
+    assert prefill.counters[stores_shed(Shed.TOO_LARGE)] == declined
     prefill.step(1)
-    assert prefill.counters["stores_too_large"] == declined
+    assert prefill.counters[stores_shed(Shed.TOO_LARGE)] == declined
 
     states = LAYOUTS["qwen3next"]
     prefill = Prefill(states, 1, 0, 0)
     prefill.step(STEP_TOKENS)
     assert prefill.stored == set()
-    assert prefill.counters["stores_too_large"] == STEP_TOKENS // states.chunk_tokens + 2
+    assert prefill.counters[stores_shed(Shed.TOO_LARGE)] == STEP_TOKENS // states.chunk_tokens + 2
 
 
 def test_a_lost_daemon_gives_no_staging_back() -> None:
@@ -218,7 +220,7 @@ def test_a_lost_daemon_gives_no_staging_back() -> None:
     assert prefill.step(STEP_TOKENS)
     prefill.planner.on_connection_lost()
     assert prefill.step(STEP_TOKENS) == 0
-    assert prefill.counters["stores_no_staging"] == 1
+    assert prefill.counters[stores_shed(Shed.NO_STAGING)] == 1
     assert prefill.planner.committed == []
     assert prefill.step(1) == STEP_TOKENS // geometry.chunk_tokens
 

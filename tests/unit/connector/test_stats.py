@@ -14,35 +14,29 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from hybridkv.connector.metrics import (
+    ATTACH_FAILED,
+    BYTES_LOADED,
+    LOOKUPS_HIT,
+    STATS_DROPPED_OBSERVATIONS,
+    STATS_MALFORMED,
+    TOKENS_LOADED,
+    declined,
+    loaded_from,
+)
+from hybridkv.core.metrics import Metric
+from hybridkv.vllm.hook_guard import fault
+from hybridkv.wire.messages import Decline
 from tests.chance import examples
 
 pytestmark = pytest.mark.engine
 
 SOURCE = Path(__file__).parents[3] / "src" / "hybridkv"
-ELSEWHERE = {
-    "plan_failed",
-    "loads_other_weights",
-    "loads_other_adapter",
-    "rank_loads_failed",
-    "attach_failed",
-    "workers_disabled",
-    "removals_overflowed",
-    "transition_ignored_state",
-    "switched_off",
-    "quarantined",
-    "begun_anew",
-    "slow_hooks",
-}
-"""Counters whose metric is the one for all others."""
 FAMILY_NAMES = st.sampled_from(("lookup_wait_seconds", "load_seconds"))
-COUNTERS = (
-    "lookups_hit",
-    "lookups_late_room",
-    "tokens_loaded_from_disk",
-    "tokens_loaded",
-    "bytes_loaded",
-    "new_one",
-)
+FROM_DISK, LATE_ROOM = loaded_from("disk"), declined(Decline.LATE_ROOM)
+COUNTERS = (LOOKUPS_HIT, LATE_ROOM, FROM_DISK, TOKENS_LOADED, BYTES_LOADED, ATTACH_FAILED)
+HITS = ["lookups", ["hit", "found"], 2]
+"""Two hits, as they are in a payload."""
 
 
 class Scraped:
@@ -86,7 +80,7 @@ def one_engine() -> Scraped:
     return Scraped({0: ["m", "0"]})
 
 
-Step = tuple[list[tuple[str, int]], list[tuple[str, float]], int, bool]
+Step = tuple[list[tuple[Metric, int]], list[tuple[str, float]], int, bool]
 STEPS = st.lists(
     st.tuples(
         st.lists(st.tuples(st.sampled_from(COUNTERS), st.integers(0, 1000)), max_size=4),
@@ -108,7 +102,7 @@ def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: lis
     from hybridkv.connector import HybridKVConnector
     from hybridkv.connector.stats import HybridKVStats, StatsCollector
 
-    counters: Counter[str] = Counter()
+    counters: Counter[Metric] = Counter()
     meter, scraped = StatsCollector(counters), one_engine()
     observed: Counter[str] = Counter()
     kept: HybridKVStats | None = None
@@ -116,8 +110,8 @@ def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: lis
     before = scraped.values()
     last: Step = ([], [], steps[-1][2] if steps else 0, True)
     for counted, seen, gauge, is_sent in [*steps, last]:
-        for name, added in counted:
-            counters[name] += added
+        for metric, added in counted:
+            counters[metric] += added
         for name, value in seen:
             meter.add_observation(name, value)
             observed[name] += 1
@@ -140,23 +134,20 @@ def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: lis
         )
         before = after
     assert meter.take_payload({"loads_pending": last[2]}) is None, "nothing is told twice"
-    assert interval.data["counters"] == {name: value for name, value in counters.items() if value}
+    assert interval.counters == {metric: value for metric, value in counters.items() if value}
     assert {name: len(values) for name, values in interval.data["observed"].items()} == observed
-    assert scraped.total("loaded_tokens_total") == counters["tokens_loaded"]
-    assert (
-        scraped.total("loaded_tokens_by_tier_total", tier="disk")
-        == counters["tokens_loaded_from_disk"]
-    )
-    assert scraped.total("lookups_total", result="hit") == counters["lookups_hit"]
-    assert scraped.total("lookups_total", reason="late_room") == counters["lookups_late_room"]
-    assert scraped.total("load_bytes_total") == counters["bytes_loaded"]
-    assert scraped.total("events_total", event="new_one") == counters["new_one"]
+    assert scraped.total("loaded_tokens_total") == counters[TOKENS_LOADED]
+    assert scraped.total("loaded_tokens_by_tier_total", tier="disk") == counters[FROM_DISK]
+    assert scraped.total("lookups_total", result="hit") == counters[LOOKUPS_HIT]
+    assert scraped.total("lookups_total", reason="late_room") == counters[LATE_ROOM]
+    assert scraped.total("load_bytes_total") == counters[BYTES_LOADED]
+    assert scraped.total("events_total", event="attach_failed") == counters[ATTACH_FAILED]
     for name, count in observed.items():
         assert scraped.total(f"{name}_count") == count
     assert scraped.total("loads_pending") == last[2]
     line = interval.reduce()
-    assert line["Lookup hits"] == counters["lookups_hit"]
-    assert line.get("from disk", 0) == counters["tokens_loaded_from_disk"]
+    assert line["Lookup hits"] == counters[LOOKUPS_HIT]
+    assert line.get("from disk", 0) == counters[FROM_DISK]
     interval.reset()
     assert interval.is_empty()
 
@@ -176,8 +167,14 @@ JUNK = st.recursive(
             max_size=3,
         )
         | st.dictionaries(
-            st.sampled_from((*COUNTERS, "load_seconds", "breaker_open", "stats_malformed")),
-            inner,
+            st.sampled_from(("lookups", "load_seconds", "breaker_open")), inner, max_size=3
+        )
+        | st.lists(
+            st.tuples(
+                st.sampled_from(("lookups", "events", "load_seconds")),
+                st.lists(st.sampled_from(("hit", "", "stats_malformed")) | inner, max_size=3),
+                inner,
+            ),
             max_size=3,
         )
     ),
@@ -186,7 +183,8 @@ JUNK = st.recursive(
 
 
 @settings(max_examples=examples(300))
-@example({"counters": {"stats_malformed": 1 << 61}})
+@example({"counters": [["events", ["stats_malformed"], 1 << 61]]})
+@example({"counters": [["events", ["stats_malformed"], 1 << 61]] * 2})
 @given(
     st.fixed_dictionaries(
         {}, optional={"counters": JUNK, "gauges": JUNK, "observed": JUNK, "x": JUNK}
@@ -222,29 +220,27 @@ def junk_scraped() -> Scraped:
 @pytest.mark.parametrize(
     ("payload", "malformed"),
     [
-        ({"counters": {"loads": -1, "lookups_hit": 2}}, 1),
+        ({"counters": [["loads", ["loaded"], -1], HITS]}, 1),
         (
             {
-                "counters": {
-                    "loads": math.nan,
-                    "losses": math.inf,
-                    "lookups": True,
-                    "lookups_hit": 2,
-                }
+                "counters": [
+                    ["loads", ["loaded"], math.nan],
+                    ["daemon_losses", [], math.inf],
+                    ["lookups_asked", [], True],
+                    HITS,
+                ]
             },
             3,
         ),
-        ({"counters": {7: 1, "": 1, "lookups_hit": 2}, "what": {}}, 3),
-        ({"counters": {"lookups_hit": 2}, "gauges": [1], "observed": {"load_seconds": "1"}}, 2),
-        ({"counters": {"lookups_hit": 2}, "observed": {"load_seconds": [0.5, -1, None]}}, 2),
-        (
-            {
-                "counters": {"lookups_hit": 2},
-                "gauges": {"no_such": 1},
-                "observed": {"loads": [1.0]},
-            },
-            2,
-        ),
+        ({"counters": [7, ["loads", ["loaded"]], ["loads", "loaded", 1], HITS], "what": {}}, 4),
+        ({"counters": [["no_such", [], 1], [["loads"], ["loaded"], 1], HITS]}, 2),
+        ({"counters": [["loads", [], 1], ["loads", ["loaded", "ram"], 1], HITS]}, 2),
+        ({"counters": [["loads", [""], 1], ["loads", [7], 1], ["loads", ["x" * 257], 1], HITS]}, 3),
+        ({"counters": [["breaker_open", [], 1], ["load_seconds", [], 1], HITS]}, 2),
+        ({"counters": [["loads", ["loaded"], (1 << 62) - 1]] * 2 + [HITS]}, 1),
+        ({"counters": [HITS], "gauges": [1], "observed": {"load_seconds": "1"}}, 2),
+        ({"counters": [HITS], "observed": {"load_seconds": [0.5, -1, None]}}, 2),
+        ({"counters": [HITS], "gauges": {"no_such": 1}, "observed": {"loads": [1.0]}}, 2),
     ],
 )
 def test_what_is_malformed_is_counted_and_the_rest_is_taken(
@@ -277,7 +273,26 @@ def test_more_observations_than_a_payload_may_have_are_counted() -> None:
     stats = HybridKVStats({"observed": {"load_seconds": [1.0] * OBSERVATIONS_MAX}})
     stats.aggregate(HybridKVStats({"observed": {"load_seconds": [2.0] * 5}}))
     assert len(stats.data["observed"]["load_seconds"]) == OBSERVATIONS_MAX
-    assert stats.data["counters"] == {"stats_dropped_observations": 5}
+    assert stats.counters == {STATS_DROPPED_OBSERVATIONS: 5}
+
+
+def test_more_counters_than_a_payload_may_have_are_malformed() -> None:
+    from hybridkv.connector.stats import NAMES_MAX, HybridKVStats
+
+    tiers = [[*loaded_from(f"t{number}"), 1] for number in range(NAMES_MAX + 5)]
+    counters = HybridKVStats({"counters": [*tiers, *tiers]}).counters
+    assert counters.pop(STATS_MALFORMED) == 5
+    assert set(counters.values()) == {2}
+    assert len(counters) == NAMES_MAX
+
+
+def test_the_payload_is_made_of_plain_values() -> None:
+    """vLLM encodes it with msgpack for the API server, and pickles it between its processes."""
+    from hybridkv.connector.stats import HybridKVStats
+
+    stats = HybridKVStats({"counters": [[*LOOKUPS_HIT, 2], (*LATE_ROOM, 1.5)]})
+    assert stats.data["counters"] == [HITS, ["lookups", ["declined", "late_room"], 1.5]]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())) == stats.data
 
 
 def test_engines_are_told_apart_under_the_labels_that_are_given() -> None:
@@ -285,9 +300,9 @@ def test_engines_are_told_apart_under_the_labels_that_are_given() -> None:
     engines: dict[int, list[object]] = {0: ["m", "0", "ours"], 3: ["m", "3", "ours"]}
     scraped = Scraped(engines, ("model_name", "engine", "connector"))
     scraped.metrics.observe(
-        {"counters": {"fault_reset_cache": 2}, "gauges": {"breaker_open": 1}}, 3
+        {"counters": [["faults", ["reset_cache"], 2]], "gauges": {"breaker_open": 1}}, 3
     )
-    scraped.metrics.observe({"counters": {"fault_reset_cache": 5}}, 0)
+    scraped.metrics.observe({"counters": [["faults", ["reset_cache"], 5]]}, 0)
     assert scraped.total("faults_total", engine="3", connector="ours", hook="reset_cache") == 2
     assert scraped.total("faults_total", engine="0", connector="ours", hook="reset_cache") == 5
     assert scraped.total("breaker_open", engine="3") == 1
@@ -299,7 +314,7 @@ def test_labels_from_outside_are_bounded() -> None:
 
     scraped = one_engine()
     for number in range(3 * LABELS_MAX):
-        scraped.metrics.observe({"counters": {f"tokens_loaded_from_t{number}": 1}}, 0)
+        scraped.metrics.observe({"counters": [[*loaded_from(f"t{number}"), 1]]}, 0)
     tiers = {
         name[-1]
         for name in scraped.values()
@@ -310,33 +325,30 @@ def test_labels_from_outside_are_bounded() -> None:
     assert scraped.total("loaded_tokens_by_tier_total") == 3 * LABELS_MAX
 
 
-def test_every_counter_lands_in_one_family() -> None:
-    from hybridkv.connector.stats import EXACT, FAMILIES, PREFIXES, cell_of
-    from hybridkv.observe.status import DECLINES
+def test_every_counter_has_a_family_and_its_labels() -> None:
+    from hybridkv.connector.metrics import FAMILIES
+    from tests.unit.connector.metrics_document import counters
 
-    rooms = ("connector", "vllm")
-    source = "".join(path.read_text() for room in rooms for path in (SOURCE / room).rglob("*.py"))
-    named = set(re.findall(r'(?:counters\[|children\.count\()"(\w+)"', source)) | set(DECLINES)
-    named |= {
-        name.replace("{", "").replace("}", "")
-        for name in re.findall(r'counters\[f"(\w+\{\w+)', source)
-    }
-    assert len(named) > 30
-    assert {name for name in named if cell_of(name)[0] == "events"} == ELSEWHERE & named
-    cells = [cell_of(name) for name in sorted(named)]
-    assert len(set(cells)) == len(cells), "two counters in one cell"
-    for family, labels in (*cells, *EXACT.values(), cell_of("a_new_name")):
+    known = counters()
+    for family, labels in known:
         assert FAMILIES[family].kind == "counter"
         assert len(labels) == len(FAMILIES[family].labels)
         assert all(labels)
-    used = (
-        {family for family, _ in cells}
-        | {family for family, _ in EXACT.values()}
-        | {p[1] for p in PREFIXES}
-    )
-    assert used | {"events"} == {
-        name for name, family in FAMILIES.items() if family.kind == "counter"
-    }
+    families = {name for name, family in FAMILIES.items() if family.kind == "counter"}
+    assert {metric.family for metric in known} == families
+
+
+def test_every_counter_is_counted_somewhere() -> None:
+    from hybridkv.connector import metrics
+    from tests.unit.connector.metrics_document import constants
+
+    paths = [path for path in (SOURCE / "connector").rglob("*.py") if path.name != "metrics.py"]
+    source = "".join(path.read_text() for path in paths)
+    used = set(re.findall(r"\w+", source))
+    names = {name for name, value in vars(metrics).items() if isinstance(value, Metric)}
+    assert len(names) == len({*constants(metrics)}), "two names for one counter"
+    assert names - used <= {"PLAN_FAILED"}, "`declined` counts it"
+    assert set(re.findall(r"Shed\.(\w+)", source)) == {reason.name for reason in metrics.Shed}
 
 
 @given(
@@ -381,24 +393,25 @@ def test_a_worker_tells_its_own_faults_once(tmp_path: Path) -> None:
         connector.start_load_kv(None)
         report = connector.build_connector_worker_meta()
         assert report is not None
-        assert report.counters.get("fault_start_load_kv") == 1
-        assert connector.counters["fault_start_load_kv"] == faults
+        assert report.counters.get(fault("start_load_kv")) == 1
+        assert connector.counters[fault("start_load_kv")] == faults
         assert connector.get_transfer_results(set()).failed_recving == {"r"}
         assert connector.get_kv_connector_stats() is None
     report = connector.build_connector_worker_meta()
     assert report is not None
-    assert "fault_start_load_kv" not in report.counters
+    assert fault("start_load_kv") not in report.counters
     connector.shutdown()
 
 
 def test_the_document_names_every_counter_of_multiconnector() -> None:
-    from tests.unit.connector.metrics_document import MULTI_EVENTS
+    from hybridkv.multi import counters
+    from hybridkv.vllm import hook_guard
+    from tests.unit.connector.metrics_document import MULTI_EVENTS, constants
 
-    paths = [*(SOURCE / "multi").glob("*.py"), SOURCE / "vllm" / "hook_guard.py"]
-    source = "".join(path.read_text() for path in paths)
-    named = set(re.findall(r'(?:counters\[|children\.count\()"(\w+)"', source))
-    named |= set(re.findall(r'"(fault_\w+)"', source)) | {"fault_*"}
-    assert named - {"fault_get_transfer_results"} == set(MULTI_EVENTS)
+    source = "".join(path.read_text() for path in (SOURCE / "multi").glob("*.py"))
+    faults = {"*", "stats", *re.findall(r'child\.attempt\("(\w+)"', source)}
+    named = {*constants(counters), *constants(hook_guard), *map(fault, faults)}
+    assert named == set(MULTI_EVENTS)
 
 
 def test_the_document_is_what_the_code_gives() -> None:

@@ -9,11 +9,13 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from hybridkv.connector.messages import StepReport
+from hybridkv.connector.metrics import TAILS_STORED, Shed, stores_shed
 from hybridkv.connector.scheduler.requests import DraftedTokens, TrackedRequest, block_tables
 from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes
+from hybridkv.core.metrics import Metric
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.vllm.adapters import Adapters
@@ -150,7 +152,7 @@ class Step:
         if unit:
             self.geometry = replace(self.geometry, hash_tokens=unit, alignment_tokens=unit)
         self.tokens = chunks * self.geometry.chunk_tokens
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[Metric] = Counter()
         limits = StoreLimits(self.tokens, with_tails=bool(unit))
         self.stores = StorePlanner(self.geometry, limits, self.counters)
         self.request = SimpleNamespace(
@@ -246,7 +248,7 @@ def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
     chunk = step.geometry.chunk_tokens
     offers = [(0, 1, chunk), (1, 1, chunk + 1), (0, 0, 2 * chunk), (1, 3, 3 * chunk), (9, 1, chunk)]
     assert step.stored(2 * chunk, offers)[0] == {0}
-    assert step.counters["states_unaligned"] == 4
+    assert step.counters[stores_shed(Shed.STATE_UNALIGNED)] == 4
     assert step.stored(2 * chunk, offers)[0] == set(), "offered again after a load"
     step.tracked.lookup.found = Found(1, 1, 0, [b"", b"\0\0\1", b""], b"", b"")
     assert step.stored(3 * chunk, [(1, 3, 3 * chunk)])[1] == set(), "the lookup found it"
@@ -261,7 +263,7 @@ def test_a_state_whose_block_the_request_has_lost_is_not_stored(block: int) -> N
     step = Step("qwen3next", 4)
     chunk = step.geometry.chunk_tokens
     assert step.stored(chunk, [(0, 1, chunk), (1, block, chunk)]) == {0: {0}, 1: set(), 2: {0}}
-    assert step.counters["states_freed"] == 1
+    assert step.counters[stores_shed(Shed.STATE_FREED)] == 1
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
@@ -300,15 +302,15 @@ def test_what_is_not_stored_for_want_of_proof_is_counted_once() -> None:
     chunk = step.geometry.chunk_tokens
     step.tracked.drafted = drafted = DraftedTokens(0, proven=9 * chunk, storable=chunk)
     assert step.stored(2 * chunk) == {0: {0}, 1: {0}}
-    assert step.counters["stores_unproven"] == 0
+    assert step.counters[stores_shed(Shed.UNPROVEN)] == 0
     drafted.proven = drafted.storable = 0
     step.tracked.lookup.found = Found(1, 1, 0, [b"\0\0\1\0", b"\0\0\0\0"], b"", b"")
     for _ in range(2):
         assert step.stored(3 * chunk + 1) == {0: set(), 1: set()}
-        assert step.counters["stores_unproven"] == 1 + 2
+        assert step.counters[stores_shed(Shed.UNPROVEN)] == 1 + 2
     step.request.num_computed_tokens = 3 * chunk + 1
     step.stored(chunk)
-    assert step.counters["stores_unproven"] == 3 + 2
+    assert step.counters[stores_shed(Shed.UNPROVEN)] == 3 + 2
 
 
 @pytest.mark.parametrize("unit", [0, 64])
@@ -321,12 +323,12 @@ def test_nothing_is_stored_after_what_a_lookup_can_find(
     chunk = step.geometry.chunk_tokens
     offers = [(0, 2, 2 * chunk), (1, 3, 3 * chunk)]
     assert step.stored(4 * chunk, offers) == {0: {1}, 1: set(), 2: {0, 1}}
-    assert step.counters["stores_beyond_lookup"] == 2 + 1
+    assert step.counters[stores_shed(Shed.BEYOND_LOOKUP)] == 2 + 1
     assert step.stored(4 * chunk) == {0: set(), 1: set(), 2: set()}
-    assert step.counters["stores_beyond_lookup"] == 3
+    assert step.counters[stores_shed(Shed.BEYOND_LOOKUP)] == 3
     inside = [(0, 50, 2 * chunk + 64), (1, 60, 2 * chunk + 64)]
     assert step.stored(4 * chunk, inside if unit else []) == {0: set(), 1: set(), 2: set()}
-    assert step.counters["stores_beyond_lookup"] == (6 if unit else 3)
+    assert step.counters[stores_shed(Shed.BEYOND_LOOKUP)] == (6 if unit else 3)
 
 
 def test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk() -> None:
@@ -335,9 +337,9 @@ def test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk() -> None:
     end = 2 * step.geometry.chunk_tokens + 128
     offers = [(0, 50, end), (1, 60, end)]
     step.stored(end - 64, offers)
-    assert step.counters["tails_stored"] == 0, "the step does not reach its end"
+    assert step.counters[TAILS_STORED] == 0, "the step does not reach its end"
     step.stored(end, offers[:1])
-    assert step.counters["tails_stored"] == 0, "a group has no state there"
+    assert step.counters[TAILS_STORED] == 0, "a group has no state there"
     assert step.stored(end, offers) == {0: {2}, 1: {2}, 2: {2}}
     tails = [storing for storing in step.stores.storing.values() if storing.tail_tokens]
     assert [[*tail.run.span.blocks] for tail in tails] == [[50], [60], [3]]
@@ -348,7 +350,7 @@ def test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk() -> None:
     found.tracked.lookup.tails = hashes[2 * 4] + hashes[2 * 4 + 1]
     found.tracked.lookup.found = Found(1, 1, 3, [b""] * 3, b"", b"", tail=2)
     found.stored(end, offers)
-    assert found.counters["tails_stored"] == 0, "the lookup found it"
+    assert found.counters[TAILS_STORED] == 0, "the lookup found it"
 
 
 def test_without_slots_a_store_waits_with_its_prefix_first() -> None:
@@ -359,7 +361,7 @@ def test_without_slots_a_store_waits_with_its_prefix_first() -> None:
     }
     step.stores.credits.forget_slots()
     assert step.stored(step.tokens) == {0: set()}
-    assert step.counters["stores_no_slot"] == 1
+    assert step.counters[stores_shed(Shed.NO_SLOT)] == 1
     slots = pack_u64([1, 2, 3])
     step.stores.credits.on_granted(shape, slots, slots, 0.0)
     assert step.stored(step.tokens) == {0: {0, 1, 2}}

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from hybridkv.client.control import ControlClient
+from hybridkv.connector.metrics import DAEMON_LOSSES
+from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import parse_settings
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.vllm.hook_guard import fault
 from tests.unit.connector.requests import make_role
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes
 from tests.waiting import until
@@ -41,7 +44,7 @@ def make_request(name: str) -> Any:
 def test_what_went_is_heard_over_every_connection(daemon: DaemonProcess) -> None:
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
-    counters: Counter[str] = Counter()
+    counters: Counter[Metric] = Counter()
     settings = parse_settings(
         {"server": f"unix://{daemon.socket_path}", "lookup_timeout_ms": 10_000, "audit": "off"}
     )
@@ -81,8 +84,8 @@ def test_what_went_is_heard_over_every_connection(daemon: DaemonProcess) -> None
             else:
                 control.clear_objects()
             until(lambda: hears(BlockRemoved, CHUNKS), "what was announced is withdrawn")
-        assert counters["losses"] == 1
-        assert not counters["fault_kv_events"]
+        assert counters[DAEMON_LOSSES] == 1
+        assert not counters[fault("kv_events")]
     side.close()
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from hybridkv.connector.metrics import COPIES_UNPINNED, LOADS_OTHER_ADAPTER, Shed, stores_shed
+
 pytestmark = pytest.mark.engine
 
 
@@ -122,7 +124,7 @@ def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> 
     report = worker.take_step_report()
     assert report.done == {1: {0}}
     assert report.unstored == {1: {1}}
-    assert report.counters["stores_hole"] == 1
+    assert report.counters[stores_shed(Shed.HOLE)] == 1
 
 
 def test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done_with_it() -> None:
@@ -154,12 +156,12 @@ def test_a_worker_whose_device_failed_offers_nothing() -> None:
     """What it copied before is counted, and the scheduler plans nothing for it any more."""
 
     worker = worker_role()
-    pipeline = SimpleNamespace(take_counters=lambda: {"copies_unpinned": 3.0})
+    pipeline = SimpleNamespace(take_counters=lambda: {COPIES_UNPINNED: 3.0})
     worker.factory = SimpleNamespace(pipeline=pipeline, is_alive=True)
     worker.boot = "b"
     report = worker.take_step_report()
     assert report.boots == {"b": 1}
-    assert report.counters["copies_unpinned"] == 3
+    assert report.counters[COPIES_UNPINNED] == 3
     worker.factory.is_alive = False
     report = worker.take_step_report()
     assert report.boots == {}
@@ -210,7 +212,7 @@ def test_a_load_of_an_adapter_begins_only_while_the_engine_has_it() -> None:
     assert failed(1) == {"others"}
     report = role.take_step_report()
     assert report.adapters == {1: {1: digest}}
-    assert report.counters["loads_other_adapter"] == 1
+    assert report.counters[LOADS_OTHER_ADAPTER] == 1
     other_rank = StepReport(adapters={0: {1: b"", 2: b""}})
     assert report.aggregate(other_rank).adapters == {0: {1: b"", 2: b""}, 1: {1: digest}}
     engine.manager.remove_adapter(1)

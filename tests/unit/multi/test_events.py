@@ -14,8 +14,9 @@ from vllm.distributed.kv_events import KVConnectorKVEvents  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 
-from hybridkv.multi.children import CounterKey  # noqa: E402
+from hybridkv.multi.counters import REPORTS_ABSORBED, CounterKey  # noqa: E402
 from hybridkv.multi.messages import ChildEvents, ChildMessage, MultiReport  # noqa: E402
+from hybridkv.vllm.hook_guard import event, fault  # noqa: E402
 from tests.unit.multi.multiengine import MultiEngine, child, hybrid  # noqa: E402
 from tests.unit.multi.scripted import Note, Script, ScriptedError  # noqa: E402
 
@@ -121,8 +122,8 @@ def test_events_that_cannot_be_merged_end_nothing_and_are_counted(hook: str) -> 
     assert [events and events.names for events in bad.events] == [
         None if hook else ["bad0", "bad1"]
     ]
-    assert engine.connector.counters.get("bad: fault_kv_events", 0) == bool(hook)
-    assert "good: fault_kv_events" not in engine.connector.counters
+    assert engine.connector.counters[CounterKey("bad", fault("kv_events"))] == bool(hook)
+    assert CounterKey("good", fault("kv_events")) not in engine.connector.counters
     assert engine.connector.children.all[0].is_alive
 
 
@@ -135,7 +136,7 @@ def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
             kv_connector_worker_meta=MultiReport(
                 [ChildMessage(0, Note(1) if rank else UnmergeableNote()), ChildMessage(1, Note(1))],
                 counters=Counter(
-                    {CounterKey("", "reports_absorbed"): 2, CounterKey("", f"only{rank}"): 1}
+                    {CounterKey("", REPORTS_ABSORBED): 2, CounterKey("", event(f"only{rank}")): 1}
                 ),
             )
         )
@@ -143,6 +144,7 @@ def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
     engine.connector.update_connector_output(output)
     assert [note and note.steps for note in (*bad.notes, *good.notes)] == [None, 2]
     counters = engine.connector.counters
-    assert counters["bad: fault_aggregate"] == counters["only0"] == counters["only1"] == 1
-    assert counters["reports_absorbed"] == 4
-    assert "good: fault_aggregate" not in counters
+    assert counters[CounterKey("bad", fault("aggregate"))] == 1
+    assert counters[CounterKey("", event("only0"))] == counters[CounterKey("", event("only1"))] == 1
+    assert counters[CounterKey("", REPORTS_ABSORBED)] == 4
+    assert CounterKey("good", fault("aggregate")) not in counters

@@ -3,15 +3,20 @@
 from collections.abc import Callable
 
 from hybridkv.vllm.hook_guard import (
+    BEGUN_ANEW,
     FAULTS_MAX,
     FAULTS_SECONDS,
     PAUSE_SECONDS,
     PAUSE_SECONDS_MAX,
+    QUARANTINED,
+    SLOW_HOOKS,
+    SWITCHED_OFF,
     HookGuard,
+    fault,
 )
 
 
-def fault() -> int:
+def raise_error() -> int:
     raise ValueError("a fault")
 
 
@@ -19,18 +24,18 @@ def test_a_side_that_is_switched_off_tells_people_until_that_fails_too() -> None
     guard = HookGuard("scheduler")
     for _ in range(FAULTS_MAX):
         assert guard.is_on
-        assert guard.run_hook("arrive", fault, lambda: 7) == 7
+        assert guard.run_hook("arrive", raise_error, lambda: 7) == 7
     assert not guard.is_on
     assert guard.run_hook("arrive", lambda: 1, lambda: 7) == 7
-    assert guard.counters["switched_off"] == 1
+    assert guard.counters[SWITCHED_OFF] == 1
     assert guard.run_hook("tell", lambda: 1, lambda: 7, tells=True) == 1
-    assert guard.run_hook("tell", fault, lambda: 7, tells=True) == 7
+    assert guard.run_hook("tell", raise_error, lambda: 7, tells=True) == 7
     assert guard.run_hook("tell", lambda: 1, lambda: 7, tells=True) == 7, "once is enough"
     assert guard.counters == {
-        "fault_arrive": FAULTS_MAX,
-        "fault_tell": 1,
-        "switched_off": 2,
-        "quarantined": 1,
+        fault("arrive"): FAULTS_MAX,
+        fault("tell"): 1,
+        SWITCHED_OFF: 2,
+        QUARANTINED: 1,
     }
 
 
@@ -39,10 +44,10 @@ def test_faults_count_per_time_and_not_per_life() -> None:
     guard = HookGuard("scheduler", lambda: now)
     for _ in range(3 * FAULTS_MAX):
         now += FAULTS_SECONDS / (FAULTS_MAX - 2)
-        guard.run_hook("arrive", fault, lambda: 7)
+        guard.run_hook("arrive", raise_error, lambda: 7)
     assert guard.is_on
     for _ in range(FAULTS_MAX - 1):
-        guard.run_hook("arrive", fault, lambda: 7)
+        guard.run_hook("arrive", raise_error, lambda: 7)
     assert not guard.is_on
 
 
@@ -67,7 +72,7 @@ def test_pauses_double_until_the_side_was_on_for_long() -> None:
     now += PAUSE_SECONDS_MAX
     assert pause() == 60
     assert len(renewed) == 9
-    assert guard.counters == {"quarantined": 9, "begun_anew": 9}
+    assert guard.counters == {QUARANTINED: 9, BEGUN_ANEW: 9}
 
 
 def test_a_side_that_cannot_begin_anew_pauses_longer() -> None:
@@ -75,10 +80,10 @@ def test_a_side_that_cannot_begin_anew_pauses_longer() -> None:
     guard = HookGuard("scheduler", lambda: now)
     guard.pause("the test says so")
     now += PAUSE_SECONDS
-    guard.begin_anew(fault)
+    guard.begin_anew(raise_error)
     assert not guard.is_on
     assert guard.pause_seconds == 2 * PAUSE_SECONDS
-    assert guard.counters["fault_begin_anew"] == 1
+    assert guard.counters[fault("begin_anew")] == 1
 
 
 def test_a_fatal_fault_is_the_last_and_its_hook_goes_on_in_a_pause() -> None:
@@ -89,7 +94,7 @@ def test_a_fatal_fault_is_the_last_and_its_hook_goes_on_in_a_pause() -> None:
     assert guard.run_hook("asked", lambda: 1, lambda: 7) == 7
     assert guard.run_hook("told", lambda: 1, lambda: 7, pauses=False) == 1
     assert guard.run_hook("plan", lambda: 1, lambda: 7, fatal=True) == 1
-    assert guard.run_hook("plan", fault, lambda: 7, fatal=True) == 7
+    assert guard.run_hook("plan", raise_error, lambda: 7, fatal=True) == 7
     assert guard.is_over
     now += PAUSE_SECONDS
     guard.begin_anew(lambda: None)
@@ -116,13 +121,8 @@ def test_the_second_slow_hook_ends_the_engines_wait() -> None:
     assert guard.is_on
     assert hook(1.0) == 1
     assert guard.is_on, "the first one is long ago"
-    assert hook(1.0, fault) == 7
+    assert hook(1.0, raise_error) == 7
     assert not guard.is_on
     assert hook(9.0) == 7
-    assert guard.counters == {
-        "slow_hooks": 3,
-        "fault_arrive": 1,
-        "quarantined": 1,
-        "switched_off": 1,
-    }
+    assert guard.counters == {SLOW_HOOKS: 3, fault("arrive"): 1, QUARANTINED: 1, SWITCHED_OFF: 1}
     assert now < FAULTS_SECONDS + 20, "a side that pauses is not asked"

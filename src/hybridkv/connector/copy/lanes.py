@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
+from hybridkv.connector import metrics
 from hybridkv.connector.copy.device import (
     CopyList,
     DeviceError,
@@ -37,6 +38,7 @@ from hybridkv.connector.copy.staging import (
 from hybridkv.connector.copy.tables import encoded_bytes
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.metrics import Metric
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -92,8 +94,8 @@ class Barrier:
 class CopyLane(ABC, Generic[Job, Transfer]):
     """The part that both lanes share: jobs, batches in flight, and how they end."""
 
-    seconds_counter: ClassVar[str]  # Counts the time in which batches were in flight.
-    bytes_counter: ClassVar[str]  # Counts the bytes of objects that are over.
+    seconds_counter: ClassVar[Metric]  # Counts the time in which batches were in flight.
+    bytes_counter: ClassVar[Metric]  # Counts the bytes of objects that are over.
 
     def __init__(self, context: DeviceContext, staging: Staging) -> None:
         self.jobs: JobQueue[Job | Barrier] = JobQueue()
@@ -241,8 +243,8 @@ class CopyLane(ABC, Generic[Job, Transfer]):
 class StoreLane(CopyLane[StoreTransfer, StoreTransfer]):
     """Copies parts from the ring to their slots and signs them."""
 
-    seconds_counter = "device_store_seconds"
-    bytes_counter = "device_store_bytes"
+    seconds_counter = metrics.DEVICE_STORE_SECONDS
+    bytes_counter = metrics.DEVICE_STORE_BYTES
 
     def __init__(self, context: DeviceContext, staging: Staging, descriptor_ring: Ring) -> None:
         super().__init__(context, staging)
@@ -276,21 +278,22 @@ class StoreLane(CopyLane[StoreTransfer, StoreTransfer]):
             attached.part.write_signature(attached.arena, transfer.op, digests)
         if is_equal:
             return None
-        self._context.count_event("stores_not_equal")
+        self._context.count_event(metrics.stores_shed(metrics.Shed.NOT_EQUAL))
         return HybridKVError("the slot's bytes are not those of the blocks")
 
     def _report(self, transfer: StoreTransfer, error: Fault) -> None:
         if transfer.descriptor_bytes:
             self._descriptor_ring.free_oldest(transfer.descriptor_bytes)
-        self._context.count_event("stores_device_failed", isinstance(error, DeviceError))
+        is_device_error = isinstance(error, DeviceError)
+        self._context.count_event(metrics.stores_shed(metrics.Shed.DEVICE_FAILED), is_device_error)
         transfer.done(transfer.op, error is None)
 
 
 class LoadLane(CopyLane[LoadJob, LoadTransfer]):
     """Copies slots into the ring, scatters them into the engine's blocks, and proves them."""
 
-    seconds_counter = "device_load_seconds"
-    bytes_counter = "device_load_bytes"
+    seconds_counter = metrics.DEVICE_LOAD_SECONDS
+    bytes_counter = metrics.DEVICE_LOAD_BYTES
 
     def __init__(
         self, context: DeviceContext, staging: Staging, descriptors: Descriptors, entry_bytes: int

@@ -40,8 +40,10 @@ from hybridkv.connector.copy.staging import (
     Staging,
 )
 from hybridkv.connector.copy.tables import ENTRY, NUMBER_BYTES, encoded_bytes, make_tables
+from hybridkv.connector.metrics import Shed, stores_shed
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.metrics import Metric
 from hybridkv.core.sizes import format_size
 from hybridkv.shm.arena import Arena
 
@@ -142,7 +144,7 @@ class CopyPipeline:
         """True until an error ends all copies of this rank."""
         return not self.context.fatal_error
 
-    def take_counters(self) -> dict[str, float]:
+    def take_counters(self) -> dict[Metric, float]:
         """Return what was counted since the last call."""
         return self.context.take_own_counts()
 
@@ -175,7 +177,7 @@ class CopyPipeline:
             ring_offset, part_bytes = None, context.tables.part_bytes(op)
             if not context.fatal_error and context.tables.has_blocks(op):
                 ring_offset = None if descriptor_offset is None else ring.reserve(part_bytes)
-                context.count_event("stores_staging_full", ring_offset is None)
+                context.count_event(stores_shed(Shed.STAGING_FULL), ring_offset is None)
             if ring_offset is None:
                 done(op, False)
             else:

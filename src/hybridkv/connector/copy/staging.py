@@ -22,7 +22,9 @@ from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pins import Pins
 from hybridkv.connector.copy.ring import Ring
 from hybridkv.connector.copy.tables import ENTRY, NUMBER_BYTES, BlockTables, KernelLaunch, encode
+from hybridkv.connector.metrics import COPIES_UNPINNED
 from hybridkv.core.copies import CopyOp
+from hybridkv.core.metrics import Metric
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
 
@@ -53,16 +55,16 @@ class DeviceContext:
     device_rows: torch.Tensor  # The rows of `tables` on the device.
     sizes: CopySizes
     fatal_error: str = ""  # The error that ended the copier; it copies nothing any more.
-    _counters: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _counters: defaultdict[Metric, float] = field(default_factory=lambda: defaultdict(float))
     _lock: Lock = field(default_factory=Lock)
 
-    def count_event(self, name: str, amount: float = 1) -> None:
+    def count_event(self, metric: Metric, amount: float = 1) -> None:
         """Add to a counter. Any thread may call it."""
         if amount:
             with self._lock:
-                self._counters[name] += amount
+                self._counters[metric] += amount
 
-    def take_own_counts(self) -> dict[str, float]:
+    def take_own_counts(self) -> dict[Metric, float]:
         """Return what was counted since the last call."""
         with self._lock:
             counters = dict(self._counters)
@@ -208,7 +210,7 @@ class Staging:
             )
             for offset, size, is_pinned in pieces:
                 if not is_pinned:
-                    self._context.count_event("copies_unpinned")
+                    self._context.count_event(COPIES_UNPINNED)
                     yield from self._copy_unpinned(
                         batch, arena_address + offset, staging_address + offset, size, into_slot
                     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from hybridkv.connector.messages import ObjectPair, StepPlan, StepReport
+from hybridkv.connector.metrics import audited
 from hybridkv.connector.scheduler.requests import (
     RequestRegistry,
     RequestState,
@@ -268,7 +269,7 @@ class Audits:
         tracked = audit.tracked
         outcome, detail = verdict.outcome, verdict.sentence
         self.budget.on_outcome(audit.identity, outcome)
-        self._counters[f"audits_{outcome}"] += 1
+        self._counters[audited(outcome)] += 1
         tracked.audited = verdict
         self._session.queue_message(
             ReportAudit(wire_name(tracked), outcome, detail[:FACT_MAX]), now

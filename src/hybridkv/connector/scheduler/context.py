@@ -14,6 +14,7 @@ from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.connector.stats import StatsCollector
 from hybridkv.core.audit import AuditBudget
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 from hybridkv.vllm.adapters import Adapters
 from hybridkv.vllm.block_room import BlockRoom, Retention, retention_of
@@ -53,7 +54,10 @@ class EngineLife:
     """
 
     def __init__(
-        self, context: SchedulerContext, counters: Counter[str], weights: WeightsWatch | None = None
+        self,
+        context: SchedulerContext,
+        counters: Counter[Metric],
+        weights: WeightsWatch | None = None,
     ) -> None:
         """`weights` follow the weights that the identity names; None = these never change."""
         geometry = context.geometry

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hybridkv.connector import metrics
 from hybridkv.connector.messages import LoadPlan, StepPlan
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
@@ -146,7 +147,7 @@ class Lookups:
             tracked.lookup.deadline = now + pending.wait_ms / 1e3 + self._answer_seconds
             if len(pending.masks) == len(self.geometry.groups):
                 tracked.lookup.pending = pending
-            self._counters["lookups_promoted"] += 1
+            self._counters[metrics.LOOKUPS_PROMOTED] += 1
 
     def on_found(self, found: Found, now: float) -> None:
         """Keep the answer to a lookup. If its request does not wait any more, end its lease."""
@@ -166,7 +167,7 @@ class Lookups:
             tracked.lookup.lease = 0
             del self._requests.by_lease[found.lease]
         self._audits.on_answer(tracked, found, now)
-        self._counters["lookups_hit" if found.chunks else "lookups_miss"] += 1
+        self._counters[metrics.LOOKUPS_HIT if found.chunks else metrics.LOOKUPS_MISSED] += 1
         if not found.tail and found.chunks * HASH_BYTES < len(tracked.lookup.hashes):
             self._count_limits(found)
 
@@ -175,7 +176,7 @@ class Lookups:
         groups = [group for group, _ in lacking(self.geometry, found.masks, found.chunks + 1)]
         if len(groups) < len(self.geometry.groups):
             for name in [f"{group.gid}:{group.kind}" for group in groups]:
-                self._counters[f"hits_limited_by_{name}"] += 1
+                self._counters[metrics.hits_limited(name)] += 1
 
     def on_flush(self, now: float) -> None:
         """Begin the deadlines of queued lookups, because all that is queued leaves now.
@@ -243,7 +244,7 @@ class Lookups:
         )
         lookup.sent = session.queue_message(message, now)
         self.queued.append(tracked)
-        self._counters["lookups"] += 1
+        self._counters[metrics.LOOKUPS_ASKED] += 1
 
     def _obstacle(self) -> Decline | None:
         """Return the reason for which no hit could be loaded now; None = one could."""
@@ -261,7 +262,7 @@ class Lookups:
         if pending is not None and pending.chunks * self.geometry.chunk_tokens <= local_tokens:
             # Tiers cannot give more than the engine has. Objects in RAM need not be stored again.
             lookup.found = Found(0, 0, 0, pending.masks, b"", b"")
-            self._counters["lookups_outrun"] += 1
+            self._counters[metrics.LOOKUPS_OUTRUN] += 1
             self._requests.advance(tracked, RequestEvent.SETTLED, now)
             return 0
         if not lookup.sent:
@@ -416,12 +417,12 @@ class LoadPlanner:
             group = geometry.groups[run.span.group_index]
             part_bytes = len(run.span.blocks) * group.block_bytes
             loaded_bytes += part_bytes * geometry.parts(group) * geometry.nodes
-        counters["loads"] += 1
-        counters["tails_loaded"] += bool(tracked.lookup.tail_found())
-        counters["tokens_loaded"] += load.tokens
-        counters["bytes_loaded"] += loaded_bytes
+        counters[metrics.LOADS_DONE] += 1
+        counters[metrics.TAILS_LOADED] += bool(tracked.lookup.tail_found())
+        counters[metrics.TOKENS_LOADED] += load.tokens
+        counters[metrics.BYTES_LOADED] += loaded_bytes
         for tier, tokens in self.tiers_of(tracked).items():
-            counters[f"tokens_loaded_from_{tier}"] += tokens
+            counters[metrics.loaded_from(tier)] += tokens
         seconds = now - load.allocated_at
         self.requests.meter.add_observation("load_seconds", seconds)
         request_id, size = tracked.request.request_id, format_size(loaded_bytes)

@@ -26,11 +26,14 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
+from hybridkv.connector import metrics
 from hybridkv.connector.scheduler.announced import AnnouncedChunks
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.connector.scheduler.stores import StoredObjects
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.metrics import Metric
+from hybridkv.vllm.hook_guard import fault
 from hybridkv.vllm.versions import to_event_extra_keys
 from hybridkv.wire.messages import Found, Removed
 
@@ -89,7 +92,7 @@ class KVEventPublisher:
     def __init__(
         self,
         geometry: Geometry,
-        counters: Counter[str],
+        counters: Counter[Metric],
         is_on: bool = True,
         group: EventGroup = NO_GROUP,
     ) -> None:
@@ -124,7 +127,7 @@ class KVEventPublisher:
         try:
             work(self)
         except Exception:
-            self._counters["fault_kv_events"] += 1
+            self._counters[fault("kv_events")] += 1
             logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
             self.withdraw_all()
 
@@ -154,7 +157,7 @@ class KVEventPublisher:
     def on_removed(self, removed: Removed) -> None:
         """Withdraw chunks, or announce them below RAM, because RAM has lost objects of them."""
         if removed.everything:
-            self._counters["removals_overflowed"] += 1
+            self._counters[metrics.REMOVALS_OVERFLOWED] += 1
             self.withdraw_all()
         groups = zip_longest(removed.groups, removed.below, fillvalue=0)
         pairs = zip(_split(removed.hashes), groups, strict=False)
@@ -201,7 +204,7 @@ class KVEventPublisher:
                 elif not self.in_ram.knows(hashes[chunk]):
                     not_shown.add(chunk)
         if not_shown:
-            self._counters["chunks_not_shown"] += len(not_shown)
+            self._counters[metrics.CHUNKS_NOT_SHOWN] += len(not_shown)
         if not learned:
             return
         in_ram = self.in_ram.show(hashes, min(learned))
@@ -246,7 +249,7 @@ class KVEventPublisher:
                 kept = array("I", blocks.tokens)
         self.blocks[chunk_hash] = blocks._replace(tokens=kept)
         if not kept:
-            self._counters["chunks_not_kept"] += 1
+            self._counters[metrics.CHUNKS_NOT_KEPT] += 1
         self.kept_tokens += len(kept)
 
     def _queue_stored(self, medium: str, chunk_hashes: Iterable[bytes]) -> None:
@@ -261,7 +264,7 @@ class KVEventPublisher:
             if blocks is None or not blocks.tokens or not has_parent:
                 continue
             self._announced[medium][chunk_hash] = None
-            self._counters["chunks_announced"] += 1
+            self._counters[metrics.CHUNKS_ANNOUNCED] += 1
             names = blocks.names
             known = next((at for at, name in enumerate(names) if not uses[name]), len(names))
             uses.update(names)
@@ -283,7 +286,7 @@ class KVEventPublisher:
             if chunk_hash not in self._announced[medium]:
                 continue
             del self._announced[medium][chunk_hash]
-            self._counters["chunks_withdrawn"] += 1
+            self._counters[metrics.CHUNKS_WITHDRAWN] += 1
             for name in self.blocks[chunk_hash].names:
                 uses[name] -= 1
                 if not uses[name]:

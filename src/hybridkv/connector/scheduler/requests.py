@@ -17,12 +17,14 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from hybridkv.connector.messages import LoadPlan
+from hybridkv.connector.metrics import Shed, declined, transition_ignored
 from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.connector.stats import StatsCollector
 from hybridkv.core.audit import AuditVerdict
 from hybridkv.core.coverage import lacking
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes, lookahead_hashes, pack_hashes
+from hybridkv.core.metrics import Metric
 from hybridkv.core.tails import tail_tokens
 from hybridkv.vllm.adapters import Adapter, AdapterWeights
 from hybridkv.vllm.block_room import BlockRoom
@@ -178,8 +180,8 @@ class TrackedRequest:
     stored_states: set[StoredState] = field(default_factory=set)
     stored_tail: int = 0  # The tokens of the last tail whose store has begun; 0 = none has.
     stored_objects: int = 0  # Objects whose store has begun.
-    shed_chunks: dict[str, int] = field(default_factory=dict)
-    """For each counter of objects that are not stored, the chunk up to which it has counted."""
+    shed_chunks: dict[Shed, int] = field(default_factory=dict)
+    """For each reason not to store objects, the chunk up to which its counter has counted."""
     drafted: DraftedTokens | None = None  # None = it has not run, or no drafter has layers.
     audited: AuditVerdict | None = None  # The verdict of its live audit; None = there is none.
 
@@ -234,7 +236,7 @@ class RequestRegistry:
     session: DaemonSession
     room: BlockRoom
     meter: StatsCollector
-    counters: Counter[str]
+    counters: Counter[Metric]
     by_id: dict[str, TrackedRequest] = field(default_factory=dict)
     by_lease: dict[int, TrackedRequest] = field(default_factory=dict)
     last_lease: int = 0
@@ -247,7 +249,7 @@ class RequestRegistry:
         state = tracked.state
         next_state = TRANSITIONS.get((state, event))
         if next_state is None:
-            self.counters[f"transition_ignored_{state}_{event}"] += 1
+            self.counters[transition_ignored(state, event)] += 1
             return
         tracked.state = next_state
         if next_state in STATES_WITHOUT_LEASE:
@@ -259,7 +261,7 @@ class RequestRegistry:
 
     def decline(self, tracked: TrackedRequest, reason: wire.Decline, detail: str = "") -> None:
         """Count why a request is not served, and keep the reason for `hybridkv explain`."""
-        self.counters[reason.value] += 1
+        self.counters[declined(reason)] += 1
         tracked.declined, tracked.decline_detail = reason, detail
 
     def decline_lookup(

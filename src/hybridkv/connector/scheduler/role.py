@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 from vllm.distributed.kv_events import KVCacheEvent
 
+from hybridkv.connector import metrics
 from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
+from hybridkv.connector.metrics import Shed, stores_shed
 from hybridkv.connector.scheduler import requests
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
@@ -26,6 +28,7 @@ from hybridkv.connector.stats import HybridKVStats
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.access import group_id
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
+from hybridkv.vllm.hook_guard import BEGUN_ANEW, QUARANTINED
 from hybridkv.vllm.weights import WeightsAnswer
 from hybridkv.wire import messages as wire
 
@@ -232,7 +235,7 @@ class SchedulerRole:
             # and that step may be all of a prompt.
             is_attached = session.attached_ranks is None or session.workers_attached()
             if not is_attached:
-                self._counters["stores_unattached"] += len(output.num_scheduled_tokens)
+                self._counters[stores_shed(Shed.UNATTACHED)] += len(output.num_scheduled_tokens)
             elif not self.weights.is_stale and not self.audits.is_cut_off:
                 plan.stores = self.stores.plan_stores(output, self.requests.by_id, tables, number)
             self.audits.add_pairs(plan, now)
@@ -286,12 +289,12 @@ class SchedulerRole:
             session.nodes.on_report(report.number, report.answers)
         session.attached_ranks = report.boots
         self.lookups.patience.prefill.on_step_end(report.number, now)
-        if report.is_disabled or report.counters.get("attach_failed"):
+        if report.is_disabled or report.counters.get(metrics.ATTACH_FAILED):
             session.unmapped = session.boot
         elif session.workers_attached():
             session.unmapped = ""
         for node, slots in report.corrupt.items():
-            self._counters["slots_condemned"] += len(slots)
+            self._counters[metrics.SLOTS_CONDEMNED] += len(slots)
             session.condemn_slots(node, slots, now)
         self._take_weights(report.weights, now)
         if self.audits.on_report(report, now):
@@ -307,7 +310,7 @@ class SchedulerRole:
         digests = self.weights.on_answers(answers)
         if self.weights.is_stale and not was_stale:
             self.stores.withdraw_stores()
-            self._counters["weights_stale"] += 1
+            self._counters[metrics.WEIGHTS_STALE] += 1
             logger.warning(
                 "hybridkv: the weights changed, and the engine's own prefix cache has blocks of "
                 "the old ones, or may have; nothing is loaded or stored until it is reset "
@@ -396,7 +399,7 @@ class SchedulerRole:
         """
         counters = self._counters
         gauges = {
-            "quarantined": counters["quarantined"] - counters["begun_anew"],
+            "quarantined": counters[QUARANTINED] - counters[BEGUN_ANEW],
             "quarantined_since": off_since,
             "quarantined_until": off_since and off_since + off_seconds,
             "breaker_open": int(self.session.breaker.is_open),
@@ -468,7 +471,7 @@ class SchedulerRole:
         elif isinstance(reply, wire.Error):
             # The refused request may have been a commit.
             self.events.update(KVEventPublisher.withdraw_all)
-            self._counters[f"refused_{reply.code}"] += 1
+            self._counters[metrics.daemon_refused(reply.code)] += 1
             logger.warning("hybridkv: the daemon refused a request: %s", reply.message)
 
     def reserve_slots(self, now: float) -> None:

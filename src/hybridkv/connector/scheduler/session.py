@@ -18,11 +18,13 @@ import msgspec
 
 from hybridkv.client.link import Link
 from hybridkv.client.start_daemon import start_detached
+from hybridkv.connector.metrics import DAEMON_CONNECTS, DAEMON_LOSSES, daemon_unsent
 from hybridkv.connector.scheduler.nodes import NodesLink
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.copies import SlotRef
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
+from hybridkv.core.metrics import Metric
 from hybridkv.core.packed import U64, batches, pack_u64
 from hybridkv.wire import messages as wire
 
@@ -54,7 +56,7 @@ class DaemonSession:
     daemon_options: Sequence[str] | None
     """The options that start a daemon which died; None = another program starts it."""
     subscribes: bool  # True if the daemon is to report objects that RAM loses.
-    counters: Counter[str]
+    counters: Counter[Metric]
     on_loss: Callable[[], None]  # Called whenever the connection is lost.
     geometry: Geometry
     group: int | None = None  # The daemon may be another user's, of this group.
@@ -102,7 +104,7 @@ class DaemonSession:
         """Queue a message for the link's next flush. Returns False if it is lost, and counts it."""
         sent = self.link.queue(message, now)
         if not sent:
-            self.counters[f"unsent_{type(message).__name__.lower()}"] += 1
+            self.counters[daemon_unsent(type(message).__name__.lower())] += 1
         return sent
 
     def follow(self, now: float) -> bool:
@@ -130,7 +132,7 @@ class DaemonSession:
         if welcome.boot == self.boot:
             return False
         self.boot, self.reserved_bytes, self.breaker = welcome.boot, 0, Breaker()
-        self.counters["connects"] += 1
+        self.counters[DAEMON_CONNECTS] += 1
         logger.info("hybridkv: connected to the daemon at %s", self.socket_path)
         return self.queue_message(wire.ReportIdentity(describe_facts(self.facts)), now)
 
@@ -155,7 +157,7 @@ class DaemonSession:
         self.queue_message(wire.ReportIdentity(describe_facts(identity.facts)), now)
 
     def _on_lost(self, why: str) -> None:
-        self.counters["losses"] += 1
+        self.counters[DAEMON_LOSSES] += 1
         if self.boot and not self.is_loss_logged:
             self.is_loss_logged = True
             text = "hybridkv: lost the daemon (%s); requests are computed until it is back"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hybridkv.client.credits import SlotCredits
 from hybridkv.connector.messages import StepReport
+from hybridkv.connector.metrics import BYTES_STORED, OBJECTS_STORED, TAILS_STORED, Shed, stores_shed
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.requests import StoredState, TrackedRequest, hit_chunks_max
 from hybridkv.connector.scheduler.staging import StagingCredits
@@ -18,6 +19,7 @@ from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan, storable_spans
 from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.metrics import Metric
 from hybridkv.core.packed import U64, batches, consecutive, pack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.wire.messages import CHANGES_MAX, Commit, Free
@@ -79,7 +81,7 @@ class StorePlanner:
         self,
         geometry: Geometry,
         limits: StoreLimits,
-        counters: Counter[str],
+        counters: Counter[Metric],
         numbers: Iterator[int] | None = None,
         audits: Audits | None = None,
     ) -> None:
@@ -185,12 +187,12 @@ class StorePlanner:
                 # A state needs no later token, and its name can wait for that until the commit.
                 state_tokens = min(tokens, tracked.drafted.proven)
                 if state_tokens < tokens:
-                    self._shed(tracked, "stores_unproven", state_tokens, tokens)
+                    self._shed(tracked, Shed.UNPROVEN, state_tokens, tokens)
                 tokens = min(tokens, tracked.drafted.storable)
             chunks = self._geometry.whole_chunks(tokens)
             if chunks > self._chunks_max:
                 reachable_tokens = self._chunks_max * self._geometry.chunk_tokens
-                self._shed(tracked, "stores_beyond_lookup", reachable_tokens, tokens)
+                self._shed(tracked, Shed.BEYOND_LOOKUP, reachable_tokens, tokens)
                 chunks = self._chunks_max
             completed: list[CopyRun] = []
             if attention and min(tracked.next_chunk[i] for i in attention) < chunks:
@@ -206,19 +208,19 @@ class StorePlanner:
                 runs.update(self._number_runs(tracked, completed))
         return runs
 
-    def _shed(self, tracked: TrackedRequest, counter: str, tokens: int, stop_tokens: int) -> None:
+    def _shed(self, tracked: TrackedRequest, reason: Shed, tokens: int, stop_tokens: int) -> None:
         """Count, each once, the attention objects after `tokens` tokens that are not stored.
 
         They end within `stop_tokens` tokens. Objects that RAM had, or that were stored before, do
         not count.
         """
-        found, counted = tracked.lookup.found, tracked.shed_chunks.get(counter, 0)
+        found, counted = tracked.lookup.found, tracked.shed_chunks.get(reason, 0)
         start, stop = map(self._geometry.whole_chunks, (tokens, stop_tokens))
         for index in (*self._windowed_groups, *self._full_groups):
             first = max(start, counted, tracked.next_chunk[index])
             mask = found.masks[index] if found is not None else b""
-            self._counters[counter] += max(0, stop - first) - mask.count(1, first, stop)
-        tracked.shed_chunks[counter] = max(counted, stop)
+            self._counters[stores_shed(reason)] += max(0, stop - first) - mask.count(1, first, stop)
+        tracked.shed_chunks[reason] = max(counted, stop)
 
     def on_report(
         self, report: StepReport, is_proven: Callable[[int], bool]
@@ -248,7 +250,7 @@ class StorePlanner:
             run, bad = storing.run, sorted(storing.unstored)
             good: Iterable[range] = (range(run.objects),)
             if bad:
-                self._counters["stores_failed"] += len(bad)
+                self._counters[stores_shed(Shed.FAILED)] += len(bad)
                 offsets, generations = (
                     b"".join(column[at * U64 : (at + 1) * U64] for at in bad)
                     for column in (run.offsets, run.generations)
@@ -284,10 +286,10 @@ class StorePlanner:
         chunks = range(span.first_chunk + start, span.first_chunk + stop)
         if not storing.tail_tokens:
             self.committed.append(StoredObjects(tracked, span.group_index, chunks))
-        self._counters["objects_stored"] += stop - start
+        self._counters[OBJECTS_STORED] += stop - start
         part_bytes, parts = self._shape(span)
         object_bytes = part_bytes * parts * self._geometry.nodes
-        self._counters["bytes_stored"] += object_bytes * (stop - start)
+        self._counters[BYTES_STORED] += object_bytes * (stop - start)
         classes = self._eviction_classes(storing)
         tenant = pack_u64([tracked.tenant]) if tracked.tenant else b""
         # The daemon counts the tokens of a chunk once, with the object of one group.
@@ -354,10 +356,10 @@ class StorePlanner:
             mask = found.masks[index] if found is not None else b""
             spans, holes = storable_spans(self._geometry, index, range(first, reached), mask, table)
             if holes:
-                self._counters["stores_hole"] += holes
+                self._counters[stores_shed(Shed.HOLE)] += holes
             for span in spans:
                 if self.staging.is_too_small(span):
-                    self._counters["stores_too_large"] += span.objects
+                    self._counters[stores_shed(Shed.TOO_LARGE)] += span.objects
                     continue
                 run = self._take_slots(span)
                 if run.objects:
@@ -385,15 +387,15 @@ class StorePlanner:
         index = self._recurrent_groups.get(offer.gid)
         chunk, rest = divmod(offer.tokens, self._geometry.chunk_tokens)
         if index is None or offer.block == NULL_BLOCK or rest or offer.tokens > tokens:
-            self._counters["states_unaligned"] += 1
+            self._counters[stores_shed(Shed.STATE_UNALIGNED)] += 1
             return
         place = offer.tokens // self._geometry.groups[index].tokens_per_block - 1
         if [*tables[offer.gid][place : place + 1]] != [offer.block]:
-            self._counters["states_freed"] += 1
+            self._counters[stores_shed(Shed.STATE_FREED)] += 1
             return
         chunk -= 1
         if chunk >= self._chunks_max:
-            self._counters["stores_beyond_lookup"] += 1
+            self._counters[stores_shed(Shed.BEYOND_LOOKUP)] += 1
             return
         found = tracked.lookup.found
         mask = found.masks[index] if found is not None else b""
@@ -402,7 +404,7 @@ class StorePlanner:
             return
         span = ObjectSpan(index, chunk, 1, (offer.block,))
         if self.staging.is_too_small(span):
-            self._counters["stores_too_large"] += 1
+            self._counters[stores_shed(Shed.TOO_LARGE)] += 1
         elif (run := self._take_slots(span)).objects:
             tracked.stored_states.add(state)
             yield run
@@ -441,7 +443,7 @@ class StorePlanner:
         if boundary > tokens or boundary == tracked.stored_tail or boundary % unit:
             return
         if chunk >= self._chunks_max:
-            self._counters["stores_beyond_lookup"] += len(geometry.groups)
+            self._counters[stores_shed(Shed.BEYOND_LOOKUP)] += len(geometry.groups)
             return
         name = tracked.tail_hashes([tracked.request.block_hashes[boundary // unit - 1]])
         blocks = {index: offer.block for index, offer in offers.items()}
@@ -452,11 +454,11 @@ class StorePlanner:
             return
         before = tracked.chunk_hashes(geometry, chunk - 1, 1) if chunk else bytes(HASH_BYTES)
         tracked.stored_tail = boundary
-        self._counters["tails_stored"] += 1
+        self._counters[TAILS_STORED] += 1
         for index in sorted(blocks):
             span = ObjectSpan(index, chunk, 1, (blocks[index],))
             if self.staging.is_too_small(span):
-                self._counters["stores_too_large"] += 1
+                self._counters[stores_shed(Shed.TOO_LARGE)] += 1
             elif (run := self._take_slots(span)).objects:
                 tail = StoreRun(run, before + name, tracked, self._step, tail_tokens=boundary)
                 yield self._number_run(tail)
@@ -467,7 +469,8 @@ class StorePlanner:
         offsets, generations = self.credits.take_slots(self._shape(span), room)
         slots = len(offsets) // U64
         if slots < span.objects:
-            self._counters["stores_no_staging" if slots == room else "stores_no_slot"] += 1
+            reason = Shed.NO_STAGING if slots == room else Shed.NO_SLOT
+            self._counters[stores_shed(reason)] += 1
         part = span.part(0, slots)
         self.staging.count_span(part)
         return CopyRun(part, offsets, generations)

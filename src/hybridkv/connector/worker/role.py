@@ -16,6 +16,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from hybridkv.client.link import Link
+from hybridkv.connector import metrics
 from hybridkv.connector.copy.device import Device, DeviceError
 from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
@@ -195,11 +196,11 @@ class WorkerRole:
         self._attach(plan)
         refused: list[str] = []
         if plan.loads and not self._has_weights_of(plan):
-            self._report.counters["loads_other_weights"] += len(plan.loads)
+            self._report.counters[metrics.LOADS_OTHER_WEIGHTS] += len(plan.loads)
             refused += plan.loads
         for request_id, load in plan.loads.items():
             if request_id not in refused and not self._has_adapter(load, adapters):
-                self._report.counters["loads_other_adapter"] += 1
+                self._report.counters[metrics.LOADS_OTHER_ADAPTER] += 1
                 refused.append(request_id)
         with self._lock:
             self._finished.update(plan.failed, refused)
@@ -220,8 +221,9 @@ class WorkerRole:
         # What is stored while the weights are not known is not committed before they are.
         agrees = self._has_weights_of(plan) or self._awaits_answer(plan)
         if mapped is None or not agrees:
-            counter = "stores_unmapped" if agrees else "stores_other_weights"
-            self._report.counters[counter] += sum(run.objects for run in plan.stores.values())
+            reason = metrics.Shed.UNMAPPED if agrees else metrics.Shed.OTHER_WEIGHTS
+            objects = sum(run.objects for run in plan.stores.values())
+            self._report.counters[metrics.stores_shed(reason)] += objects
             self.fail_stores(plan)
             return
         started = time.perf_counter()
@@ -230,7 +232,7 @@ class WorkerRole:
         for run_number, run in plan.stores.items():
             for position, op in enumerate(run.copies()):
                 if NULL_BLOCK in op.blocks:
-                    self._report.counters["stores_hole"] += 1
+                    self._report.counters[metrics.stores_shed(metrics.Shed.HOLE)] += 1
                     self._on_stored(run_number, position, False)
                 elif self._part.writes(op):
                     ops.append(op)
@@ -246,7 +248,7 @@ class WorkerRole:
 
         mapped.copier.store(ops, done)
         self._copier_has_stores = True
-        self._report.counters["store_seconds"] += time.perf_counter() - started
+        self._report.counters[metrics.STORE_SECONDS] += time.perf_counter() - started
 
     def map_anew(self) -> None:
         """Map the arena again with the next plan. Copies that run end as they would have."""
@@ -291,7 +293,7 @@ class WorkerRole:
                     with self._lock:
                         self._finished.add(request_id)
                 elif self._weights.era != start.era:
-                    self._report.counters["loads_other_weights"] += 1
+                    self._report.counters[metrics.LOADS_OTHER_WEIGHTS] += 1
                     failed.add(request_id)
         for request_id in finished:
             self._load_starts.pop(request_id, None)
@@ -375,11 +377,11 @@ class WorkerRole:
                     return
                 del self._loading[request_id]
                 self._finished.add(request_id)
-                self._report.counters["load_seconds"] += time.perf_counter() - started
+                self._report.counters[metrics.LOAD_SECONDS] += time.perf_counter() - started
                 if error is None:
                     return
                 self._failed.add(request_id)
-                self._report.counters["rank_loads_failed"] += 1
+                self._report.counters[metrics.RANK_LOADS_FAILED] += 1
                 if isinstance(error, BadSlotError):
                     corrupt = self._report.corrupt.setdefault(self._settings.node, set())
                     corrupt.update(error.slots)
@@ -459,7 +461,7 @@ class WorkerRole:
                 lock=self._link.lock,
             )
         except HybridKVError as error:
-            self._report.counters["attach_failed"] += 1
+            self._report.counters[metrics.ATTACH_FAILED] += 1
             if not self._attach_at:
                 text = "hybridkv: nothing is loaded or stored: %s; engine and daemon need one %s"
                 logger.warning(text, error, Path(welcome.arena_path).parent)
@@ -489,7 +491,7 @@ class WorkerRole:
         is_due = self.is_disabled and self._disabled_greeting != greeting
         if is_due and self._link.send(ReportMapping(False), now):
             self._disabled_greeting = greeting
-            self._report.counters["workers_disabled"] += 1
+            self._report.counters[metrics.WORKERS_DISABLED] += 1
 
     def _send_drained(self, session: int, now: float) -> None:
         """Send Drained once no copy runs that was planned before the engine's last greeting."""
