@@ -34,7 +34,7 @@ from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector import HybridKVConnector
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import Copier, PartLayout
-from hybridkv.connector.messages import Mail
+from hybridkv.connector.messages import Answers, Mail
 from hybridkv.connector.scheduler.nodes import node_identity
 from hybridkv.connector.worker.relay import Relay
 from hybridkv.core.copies import CopyOp
@@ -307,38 +307,37 @@ class Traced:
         return self.tokens[before:]
 
 
-class OwedAnswers:
-    """The lookups of a relay that its daemon has not answered."""
+class WatchedRelay(Relay):
+    """A relay that knows which lookups its daemon has not answered."""
 
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-        self._leases: set[int] = set()
-        deliver, receive = relay.deliver, relay._receive
+    asked: set[int]
 
-        def delivered(mail: Mail, now: float) -> None:
-            if mail.hello is not None:
-                self._leases.clear()
-            for message in mail.messages:
-                if isinstance(message, Lookup):
-                    self._leases.add(message.lease)
-                elif isinstance(message, Release):
-                    self._leases.discard(message.lease)
-            deliver(mail, now)
+    def deliver(self, mail: Mail, now: float) -> None:
+        """Send a plan's messages, and note their lookups."""
+        if mail.hello is not None:
+            self.asked = set()
+        super().deliver(mail, now)
+        for message in mail.messages:
+            if isinstance(message, Lookup):
+                self.asked.add(message.lease)
+            elif isinstance(message, Release):
+                self.asked.discard(message.lease)
 
-        def received(now: float) -> None:
-            receive(now)
-            found = (reply for reply in relay._replies if isinstance(reply, Found))
-            self._leases.difference_update(reply.lease for reply in found)
-
-        vars(relay).update(deliver=delivered, _receive=received)
-
-    def fd(self) -> int | None:
+    def awaited_fd(self) -> int | None:
         """The descriptor that becomes readable with an answer that is owed; None = none is."""
-        self._relay._receive(CLOCK.now)
-        link = self._relay.link
-        if link is None or (link.welcome is not None and not self._leases):
+        self._receive(CLOCK.now)
+        if self.link is None:
             return None
-        return link.fd
+        is_owed = self.asked - {reply.lease for reply in self._replies if isinstance(reply, Found)}
+        return self.link.fd if self.link.welcome is None or is_owed else None
+
+    def take_answers(self, now: float) -> Answers | None:
+        """Return the news, and forget the lookups that are answered."""
+        answers = super().take_answers(now)
+        for reply in answers.replies if answers is not None else ():
+            if isinstance(reply, Found):
+                self.asked.discard(reply.lease)
+        return answers
 
 
 class Weights(torch.nn.Module):
@@ -416,11 +415,14 @@ class Rank:
             self.device.adopt(torch.empty(0, dtype=torch.uint8).set_(storage))
             self.side.device = self.device
         self.tensors = tensors
-        self._owed = OwedAnswers(self.side.relay) if self.side.relay is not None else None
+        if self.side.relay is not None:
+            self.side.relay.__class__ = WatchedRelay
 
     def awaited_fd(self) -> int | None:
         """The descriptor of an answer that the rank's relay waits for; None = there is none."""
-        return self._owed.fd() if self._owed is not None else None
+        relay = self.side.relay
+        fd: int | None = relay.awaited_fd() if relay is not None else None
+        return fd
 
     def block_bytes(self) -> BlockBytes:
         """Returns what the worker tells the other stages."""

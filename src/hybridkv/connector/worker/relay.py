@@ -42,13 +42,14 @@ class Relay:
         if mail.number != self._next_mail:
             self._lose("messages of a step did not reach the worker", now)
             return
-        self._next_mail += 1
         if mail.hello is not None:
             # The workers of the node have its id of the engine, by which they join the session.
             hello = replace(mail.hello, engine_id=self._engine_id, session=mail.greeting - 1)
             self.link = Link(self._socket_path, hello, self._on_lost, self._group)
         self._send(mail.messages, now)
         self._receive(now)
+        # After a fault above the next mail is not the expected one, which ends the connection.
+        self._next_mail += 1
 
     def take_answers(self, now: float) -> Answers | None:
         """Return what the daemon has answered since the last call; None = there is no news."""
