@@ -33,7 +33,7 @@ from hybridkv.daemon import clients, loop
 from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
-from hybridkv.tiers import demotion, load_or_compute
+from hybridkv.tiers import demotion, object_search
 from hybridkv.tiers.jobs import TierJob
 from tests.daemonsim.sockets import (
     READ,
@@ -66,6 +66,7 @@ TRACED = (
     "daemon/sessions.py",
     "daemon/slot_requests.py",
     "tiers/promotion.py",
+    "tiers/object_search.py",
     "tiers/load_or_compute.py",
     "tiers/waiting_lookup.py",
     "tiers/demotion.py",
@@ -719,8 +720,8 @@ class System:
                         stack.enter_context(mock.patch.object(module, name, value))
             # So that they matter to short prompts in short lives.
             stack.enter_context(mock.patch.object(demotion, "USE_SECONDS", 0.2))
-            stack.enter_context(mock.patch.object(load_or_compute, "FIND_KEYS_MAX", 6))
-            stack.enter_context(mock.patch.object(load_or_compute, "FIND_KEYS_FIRST", 3))
+            stack.enter_context(mock.patch.object(object_search, "FIND_KEYS_MAX", 6))
+            stack.enter_context(mock.patch.object(object_search, "FIND_KEYS_FIRST", 3))
             stack.enter_context(mock.patch.object(link, "socket", sockets))
             polls = SimpleNamespace(POLLHUP=select.POLLHUP, poll=Poll)
             stack.enter_context(mock.patch.object(link, "select", polls))

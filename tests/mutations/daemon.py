@@ -37,7 +37,7 @@ FAULTS: tuple[Mutation, ...] = (
         "not is_longer",
         ("B35",),
         (
-            "tests/unit/tiers/test_load_or_compute.py::test_rounds_find_the_hit_that_one_question_finds",
+            "tests/unit/tiers/test_object_search.py::test_rounds_find_the_hit_that_one_question_finds",
         ),
     ),
     Mutation(
@@ -265,7 +265,7 @@ FAULTS: tuple[Mutation, ...] = (
         "excess = 0",
         ("D18",),
         (
-            "tests/unit/tiers/test_hit_sizes.py::test_no_larger_hit_has_room",
+            "tests/unit/core/test_hit_sizes.py::test_no_larger_hit_has_room",
             f"{LARGE_HITS}::test_the_longest_prefix_that_ram_can_hold_is_hit",
         ),
     ),
@@ -281,7 +281,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "hits-that-wait-are-nobodys",
         "what a waiting lookup hits in RAM may be evicted before it is answered",
-        "WaitingLookup.hit_slots",
+        "ObjectSearch.resident_slots",
         "",
         "return []",
         ("D18",),
@@ -406,9 +406,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "waits-at-the-place-of-another",
         "a lookup that joins a read takes the object's place in the other prompt for its own",
-        "Promotion._read_more",
-        "read.waiters.append(ReadWaiter(lookup, need.place))",
-        "read.waiters.append(ReadWaiter(lookup, read.waiters[0].place))",
+        "Promotion._read",
+        "read.waiters.append(ReadWaiter(lookup, need))",
+        "read.waiters.append(ReadWaiter(lookup, read.waiters[0].need))",
         ("B35",),
         (f"{TIER_TAILS}::test_who_waits_for_a_tail_that_is_read_for_another_knows_its_own_place",),
     ),

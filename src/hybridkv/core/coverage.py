@@ -1,4 +1,4 @@
-"""The objects that a hit needs, the blocks that an object holds, and the largest hit.
+"""The objects that a hit needs, the blocks that an object holds, the largest hit, and its costs.
 
 A restore at boundary B needs this block range of a group: ``[skipped(B) // bs, B // bs)``::
 
@@ -15,11 +15,16 @@ no other.
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate, cycle, islice
+from typing import NamedTuple, TypeVar
 
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 
 SlotShape = tuple[int, int]
 """(part_bytes, parts) of an object and of its slot, a key that is made for each object."""
+Amount = TypeVar("Amount", int, float)  # Bytes, or seconds.
+
+COMPARED_HITS = 8  # Boundaries whose hits are compared with each other.
 
 
 def needed_blocks(group: Group, boundary: int) -> range:
@@ -67,13 +72,22 @@ def stored_counts(geometry: Geometry, group: Group) -> tuple[int, ...]:
     return tuple(len(stored_blocks(geometry, group, chunk)) for chunk in range(period))
 
 
+@lru_cache(maxsize=4096)
+def object_shapes(geometry: Geometry, group: Group) -> tuple[SlotShape, ...]:
+    """Returns the shape of each chunk's object, for one period of chunks (`stored_counts`).
+
+    A part has 0 bytes where the chunk has no object.
+    """
+    size, parts = group.block_bytes, geometry.parts(group)
+    return tuple((count * size, parts) for count in stored_counts(geometry, group))
+
+
 def slot_shapes(geometry: Geometry, group: Group) -> tuple[SlotShape, ...]:
     """Returns the shapes that a group's objects may have, ascending.
 
     Only a chunked local group has several.
     """
-    counts = sorted({*stored_counts(geometry, group)} - {0})
-    return tuple((count * group.block_bytes, geometry.parts(group)) for count in counts)
+    return tuple(sorted({shape for shape in object_shapes(geometry, group) if shape[0]}))
 
 
 def largest_hit(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:
@@ -112,3 +126,163 @@ def _missing(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
     start = needed_chunks(geometry, group, chunks).start
     missing = mask.find(0, start, chunks)
     return missing if missing >= 0 else min(chunks, max(start, len(mask)))
+
+
+class PromptHit(NamedTuple):
+    """A hit of a prompt."""
+
+    chunks: int  # The last of them is a tail where `tail` counts one.
+    tail: int  # The tail that the hit ends with, counted from 1. 0 = it ends with a chunk.
+    tokens: int
+    starts: tuple[int, ...]
+    """Per group, the first chunk whose object the hit needs. It needs those of all chunks after."""
+
+
+def whole_hit(geometry: Geometry, chunks: int) -> PromptHit:
+    """Returns the hit of `chunks` whole chunks."""
+    starts = needed_starts(geometry, chunks)
+    return PromptHit(chunks, 0, chunks * geometry.chunk_tokens, starts)
+
+
+def needed_starts(geometry: Geometry, chunks: int) -> tuple[int, ...]:
+    """Returns per group the first chunk whose object a hit of `chunks` chunks needs."""
+    return tuple(needed_chunks(geometry, group, chunks).start for group in geometry.groups)
+
+
+def is_tail_hit(geometry: Geometry, masks: Sequence[bytes], chunk: int) -> bool:
+    """Returns whether a tail inside `chunk`, all of whose objects are present, is a hit.
+
+    `masks` are the groups' presence masks of whole chunks (`largest_hit`).
+    """
+    with_tail = [mask[:chunk] + b"\1" for mask in masks]
+    return all(len(mask) >= chunk for mask in masks) and (
+        largest_hit(geometry, with_tail, chunk + 1) == chunk + 1
+    )
+
+
+def longest_hit(
+    geometry: Geometry, masks: Sequence[bytes], chunks_max: int, tail: PromptHit | None
+) -> PromptHit:
+    """Returns the largest hit of whole chunks, or the one that ends with a tail if it is longer.
+
+    `tail` is a hit whose tail has all objects. None = there is none.
+    """
+    whole = whole_hit(geometry, largest_hit(geometry, masks, chunks_max))
+    if tail is None or tail.tokens <= whole.tokens:
+        return whole
+    return tail if is_tail_hit(geometry, masks, tail.chunks - 1) else whole
+
+
+class PromptObjects(NamedTuple):
+    """The objects of a prompt that can be hit, wherever they are, and what each of them costs."""
+
+    geometry: Geometry
+    masks: Sequence[bytes]  # Per group, the presence mask of all of them, as in `largest_hit`.
+    resident: PromptHit  # The hit of those that RAM has.
+    longest: PromptHit  # The hit of all of them.
+    sizes: Sequence[Sequence[int]]
+    """Per group, the bytes of RAM that each chunk's object takes, for one period of chunks."""
+    seconds: Sequence[Sequence[float]]
+    """Per group and chunk of `longest`, the time of reading the object. 0 where RAM has it."""
+    tail_seconds: float  # The time of reading the objects of the tail of `longest`.
+
+
+class LoadableHit(NamedTuple):
+    """A hit that RAM has room for."""
+
+    hits: Sequence[PromptHit]
+    """The hit itself, after a shorter one that comes earlier, if RAM has room for both."""
+    read_seconds: float  # The time of reading what the hit needs and RAM does not have.
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the hit."""
+        return self.hits[-1].tokens
+
+
+def compared_boundaries(chunks: int) -> list[int]:
+    """Returns the boundaries up to `chunks` that are compared, the largest first."""
+    return [-(-chunks * part // COMPARED_HITS) for part in range(COMPARED_HITS, 0, -1)]
+
+
+def loadable_hits(objects: PromptObjects, room_bytes: int) -> list[LoadableHit]:
+    """Returns hits of what is present that RAM has room for, to compare them. Shortest first.
+
+    They are the longest hit, and some up to the longest for which there is room. The objects of
+    each, with those that RAM alone hits, take at most `room_bytes`. Empty where no hit is longer
+    than that of RAM.
+    """
+    geometry, masks = objects.geometry, objects.masks
+    resident, longest = objects.resident, objects.longest
+    if longest.tokens <= resident.tokens:
+        return []
+    sizes = HitSizes(geometry, objects.sizes, longest.chunks)
+    seconds = [list(accumulate(seconds, initial=0.0)) for seconds in objects.seconds]
+    whole = largest_hit(geometry, masks, longest.chunks - bool(longest.tail))
+    reach = sizes.largest_fit(masks, whole, resident, room_bytes)
+    ends = {largest_hit(geometry, masks, chunks) for chunks in compared_boundaries(reach)}
+    loadable = []
+    for hit in sorted({longest, *(whole_hit(geometry, end) for end in ends)}):
+        if sizes.bytes_of((resident, hit)) <= room_bytes:
+            half = whole_hit(geometry, largest_hit(geometry, masks, hit.chunks // 2))
+            has_room = sizes.bytes_of((resident, half, hit)) <= room_bytes
+            hits = (half, hit) if half.tokens > resident.tokens and has_room else (hit,)
+            tail_seconds = objects.tail_seconds if hit.tail else 0.0
+            read_seconds = needed_sum(seconds, (hit,), tail_seconds)
+            loadable.append(LoadableHit(hits, read_seconds))
+    return loadable
+
+
+class HitSizes:
+    """The bytes of RAM that the objects of hits take."""
+
+    def __init__(self, geometry: Geometry, sizes: Sequence[Sequence[int]], chunks: int) -> None:
+        """`sizes` are as in PromptObjects. The hits have at most `chunks` chunks."""
+        self._geometry = geometry
+        self._sums = [[*accumulate(islice(cycle(period), chunks), initial=0)] for period in sizes]
+        self._tail_bytes = sum(period[0] for period in sizes)
+        """A tail is as large as the objects of a chunk, which have one size where there are any."""
+        self._chunk_bytes_max = max(1, sum(map(max, sizes)))
+
+    def bytes_of(self, hits: Sequence[PromptHit]) -> int:
+        """Returns the bytes of the objects that any of the hits needs. The hits ascend."""
+        tail_bytes = sum(self._tail_bytes for hit in hits if hit.tail)
+        return needed_sum(self._sums, hits, tail_bytes)
+
+    def largest_fit(
+        self, masks: Sequence[bytes], chunks: int, resident: PromptHit, room_bytes: int
+    ) -> int:
+        """Returns the largest hit of at most `chunks` chunks that RAM can hold as a whole.
+
+        `masks` are the presence masks of all that there is. The objects of the hit `resident` take
+        room as well. The result is not longer than `resident` where no longer hit has room.
+        """
+        chunk_tokens = self._geometry.chunk_tokens
+        while chunks * chunk_tokens > resident.tokens:
+            hit = whole_hit(self._geometry, chunks)
+            excess = self.bytes_of((resident, hit)) - room_bytes
+            if excess <= 0:
+                break
+            # A chunk less takes at most `_chunk_bytes_max` less: no hit in between has room.
+            fewer = -(-excess // self._chunk_bytes_max)
+            least = resident.tokens // chunk_tokens
+            chunks = largest_hit(self._geometry, masks, max(least, chunks - fewer))
+        return chunks
+
+
+def needed_sum(
+    sums: Sequence[Sequence[Amount]], hits: Sequence[PromptHit], tails: Amount
+) -> Amount:
+    """Returns the sum over the objects that any of the hits needs. The hits ascend.
+
+    `sums` has per group and number n of chunks the sum over the objects of the first n chunks.
+    `tails` is the sum over the objects of the hits' tails.
+    """
+    total = tails
+    for index, group_sums in enumerate(sums):
+        end = 0
+        for hit in hits:
+            stop = hit.chunks - bool(hit.tail)
+            total += group_sums[stop] - group_sums[min(stop, max(end, hit.starts[index]))]
+            end = max(end, stop)
+    return total

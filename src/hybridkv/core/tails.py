@@ -15,7 +15,7 @@ that ends inside chunk m are those of a hit of m + 1 chunks. Nothing here does I
 
 from collections.abc import Callable, Sequence
 
-from hybridkv.core.coverage import largest_hit
+from hybridkv.core.coverage import PromptHit, is_tail_hit, needed_starts
 from hybridkv.core.geometry import Geometry, GroupKind
 
 TAIL_UNITS_MAX = 512
@@ -76,15 +76,11 @@ def tail_tokens(geometry: Geometry, first_chunk: int, number: int) -> int:
     return whole + units * geometry.hash_tokens
 
 
-def is_tail_hit(geometry: Geometry, masks: Sequence[bytes], chunk: int) -> bool:
-    """Returns whether a tail inside `chunk`, all of whose objects are present, is a hit.
-
-    `masks` are the groups' presence masks of whole chunks (`largest_hit`).
-    """
-    with_tail = [mask[:chunk] + b"\1" for mask in masks]
-    return all(len(mask) >= chunk for mask in masks) and (
-        largest_hit(geometry, with_tail, chunk + 1) == chunk + 1
-    )
+def tail_hit(geometry: Geometry, first_chunk: int, tail: int) -> PromptHit:
+    """Returns the hit that ends with a tail. Tail 1 is the first of `first_chunk`."""
+    chunks = tail_chunk(geometry, first_chunk, tail - 1) + 1
+    tokens = tail_tokens(geometry, first_chunk, tail - 1)
+    return PromptHit(chunks, tail, tokens, needed_starts(geometry, chunks))
 
 
 def longest_tail(

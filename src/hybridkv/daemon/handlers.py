@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from hybridkv.core.audit import AuditOutcome
-from hybridkv.core.coverage import largest_hit, needed_chunks
+from hybridkv.core.coverage import largest_hit, needed_chunks, whole_hit
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64
-from hybridkv.core.tails import longest_tail, tail_chunk, tail_tokens, units_per_chunk
+from hybridkv.core.tails import longest_tail, tail_chunk, tail_hit, tail_tokens, units_per_chunk
 from hybridkv.daemon import slot_requests
 from hybridkv.daemon.sessions import ClientConnection, Lease, OutgoingMessage, RequestError, Session
 from hybridkv.daemon.state import DaemonState
@@ -21,7 +21,7 @@ from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
-from hybridkv.tiers.load_or_compute import LookupRequest, PromptHit
+from hybridkv.tiers.object_search import LookupRequest
 from hybridkv.tiers.waiting_lookup import WaitingLookup
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import BATCH_MAX, PROTOCOL_VERSION, Reply, Request
@@ -216,21 +216,23 @@ class Daemon(DaemonState):
             asked_at=self.now,
             deadline=self.now + lookup.wait_ms / 1e3,
             tokens_per_second=lookup.tokens_per_second,
-            resident=PromptHit(chunks, 0, chunks * geometry.chunk_tokens),
+            resident=whole_hit(geometry, chunks),
             tails=lookup.tails,
             tails_from=lookup.tails_from,
             audit_lease=lookup.audit_lease,
         )
         tail, tails = resident_tail(request, masks, chunks).number, len(lookup.tails) // HASH_BYTES
         if tail:
-            request = request._replace(resident=request.hit_of(chunks, tail))
+            resident_hit = tail_hit(geometry, lookup.tails_from, tail)
+            request = request._replace(resident=resident_hit)
         last = tail_chunk(geometry, lookup.tails_from, tails - 1) if tail < tails else -1
         shortfall = ""
         if self.tiers and lookup.wait_ms and (chunks < asked_chunks or last >= chunks):
             waiting = WaitingLookup(request)
             if self.promotion.begin(waiting, masks, self.now):
-                target = waiting.plan.target
+                target = waiting.target_chunks
                 return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, target, masks)
+            self.store.unpin(waiting.held)
             shortfall = waiting.why
             if waiting.search.located:
                 # Chunks may have been evicted for objects that then were not read.

@@ -6,7 +6,8 @@ deadline at the latest (tiers.waiting_lookup has the table). The daemon then ans
     FINDING   tiers that cannot say at once what they have are asked, of long prompts in rounds
     READING   objects are read, prefix first, into slots that become objects like any other
 
-In between it is decided up to which boundary reading is worth it (tiers.load_or_compute).
+In between it is decided up to which boundary reading is worth it (tiers.load_or_compute). Where
+there is no room for what was decided, it is decided once more, for a shorter hit.
 
 `tick` goes on with all lookups, and returns those that ended. From its first step on a lookup pins
 the hit that RAM has already, and then the objects that come (`held`), until the daemon has answered
@@ -14,25 +15,17 @@ it and unpins the slots: waiting costs no hit.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hybridkv.core.coverage import part_bytes
-from hybridkv.shm.slots import slot_bytes
 from hybridkv.store.index import NewObject, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import DamagedError, TierError
 from hybridkv.tiers.health import JOB_ITEMS_MAX, TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
-from hybridkv.tiers.load_or_compute import (
-    LookupKey,
-    NeededObject,
-    ObjectPlace,
-    Shortfall,
-    ShortfallKind,
-    plan_reads,
-)
+from hybridkv.tiers.load_or_compute import Shortfall, ShortfallKind
+from hybridkv.tiers.object_search import LookupKey, NeededObject, ObjectPlace
 from hybridkv.tiers.record import Record
 from hybridkv.tiers.waiting_lookup import LookupEvent, ReadAction, ReadFacts, WaitingLookup
 
@@ -52,10 +45,10 @@ class TierQuestion(NamedTuple):
 
 
 class ReadWaiter(NamedTuple):
-    """A lookup that waits for a read, and the object's place in its prompt."""
+    """A lookup that waits for a read, and the object as it needs it."""
 
     lookup: WaitingLookup
-    place: ObjectPlace
+    need: NeededObject
 
 
 @dataclass(eq=False)
@@ -99,23 +92,22 @@ class Promotion:
     def begin(self, lookup: WaitingLookup, masks: Sequence[bytes], now: float) -> bool:
         """Take over a lookup. Returns whether it waits. If not, `lookup.why` may have the reason.
 
-        `masks` are the presence masks of RAM, per group.
+        `masks` are the presence masks of RAM, per group. In either case the daemon answers the
+        lookup, and then unpins what it held.
         """
         tiers = [tier for tier in self._tiers if tier.may_read(now)]
         if not tiers or len(self.lookups) >= WAITING_MAX:
             kind = ShortfallKind.CROWDED if tiers else ShortfallKind.TIERS_AWAY
             self._fall_short(lookup, Shortfall(kind, {}))
             return False
-        lookup.search.locate(masks, tiers)
-        self._ask_tiers(lookup, now)
-        if lookup.finds:
-            self._hold(lookup, lookup.hit_slots())
-        elif not self._read_more(lookup, now):
-            self._advance(lookup, LookupEvent.COMPLETED)
-            self._store.unpin(lookup.held)
-            return False
         self.lookups[lookup.request.key] = lookup
-        return True
+        lookup.search.locate(masks, tiers)
+        is_waiting = self._step(lookup, now)
+        if lookup.is_finding:
+            self._hold_hits(lookup)
+        elif not is_waiting:
+            self._leave(lookup, LookupEvent.COMPLETED)
+        return is_waiting
 
     def is_waiting(self, connection_id: int, lease: int) -> bool:
         """Returns whether the lookup with that lease waits."""
@@ -185,8 +177,7 @@ class Promotion:
             self._take_turns(tier, now)
             self._discard_damaged(tier, now)
         for lookup in list(self.lookups.values()):
-            self._ask_tiers(lookup, now)
-            if not lookup.finds and not self._read_more(lookup, now):
+            if not self._step(lookup, now):
                 ended.append(self._end(lookup, LookupEvent.COMPLETED, now))
         return ended
 
@@ -194,6 +185,22 @@ class Promotion:
         """Returns when the next lookup is overdue."""
         deadlines = (lookup.request.deadline for lookup in self.lookups.values())
         return min(deadlines, default=float("inf"))
+
+    def _step(self, lookup: WaitingLookup, now: float) -> bool:
+        """Take a lookup as far as it can come now. Returns whether it waits for more."""
+        self._ask_tiers(lookup, now)
+        if lookup.finds:
+            return True
+        if lookup.is_finding:
+            lookup.planned_at = now
+            # Slots that are being read into become objects, of this prompt or of others.
+            reading_bytes = sum(self.reading_bytes.values())
+            room_bytes = len(self._store) - self._store.writing_bytes + reading_bytes
+            self._plan(lookup, room_bytes, now)
+            if lookup.hits:  # Otherwise it ends, and keeps what it holds.
+                self._hold_hits(lookup)
+        self._read(lookup, now)
+        return not lookup.is_complete
 
     # Finding
 
@@ -236,10 +243,9 @@ class Promotion:
     # Reading
 
     def _plan(self, lookup: WaitingLookup, room_bytes: int, now: float) -> None:
-        """Decide which objects are read into `room_bytes`."""
-        lookup.plan = plan_reads(lookup.search, room_bytes, now)
-        lookup.needs = deque(lookup.plan.needs)
-        for shortfall in lookup.plan.shortfalls:
+        """Decide which objects are read into `room_bytes`, and count why they are not more."""
+        self._advance(lookup, LookupEvent.PLANNED)
+        for shortfall in lookup.plan_reads(room_bytes, now):
             self._fall_short(lookup, shortfall)
 
     def _plan_again(self, lookup: WaitingLookup, now: float) -> None:
@@ -248,37 +254,30 @@ class Promotion:
         Objects that only the longer hit needs may be evicted from now on.
         """
         held, lookup.held = lookup.held, []
-        hits = lookup.plan.hits
-        lookup.needs.clear()
+        hits = lookup.hits
         self._plan(lookup, sum(slot.size_bytes for slot in set(held)), now)
-        self._hold(lookup, lookup.hit_slots())
+        self._hold_hits(lookup)
         self._store.unpin(held)
-        if lookup.plan.hits == hits:
+        if lookup.hits == hits:
             # The hit has no room although it seems to fit, because objects without a slot counted.
             # Planning it once more would never end.
             lookup.needs.clear()
 
-    def _read_more(self, lookup: WaitingLookup, now: float) -> bool:
-        """Plan what is read, once. Start the reads that can start. Returns whether any may come."""
-        if lookup.is_finding:
-            self._advance(lookup, LookupEvent.PLANNED)
-            lookup.planned_at = now
-            # Slots that are being read into become objects, of this prompt or of others.
-            reading = sum(self.reading_bytes.values())
-            self._plan(lookup, len(self._store) - self._store.writing_bytes + reading, now)
-            if lookup.plan.hits:  # Otherwise it ends, and keeps what it holds.
-                self._hold(lookup, lookup.hit_slots())
+    def _read(self, lookup: WaitingLookup, now: float) -> None:
+        """Go through what the lookup needs, prefix first. Start the reads that can start."""
+        namespace = lookup.request.namespace
         while lookup.needs:
             need = lookup.needs[0]
-            slot = lookup.request.slot_of(need.place)
-            read = self.reads.get(lookup.request.key_of(need.place))
+            name = need.record.name
+            slot = namespace.find_slot(name.chunk_hash, need.place.group_index)
+            read = self.reads.get(name.key)
             tier = need.tier if read is None else read.tier
             facts = ReadFacts(
                 is_in_ram=slot is not None,
                 is_being_read=read is not None,
                 is_tier_hung=tier.is_hung,
                 may_read_tier=tier.may_read(now),
-                has_tier_thread=tier.has_thread(JobKind.READ),
+                is_tier_busy=not tier.has_thread(JobKind.READ) or self._is_busy(tier, need.record),
             )
             match facts.action():
                 case ReadAction.HOLD:
@@ -287,42 +286,43 @@ class Promotion:
                     lookup.needs.popleft()
                 case ReadAction.JOIN:
                     assert read is not None
-                    read.waiters.append(ReadWaiter(lookup, need.place))
+                    read.waiters.append(ReadWaiter(lookup, need))
                     lookup.reads += 1
                     lookup.needs.popleft()
                 case ReadAction.START:
-                    if not self._start_reads(lookup, tier, now):
-                        break
+                    if self._start_reads(lookup, tier, now):
+                        continue
+                    if self._store.is_growing or lookup.reads:
+                        break  # A slot may come.
+                    self._plan_again(lookup, now)
                 case ReadAction.WAIT:
                     break
                 case ReadAction.GIVE_UP:
                     self._fall_short(lookup, Shortfall(ShortfallKind.SILENT, {"tier": tier.name}))
                     lookup.needs.clear()
-        return not lookup.is_complete
+
+    def _is_busy(self, tier: TierState, record: Record) -> bool:
+        """Returns whether a record would exceed the share of the arena that is read into."""
+        reading = self.reading_bytes[tier]
+        return reading > 0 and reading + record.size_bytes > len(self._store) // READING_SHARE
 
     def _start_reads(self, lookup: WaitingLookup, tier: TierState, now: float) -> bool:
-        """Read the next few objects from `tier`, or plan again. Returns whether it did either."""
-        request, geometry = lookup.request, lookup.request.geometry
+        """Read the next few objects from `tier`. Returns False where the first has no slot."""
         items: list[JobItem] = []
-        job_bytes, most = 0, tier.job_bytes(JobKind.READ, now)
+        room_bytes = len(self._store) // READING_SHARE - self.reading_bytes[tier]
+        job_bytes, job_bytes_max = 0, min(tier.job_bytes(JobKind.READ, now), room_bytes)
         while lookup.needs and lookup.needs[0].tier is tier and len(items) < JOB_ITEMS_MAX:
-            place = lookup.needs[0].place
-            group = geometry.groups[place.group_index]
-            name = request.name_of(place)
-            object_bytes, parts = part_bytes(geometry, group, place.position), geometry.parts(group)
-            size, reading = slot_bytes(object_bytes, parts), self.reading_bytes[tier]
+            need = lookup.needs[0]
+            record = need.record
+            key, size = record.name.key, record.size_bytes
             job_bytes += size
-            is_busy = reading and reading + size > len(self._store) // READING_SHARE
-            if (items and job_bytes > most) or is_busy or name.key in self.reads:
+            if items and (job_bytes > job_bytes_max or key in self.reads):
                 break
-            slot = next(iter(self._store.grant((object_bytes, parts), 1)), None)
+            slot = next(iter(self._store.grant(record.shape, 1)), None)
             if slot is None:
-                if not self._store.is_growing and not lookup.reads:
-                    self._plan_again(lookup, now)
-                    return True
                 break
-            self.reads[name.key] = ObjectRead(tier, slot, [ReadWaiter(lookup, place)])
-            items.append(JobItem(Record(name, object_bytes, parts, slot.generation), slot))
+            self.reads[key] = ObjectRead(tier, slot, [ReadWaiter(lookup, need)])
+            items.append(JobItem(record._replace(seed=slot.generation), slot))
             self.reading_bytes[tier] += size
             lookup.begun_bytes[tier] += size
             lookup.reads += 1
@@ -333,12 +333,12 @@ class Promotion:
 
     def _enter(self, read: ObjectRead, tenant: int) -> Slot | None:
         """Make an object of the slot that was read into. Returns the slot that has the object."""
-        (lookup, place), slot = read.waiters[0], read.slot
-        request = lookup.request
+        (lookup, need), slot = read.waiters[0], read.slot
+        request, place = lookup.request, need.place
         if not request.namespace.is_current:
             self._store.free_slot(slot)
             return None
-        chunk_hash = request.hash_of(place.position)
+        chunk_hash = need.record.name.chunk_hash
         parent = request.hash_of(request.chunk_of(place.position) - 1)
         new = NewObject(place.group_index, chunk_hash, parent, tenant=tenant)
         if not self._store.commit(slot, request.namespace, new):
@@ -348,7 +348,7 @@ class Promotion:
 
     def _on_object_read(self, waiter: ReadWaiter, result: ReadResult, now: float) -> None:
         """An object that a lookup waits for has been read, or not."""
-        lookup, place = waiter
+        lookup, need = waiter
         lookup.reads -= 1
         self._advance(lookup, LookupEvent.READ_DONE)
         if lookup.is_ended:
@@ -357,14 +357,13 @@ class Promotion:
         if slot is not None:
             self._hold(lookup, (slot,))
             lookup.read_bytes[tier] += slot.size_bytes
-            lookup.origins.setdefault(lookup.request.chunk_of(place.position), tier.name)
+            lookup.origins.setdefault(lookup.request.chunk_of(need.place.position), tier.name)
             return
-        key = lookup.request.key_of(place)
         # A faster tier did not have it when the object was located.
         slower = self._tiers[tier.number + 1 :] if error is not None else ()
         for next_tier in slower:
-            if next_tier.may_read(now) and next_tier.peek(key):
-                lookup.needs.appendleft(NeededObject(next_tier, place))
+            if next_tier.may_read(now) and next_tier.peek(need.record.name.key):
+                lookup.needs.appendleft(need._replace(tier=next_tier))
                 return
         lookup.needs.clear()
         self.counters[ShortfallKind.FAILED.counter] += lookup.shortfall is None
@@ -383,8 +382,7 @@ class Promotion:
             tier.counters["damage_left"] += 1
         tier.suspect((item.key,))
         for lookup, _ in waiters:
-            left = (need.place for need in lookup.needs if need.tier is tier)
-            tier.suspect(lookup.request.key_of(place) for place in left)
+            tier.suspect(need.record.name.key for need in lookup.needs if need.tier is tier)
 
     def _discard_damaged(self, tier: TierState, now: float) -> None:
         """Put damaged records into quarantine where there is a thread for it."""
@@ -400,11 +398,14 @@ class Promotion:
         if not lookup.transition(event):
             self.counters["lookup_events_ignored", f"{lookup.state}_{event}"] += 1
 
-    def _hold(self, lookup: WaitingLookup, slots: Iterable[Slot]) -> None:
+    def _hold_hits(self, lookup: WaitingLookup) -> None:
+        """Pin what RAM has of the hits that are read, and the hit that RAM had."""
+        self._hold(lookup, lookup.search.resident_slots(lookup.hits))
+
+    def _hold(self, lookup: WaitingLookup, slots: Sequence[Slot]) -> None:
         """Pin objects until the lookup is answered."""
-        for slot in slots:
-            self._store.hold((slot,))
-            lookup.held.append(slot)
+        self._store.hold(slots)
+        lookup.held += slots
 
     def _fall_short(self, lookup: WaitingLookup, shortfall: Shortfall) -> None:
         """Keep and count a reason why the lookup gets less than the tiers have."""

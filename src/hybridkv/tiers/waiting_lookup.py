@@ -2,6 +2,9 @@
 
 TRANSITIONS is the only way from one state to the next::
 
+                         +-----+
+                         |     | planned
+                         |     v
     FINDING --planned--> READING --completed--> ENDED
        |                    |
        +------ overdue, cancelled ------------> ENDED
@@ -10,20 +13,16 @@ Nothing here pins, reads or asks: `tiers.promotion` brings the facts, and does t
 """
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import NamedTuple
 
+from hybridkv.core.coverage import PromptHit, loadable_hits
 from hybridkv.store.index import Slot
 from hybridkv.tiers.health import TierState
-from hybridkv.tiers.load_or_compute import (
-    LookupRequest,
-    NeededObject,
-    ObjectSearch,
-    ReadPlan,
-    Shortfall,
-    ShortfallKind,
-)
+from hybridkv.tiers.load_or_compute import Shortfall, ShortfallKind, choose_load
+from hybridkv.tiers.object_search import LookupRequest, NeededObject, ObjectSearch
 
 
 class LookupState(StrEnum):
@@ -51,6 +50,8 @@ TRANSITIONS: dict[tuple[LookupState, LookupEvent], LookupState] = {
     (LookupState.FINDING, LookupEvent.OVERDUE): LookupState.ENDED,
     (LookupState.FINDING, LookupEvent.CANCELLED): LookupState.ENDED,
     (LookupState.READING, LookupEvent.READ_DONE): LookupState.READING,
+    # There was no room for what was decided.
+    (LookupState.READING, LookupEvent.PLANNED): LookupState.READING,
     (LookupState.READING, LookupEvent.COMPLETED): LookupState.ENDED,
     (LookupState.READING, LookupEvent.OVERDUE): LookupState.ENDED,
     (LookupState.READING, LookupEvent.CANCELLED): LookupState.ENDED,
@@ -67,7 +68,7 @@ class ReadAction(Enum):
     HOLD = "hold"  # It is in RAM by now: pin it.
     JOIN = "join"  # It is being read for another lookup: wait for it too.
     START = "start"  # Begin to read it.
-    WAIT = "wait"  # No thread is free: come again later.
+    WAIT = "wait"  # Its tier is busy: come again later.
     GIVE_UP = "give_up"  # Its tier is silent: read nothing more.
 
 
@@ -81,7 +82,7 @@ class ReadFacts(NamedTuple):
     is_being_read: bool
     is_tier_hung: bool
     may_read_tier: bool
-    has_tier_thread: bool
+    is_tier_busy: bool
 
     def action(self) -> ReadAction:
         """Returns what to do about the object."""
@@ -91,7 +92,7 @@ class ReadFacts(NamedTuple):
             return ReadAction.GIVE_UP
         if self.is_being_read:
             return ReadAction.JOIN
-        return ReadAction.START if self.has_tier_thread else ReadAction.WAIT
+        return ReadAction.WAIT if self.is_tier_busy else ReadAction.START
 
 
 @dataclass(eq=False)
@@ -102,8 +103,8 @@ class WaitingLookup:
     search: ObjectSearch = field(init=False)  # What is known of its objects.
     state: LookupState = LookupState.FINDING
     finds: int = 0  # Tiers that are being asked, or will be when it is the lookup's turn.
-    plan: ReadPlan = field(init=False)
-    """What is read. While it is being found, the target is the longest hit that was asked for."""
+    hits: Sequence[PromptHit] = ()
+    """The hits for which is read, ascending: the target, and one that comes earlier."""
     planned_at: float = 0.0  # When it was decided what is read.
     needs: deque[NeededObject] = field(default_factory=deque)  # Objects whose read is not begun.
     reads: int = 0  # Objects that are being read.
@@ -120,12 +121,16 @@ class WaitingLookup:
 
     def __post_init__(self) -> None:
         self.search = ObjectSearch(self.request)
-        self.plan = ReadPlan(self.request.chunks)
 
     @property
     def why(self) -> str:
         """Why it gets less than the tiers have, for people. Empty where it does not."""
         return "" if self.shortfall is None else self.shortfall.sentence
+
+    @property
+    def target_chunks(self) -> int:
+        """The chunks of the hit that it becomes where all reads succeed, as far as is known."""
+        return self.hits[-1].chunks if self.hits else self.request.chunks
 
     @property
     def is_finding(self) -> bool:
@@ -150,13 +155,20 @@ class WaitingLookup:
         self.state = state
         return True
 
-    def hit_slots(self) -> list[Slot]:
-        """Returns the objects in RAM of the hits that are read, and of the hit that RAM had.
-
-        They are to be held: room for more objects must cost none of them, whoever needs the room.
-        """
-        hits = (self.request.resident, *self.plan.hits)
-        return list(self.request.resident_slots(hits))
+    def plan_reads(self, room_bytes: int, now: float) -> Sequence[Shortfall]:
+        """Decide which objects are read into `room_bytes`. Returns why they are not more."""
+        objects = self.search.present_objects(now)
+        loadable = loadable_hits(objects, room_bytes)
+        choice = choose_load(
+            loadable,
+            resident=objects.resident,
+            longest=objects.longest,
+            token_seconds=self.request.token_seconds,
+            patience_seconds=self.request.deadline - now,
+        )
+        self.hits = choice.hits
+        self.needs = deque(self.search.needed_objects(choice.hits))
+        return choice.shortfalls
 
     def fall_short(self, shortfall: Shortfall) -> bool:
         """Keep a reason. Returns whether it is the first of its kind, which is counted."""

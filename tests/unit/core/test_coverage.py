@@ -5,13 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.core.coverage import (
+    PromptHit,
+    is_tail_hit,
     lacking,
     largest_hit,
+    longest_hit,
     needed_blocks,
     needed_chunks,
     part_bytes,
     slot_shapes,
     stored_blocks,
+    whole_hit,
 )
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from tests.layouts import LAYOUTS
@@ -117,3 +121,25 @@ def test_what_a_larger_hit_lacks_is_named(name: str, chunks: int, data: st.DataO
     for group, chunk in lacks:
         assert chunk in needed_chunks(geometry, group, chunks)
         assert not masks[geometry.groups.index(group)][chunk]
+
+
+TAILED = Geometry(
+    (Group(0, GroupKind.RECURRENT, 16, (8,)), Group(1, GroupKind.FULL, 16, (8,))), 16, 4, 4
+)
+
+
+def test_a_tail_is_a_hit_behind_whole_attention_and_needs_no_state_before_it() -> None:
+    assert is_tail_hit(TAILED, [b"\0\0", b"\1\1"], 2)
+    assert is_tail_hit(TAILED, [b"", b""], 0)
+    assert not is_tail_hit(TAILED, [b"\1\1", b"\0\1"], 2)
+    assert not is_tail_hit(TAILED, [b"\1", b"\1"], 2), "chunks that were not looked up"
+
+
+def test_a_tail_that_has_its_prefix_makes_the_longest_hit() -> None:
+    in_second, in_third = PromptHit(2, 1, 20, (1, 0)), PromptHit(3, 4, 36, (2, 0))
+    masks = [b"\1\0", b"\1\1"]
+    assert longest_hit(TAILED, masks, 2, None) == whole_hit(TAILED, 1)
+    assert longest_hit(TAILED, masks, 2, in_second) == in_second
+    assert longest_hit(TAILED, masks, 2, in_third) == in_third
+    assert longest_hit(TAILED, [b"\1\1", b"\1\1"], 2, in_second) == whole_hit(TAILED, 2)
+    assert longest_hit(TAILED, [b"\1\0", b"\0\1"], 2, in_third) == whole_hit(TAILED, 0)

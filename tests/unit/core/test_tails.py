@@ -8,7 +8,6 @@ from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.tails import (
     TAIL_UNITS_MAX,
     first_tail_chunk,
-    is_tail_hit,
     tail_chunk,
     tail_names,
     tail_tokens,
@@ -41,13 +40,6 @@ def test_names_are_those_of_every_unit_inside_a_chunk(prompt_tokens: int) -> Non
     ]
     assert prompt_tokens - first * CHUNK <= UNIT * (TAIL_UNITS_MAX + 1)
     assert first == 0 or prompt_tokens > UNIT * TAIL_UNITS_MAX, "the bound is for long prompts"
-
-
-def test_a_tail_is_a_hit_behind_whole_attention_and_needs_no_state_before_it() -> None:
-    assert is_tail_hit(geometry(), [b"\0\0", b"\1\1"], 2)
-    assert is_tail_hit(geometry(), [b"", b""], 0)
-    assert not is_tail_hit(geometry(), [b"\1\1", b"\0\1"], 2)
-    assert not is_tail_hit(geometry(), [b"\1", b"\1"], 2), "chunks that were not looked up"
 
 
 def test_where_tails_cannot_be_served_the_reason_is_said() -> None:

@@ -530,7 +530,7 @@ def test_a_tier_is_asked_in_rounds(end: str, monkeypatch: pytest.MonkeyPatch) ->
     node = remote(records, "sim://0")
     node.store(FULL, [1, 2, 3])
     node.work()
-    monkeypatch.setattr("hybridkv.tiers.load_or_compute.FIND_KEYS_MAX", 2)
+    monkeypatch.setattr("hybridkv.tiers.object_search.FIND_KEYS_MAX", 2)
     node = remote(records, "sim://0")
     assert isinstance(node.ask(1, 2, 3), Pending)
     (first,) = node.jobs

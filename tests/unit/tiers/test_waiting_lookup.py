@@ -4,9 +4,11 @@ from itertools import product
 
 import pytest
 
+from hybridkv.core.coverage import whole_hit
 from hybridkv.store.index import Namespace
 from hybridkv.store.store import Store
-from hybridkv.tiers.load_or_compute import LookupRequest, PromptHit, Shortfall, ShortfallKind
+from hybridkv.tiers.load_or_compute import Shortfall, ShortfallKind
+from hybridkv.tiers.object_search import LookupRequest
 from hybridkv.tiers.promotion import Promotion
 from hybridkv.tiers.waiting_lookup import (
     TRANSITIONS,
@@ -35,7 +37,7 @@ def lookup_in(state: LookupState) -> WaitingLookup:
         asked_at=0.0,
         deadline=1.0,
         tokens_per_second=0,
-        resident=PromptHit(0, 0, 0),
+        resident=whole_hit(geometry, 0),
     )
     return WaitingLookup(request, state=state)
 
@@ -83,12 +85,12 @@ def test_what_is_done_about_the_next_object(facts: ReadFacts) -> None:
             assert not facts.is_tier_hung
         case ReadAction.START:
             assert facts.may_read_tier
-            assert facts.has_tier_thread
+            assert not facts.is_tier_busy
             assert not facts.is_tier_hung
             assert not facts.is_being_read, "an object is read once"
         case ReadAction.WAIT:
             assert facts.may_read_tier
-            assert not facts.has_tier_thread
+            assert facts.is_tier_busy
             assert not facts.is_being_read
     assert not facts.is_in_ram, "what is in RAM is not read, whatever its tier does"
 
