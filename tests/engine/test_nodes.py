@@ -139,7 +139,7 @@ def test_two_launches_of_vllm_as_on_two_nodes(daemons: list[DaemonProcess], tmp_
     environment = {**bundled_environment("qwen3"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
     with (tmp_path / "node1.log").open("wb") as log:
-        other = subprocess.Popen(
+        second = subprocess.Popen(
             ending_with_parent([*command, "--node-rank=1", "--headless"]),
             stdout=log,
             stderr=log,
@@ -161,5 +161,5 @@ def test_two_launches_of_vllm_as_on_two_nodes(daemons: list[DaemonProcess], tmp_
             assert not server.total("vllm:hybridkv_loads_total", result="failed")
             assert [stats(daemon.socket_path)["sessions"] for daemon in daemons] == [1, 1]
     finally:
-        other.send_signal(signal.SIGINT)
-        other.wait(60)
+        second.send_signal(signal.SIGINT)
+        second.wait(60)

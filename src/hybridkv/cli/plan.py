@@ -163,6 +163,8 @@ def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[st
     """The rows (name, value) below the table of groups."""
     saved = 1 - totals.stored_token_bytes / totals.token_bytes
     ranks = f" over {plan.ranks} ranks" if plan.ranks > 1 else ""
+    if plan.nodes > 1:
+        ranks = f" on each of {plan.nodes} nodes"
     period = plan.state_period_tokens
     dense = "" if period is None else ", with a state at every boundary"
     stored = f"{totals.stored_token_bytes:,.0f} of {totals.token_bytes:,.0f} bytes{ranks}"

@@ -462,8 +462,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def _socket_on(self, node: int) -> str:
         """Return the path of the daemon's socket on a node."""
-        server = self._settings.server.replace("{node}", str(node))
-        return socket_of_server(server, runtime_directory(), os.geteuid())
+        return socket_of_server(self._settings.server, runtime_directory(), os.geteuid(), node)
 
     def _start_daemon(self) -> None:
         """Start a daemon where the setting is "auto", else check the daemon at the socket."""

@@ -60,7 +60,6 @@ class Answers:
     welcome: Welcome | None  # The daemon's greeting, once for each connection.
     replies: tuple[Reply, ...]
     lost: str = ""  # The reason why the connection ended, or could not be made; empty = it goes on.
-    refusal: str | None = None  # The reason why the daemon refused the greeting.
 
 
 @dataclass

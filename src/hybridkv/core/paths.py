@@ -16,9 +16,14 @@ def default_socket(runtime: str, uid: int) -> str:
     return f"{base}/daemon.sock"
 
 
-def socket_of_server(server: str, runtime: str, uid: int) -> str:
-    """Returns the socket path of a `server` setting, which is "auto" or "unix:///path"."""
-    path = default_socket(runtime, uid) if server == "auto" else server.removeprefix("unix://")
+def socket_of_server(server: str, runtime: str, uid: int, node: int = 0) -> str:
+    """Returns the socket path of a `server` setting on a node of an engine.
+
+    The setting is "auto" or "unix:///path". "{node}" in a path is the node's number.
+    """
+    if server == "auto":
+        return check_socket_path(default_socket(runtime, uid), "server")
+    path = server.removeprefix("unix://").replace("{node}", str(node))
     return check_socket_path(path, "server")
 
 

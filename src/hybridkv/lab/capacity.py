@@ -57,7 +57,7 @@ class GroupPlan(GroupPreview):
 
 @dataclass(frozen=True, slots=True)
 class CapacityTotals:
-    """The cost of all groups and all ranks together."""
+    """The cost of all groups and all ranks of one node together."""
 
     chunk_tokens: int
     alignment_tokens: int
@@ -86,6 +86,7 @@ class CapacityPlan:
     state_period_tokens: int | None
     """Tokens between recurrent states; 0 = only the last boundary; None = no group is recurrent."""
     stages: int = 1  # Of a pipeline.
+    nodes: int = 1  # Over which the ranks are spread, each with a daemon.
 
 
 def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> CapacityPlan:
@@ -105,6 +106,7 @@ def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> 
         max_model_len=preview.max_model_len,
         ranks=preview.ranks,
         stages=preview.stages,
+        nodes=geometry.nodes if geometry else 1,
         groups=tuple(rows),
         totals=totals,
         state_period_tokens=preview.states.period_tokens(states[0]) if states else None,
@@ -151,7 +153,7 @@ def _totals(
         hash_tokens=geometry.hash_tokens,
         first_storable_tokens=chunk + geometry.lookahead_tokens,
         first_hit_tokens=chunk + 1,
-        token_bytes=float(token_bytes * geometry.ranks),
+        token_bytes=float(token_bytes * geometry.node_ranks),
         stored_token_bytes=float(stored),
         prompt_tokens=tokens,
         prompt_bytes=prompt_bytes,

@@ -181,6 +181,7 @@ def test_sockets() -> None:
     assert default_socket("/run/user/7", 7) == "/run/user/7/hybridkv/daemon.sock"
     assert default_socket("", 7) == "/tmp/hybridkv-7/daemon.sock"
     assert socket_of_server("unix:///a/b.sock", "", 7) == "/a/b.sock"
+    assert socket_of_server("unix:///a/{node}.sock", "", 7, 3) == "/a/3.sock"
     for bad in ("relative.sock", "/" + "x" * 107, "/", "/a/..", "/a\0", "/\udcff"):
         with pytest.raises(ConfigError, match=r'socket: .* "/tmp/hybridkv/daemon.sock" works'):
             check_socket_path(bad, "socket")

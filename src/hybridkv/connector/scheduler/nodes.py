@@ -19,7 +19,7 @@ from operator import and_
 
 from msgspec import structs
 
-from hybridkv.client.link import HELLO_SECONDS, RECONNECT_SECONDS
+from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector.messages import Answers, LoadPlan, Mail, NodePlans, ObjectPair, StepPlan
 from hybridkv.core.copies import CopyRun, SlotRef
 from hybridkv.core.coverage import SlotShape
@@ -32,6 +32,8 @@ from hybridkv.wire import messages as wire
 ROUNDS_MAX = 4
 """A lookup whose nodes have hits of several lengths is asked again with the least of them, so often
 at most. Then it is a miss."""
+RETRY_SECONDS = 0.5
+"""Where a node's daemon is away, its neighbours are greeted in vain no more often than this."""
 RECENT_MAX = 16
 """Answers whose slots are looked for by their bytes. Each further slot is found by its offset."""
 REPORTS_OF_AN_ANSWER = 2
@@ -116,7 +118,7 @@ class NodesLink:
         those of all nodes."""
         self.is_served = True
         self.refusal: str | None = None
-        """The reason why a daemon refused the last greeting."""
+        """The reason why there is no connection; None once there is one, or was."""
         self.greetings = hello.session
         self.boots: tuple[str, ...] = ()
         """The lives of the nodes' daemons that were greeted last."""
@@ -205,8 +207,9 @@ class NodesLink:
 
     def drop_connection(self, why: str, now: float) -> None:
         """End the connection, if there is one. A later `poll` makes another."""
-        if self._nodes:
+        if self.welcome is not None:
             self._lose(why, now)
+        self._forget()
 
     def close(self, farewell: wire.Request | None = None) -> None:
         """End the connection for good. The next plans tell the relays so."""
@@ -343,7 +346,6 @@ class NodesLink:
 
     def _greet(self) -> None:
         self.greetings += 1
-        self.refusal = None
         nodes = self._geometry.nodes
         self._slots = [_NodeSlots() for _ in range(nodes)]
         namespace, geometry = self._hello.namespace, self._hello.geometry
@@ -374,7 +376,6 @@ class NodesLink:
             return []
         state.answers += 1
         if answers.lost:
-            self.refusal = answers.refusal
             self._lose(f"node {node}: {answers.lost}", now)
             return []
         if answers.welcome is not None:
@@ -392,17 +393,21 @@ class NodesLink:
             return
         boots = tuple(welcome.boot for welcome in welcomes)
         if len(set(boots)) < len(boots):
-            self.refusal = "several nodes have one daemon, and each needs its own"
-            self._lose(self.refusal, now)
-            self._retry_at = now + HELLO_SECONDS
+            self._lose("several nodes have one daemon, and each needs its own", now)
             return
-        self.boots = boots
+        self.boots, self.refusal = boots, None
         self.welcome = structs.replace(welcomes[0], boot="+".join(boots))
 
     def _lose(self, why: str, now: float) -> None:
+        """End the connection, or the attempt to make one."""
+        was_connected = self.welcome is not None
         self._forget()
-        self._retry_at = now + (HELLO_SECONDS if self.refusal else RECONNECT_SECONDS)
-        self._on_loss(why)
+        if was_connected:
+            self._retry_at = now + RECONNECT_SECONDS
+            self._on_loss(why)
+        else:
+            self._retry_at = now + RETRY_SECONDS
+            self.refusal = why
 
     def _forget(self) -> None:
         """Forget the connection, and with it all leases and slots."""

@@ -30,7 +30,6 @@ class Relay:
         self._replies: list[Reply] = []
         self._welcome: Welcome | None = None  # Until it is reported.
         self._lost = ""
-        self._refusal: str | None = None
         self._has_news = False
 
     def deliver(self, mail: Mail, now: float) -> None:
@@ -40,7 +39,7 @@ class Relay:
         if self._lost or (mail.hello is None and not mail.number):
             return
         if mail.number != self._next_mail:
-            self._lose("messages of a step did not reach the worker", now)
+            self._lose("messages of a step did not reach the worker")
             return
         if mail.hello is not None:
             # The workers of the node have its id of the engine, by which they join the session.
@@ -62,7 +61,6 @@ class Relay:
             welcome=self._welcome,
             replies=tuple(self._replies),
             lost=self._lost,
-            refusal=self._refusal,
         )
         self._answered += 1
         self._replies, self._welcome, self._has_news = [], None, False
@@ -78,7 +76,7 @@ class Relay:
         self.close()
         self._greeting, self._next_mail, self._answered = mail.greeting, 0, 0
         self._replies, self._welcome, self._has_news = [], None, False
-        self._lost, self._refusal = "", None
+        self._lost = ""
 
     def _send(self, messages: tuple[Request, ...], now: float) -> None:
         link = self.link
@@ -97,12 +95,11 @@ class Relay:
             self._welcome = link.welcome
         self._has_news |= bool(replies or self._welcome)
         if self._lost or link.fd is None:
-            self._refusal = link.refusal
-            self._lose(self._lost or link.refusal or "no daemon listens at its socket", now)
+            self._lose(self._lost or link.refusal or "no daemon listens at its socket")
 
     def _on_lost(self, why: str) -> None:
         self._lost = why
 
-    def _lose(self, why: str, now: float) -> None:
+    def _lose(self, why: str) -> None:
         self._lost, self._has_news = why, True
         self.close()
