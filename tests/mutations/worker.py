@@ -236,6 +236,15 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{NODES}::test_slots_that_only_one_node_grants_go_back",),
     ),
     Mutation(
+        "masks-of-before",
+        "what a node lost after its answer is announced by the joined answer",
+        "NodesLink._on_found",
+        "[joined, *lookup.removed]",
+        "[joined]",
+        ("C5",),
+        (f"{NODES}::test_what_a_node_loses_after_its_answer_is_told_after_the_joined_answer",),
+    ),
+    Mutation(
         "lost-mail",
         "messages that reach no worker are not missed",
         "Relay.deliver",

@@ -105,7 +105,8 @@ TAILS_RATE = 0.6
 """The share of seeds with hits inside a block, where the layout can have them."""
 STUCK_STEPS = 500
 NODES_STEPS = 3
-"""Steps in which what a node's daemon tells unasked reaches the connector."""
+"""Steps in which what a node's daemon tells unasked reaches the connector, reports that are late
+apart."""
 SALTS = (0, 3, 5)
 """The salts of an engine's weights, on which its bytes depend. 0 is the first."""
 VOCABULARY = range(2, 2000)
@@ -745,7 +746,7 @@ class _Life:
         for _ in range(2):
             for site in self.sites:
                 site.engine.barrier()
-                for _ in range(NODES_STEPS if len(self._nodes) > 1 else 0):
+                for _ in range(NODES_STEPS + self._drawn.lag if len(self._nodes) > 1 else 0):
                     site.engine.step_idle()
         present = [self._present(site.engine.namespace) for site in self.sites]
         for site, objects in zip(self.sites, present, strict=True):

@@ -305,6 +305,21 @@ def test_slots_that_only_one_node_grants_go_back(nodes: Nodes, both: list[Daemon
     until_value(both[0], "bytes_writing", 3 * slot_bytes(PART_BYTES, 1))
 
 
+def test_what_a_node_loses_after_its_answer_is_told_after_the_joined_answer(nodes: Nodes) -> None:
+    """The masks of that answer name it. Whoever reads them would announce it to routers."""
+    nodes.queue(wire.Lookup(3, 3, b"".join(NAMES)))
+    answers = answers_of(nodes)
+    removed = wire.Removed(0, NAMES[1], b"\0", below=b"\1")
+    early = replace(answers[0], replies=(*answers[0].replies, removed))
+    nodes.link.on_report(nodes.number, {0: early})
+    lost = structs.replace(removed, below=b"")
+    assert nodes.link.poll(time.monotonic()) == [lost]
+    nodes.link.on_report(nodes.number, {1: answers[1]})
+    found, again = nodes.link.poll(time.monotonic())
+    assert isinstance(found, wire.Found)
+    assert again == lost
+
+
 def test_lost_mail_ends_the_connection_and_another_is_made(nodes: Nodes) -> None:
     nodes.queue(wire.Lookup(3, 3, b"".join(NAMES)))
     nodes.plan()  # It reaches no worker.

@@ -84,6 +84,8 @@ class _NodesLookup:
     answers: list[wire.Found | None]  # The last answer of each node.
     masks: list[bytes] = field(default_factory=list)  # What every node had in the first round.
     rounds: int = 1
+    removed: list[wire.Removed] = field(default_factory=list)
+    """What nodes have lost since the first answer, whose masks may name it."""
     why: str = ""  # The hits of the first round, for people, where they differ.
     plan_number: int | None = None  # The plan with which the last round left; None = it has not.
 
@@ -455,7 +457,7 @@ class NodesLink:
                 self._nodes[node].messages.append(ended)
 
     def _join(self, node: int, reply: wire.Reply) -> list[wire.Reply]:
-        """Return what the scheduler role is told of one node's reply: one reply at most."""
+        """Return the replies to the scheduler role that are complete with one node's reply."""
         if isinstance(reply, wire.Found):
             return self._on_found(node, reply)
         if isinstance(reply, wire.Pending):
@@ -470,7 +472,11 @@ class NodesLink:
             return self._on_reserved(node, reply)
         if isinstance(reply, wire.Removed):
             # What one node has lost is not hit, wherever it is on the others.
-            return [structs.replace(reply, below=b"")]
+            removed = structs.replace(reply, below=b"")
+            for lookup in self._lookups.values():
+                if any(lookup.answers):
+                    lookup.removed.append(removed)
+            return [removed]
         return [reply] if isinstance(reply, wire.Error) or not node else []
 
     def _on_reserved(self, node: int, reply: wire.Reserved) -> list[wire.Reply]:
@@ -521,7 +527,9 @@ class NodesLink:
             lookup.rounds += 1
             self._ask(lookup, self._shortened(lookup.lookup, least), longer)
             return []
-        return [self._joined(lookup, answers, is_hit=bool(least) and len(set(ends)) == 1)]
+        joined = self._joined(lookup, answers, is_hit=bool(least) and len(set(ends)) == 1)
+        # Whoever reads the masks hears of these losses again.
+        return [joined, *lookup.removed]
 
     def _joined(
         self, lookup: _NodesLookup, answers: Sequence[wire.Found], *, is_hit: bool
