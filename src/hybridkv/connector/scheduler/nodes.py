@@ -274,13 +274,12 @@ class NodesLink:
         )
 
     def _take_mail(self, node: int) -> Mail | None:
+        """Return the node's messages. Every plan has mail, so that the next shows a lost one."""
         if self._is_closed:
             return Mail(self.greetings + 1, 0, None, ())
         if not self._nodes:
             return None
         state = self._nodes[node]
-        if state.hello is None and not state.messages:
-            return None
         mail = Mail(self.greetings, state.mails, state.hello, tuple(state.messages))
         state.hello, state.messages = None, []
         state.mails += 1
