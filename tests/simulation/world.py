@@ -412,6 +412,7 @@ class _Life:
         self._stems = [rng.choices(VOCABULARY, k=rng.randrange(1, self._room)) for _ in range(3)]
         self._stems.append(rng.choices(VOCABULARY, k=self._room // chunk * chunk))
         self._resume_at = 0
+        self._is_settling = False  # Whether what happened is to reach every connector, and no more.
         self._requests = 0
 
     def live(self) -> None:
@@ -485,6 +486,8 @@ class _Life:
 
     def _on_step_planned(self) -> None:
         rng, faults = self._rng, sorted(self._drawn.faults & {"flip", "clear", "kill", "cut"})
+        if self._is_settling:
+            return
         if faults and rng.random() < self._drawn.fault_rate / 4 and not self._is_stopped:
             self._harm(rng.choice(faults), rng.choice(self.sites), 0)
             self.counts["harm_between"] += 1
@@ -753,8 +756,8 @@ class _Life:
         for _ in range(2):
             for site in self.sites:
                 site.engine.barrier()
-                for _ in range(NODES_STEPS + self._drawn.lag if len(self._nodes) > 1 else 0):
-                    site.engine.step_idle()
+        if len(self._nodes) > 1:
+            self._settle_nodes()
         present = [self._present(site.engine.namespace) for site in self.sites]
         for site, objects in zip(self.sites, present, strict=True):
             self._audit_statistics(site)
@@ -762,6 +765,22 @@ class _Life:
             self._audit_storage(site, objects)
         for number in range(len(self._nodes)):
             self._audit_arena(number)
+
+    def _settle_nodes(self) -> None:
+        """Step until all that the daemons of several nodes tell has reached the connectors.
+
+        The first steps may ask for slots, for which objects are evicted. The last ones do not.
+        """
+        self._is_settling = True
+        for _ in range(2 * (NODES_STEPS + self._drawn.lag)):
+            for site in self.sites:
+                site.engine.step_idle()
+            for _ in range(2):
+                for site in self.sites:
+                    site.engine.barrier()
+        for _ in range(NODES_STEPS + self._drawn.lag):
+            for site in self.sites:
+                site.engine.step_idle()
 
     def _audit_statistics(self, site: Site) -> None:
         """Check that every count has arrived at the dashboard."""

@@ -321,11 +321,15 @@ def test_what_a_node_loses_after_its_answer_is_told_after_the_joined_answer(node
 
 
 def test_lost_mail_ends_the_connection_and_another_is_made(nodes: Nodes) -> None:
+    from hybridkv.connector.messages import StepPlan
+
     nodes.queue(wire.Lookup(3, 3, b"".join(NAMES)))
     nodes.plan()  # It reaches no worker.
     nodes.step()  # There is nothing more to send.
     assert nodes.losses == ["node 0: messages of a step did not reach the worker"]
     assert nodes.link.welcome is None
+    for plan in nodes.link.plan_nodes(StepPlan(9, boot="b", reserved_bytes=1)).plans:
+        assert (plan.boot, plan.reserved_bytes) == ("", 0), "no arena is prepared"
     nodes.connect()
     nodes.store(states=(CHUNKS - 1,))
     assert nodes.look_up().chunks == CHUNKS

@@ -256,7 +256,9 @@ class NodesLink:
         if self.welcome is None or node >= len(self.boots):
             # Loads that were planned before the loss fail, and stores were not planned.
             lost = {name: replace(load, boot="") for name, load in plan.loads.items()}
-            return replace(plan, boot="", loads=lost, stores={}, audits={}, mail=mail)
+            return replace(
+                plan, boot="", reserved_bytes=0, loads=lost, stores={}, audits={}, mail=mail
+            )
         loads = {
             name: self._load_on(node, load)
             if load.boot == self.welcome.boot
