@@ -67,7 +67,7 @@ FAULTS: tuple[Mutation, ...] = (
         "loads-for-any-adapter",
         "a worker loads what another adapter computed than the one that the engine has",
         "WorkerRole._has_adapter",
-        "adapters.get(adapter.number) == adapter.digests[self._part.rank]",
+        "adapters.get(adapter.number) == adapter.digests[rank]",
         "adapter.number in adapters",
         ("D16",),
         (f"{WORKER}::test_a_load_of_an_adapter_begins_only_while_the_engine_has_it",),
