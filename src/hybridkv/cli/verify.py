@@ -285,6 +285,8 @@ class Verification:
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
             what = "VLLM_ENABLE_V1_MULTIPROCESSING=1 hides the block pool, which one arm must empty"
             raise ConfigError(what, "VLLM_ENABLE_V1_MULTIPROCESSING=0 works")
+        if request.nodes < 1:
+            raise ConfigError(f"--nodes {request.nodes} is no number of nodes", "--nodes 2 works")
         self._first_daemons = self._daemons = _Daemons(directory, "daemon", request)
         self._other_daemons = _Daemons(directory, "other", request)
         self.chunk_tokens = 0

@@ -166,8 +166,8 @@ class Geometry:
 
     @property
     def node_stages(self) -> int:
-        """The stages of which a node has ranks. Nodes have whole stages, or a part of one."""
-        return max(1, self.stages // self.nodes)
+        """The stages of which a node has ranks."""
+        return stages_of_node(self.stages, self.nodes)
 
     def parts(self, group: Group) -> int:
         """Parts of one object of `group` on one node.
@@ -187,6 +187,11 @@ class Geometry:
     def hash_index(self, chunk: int) -> int:
         """The place, in the engine's chained block hashes, of the hash of chunk number `chunk`."""
         return (chunk + 1) * self.chunk_tokens // self.hash_tokens - 1
+
+
+def stages_of_node(stages: int, nodes: int) -> int:
+    """The stages of which each node has ranks. Nodes have whole stages, or a part of one."""
+    return max(1, stages // nodes)
 
 
 def common_block_tokens(groups: tuple[Group, ...], alignment_tokens: int, hash_tokens: int) -> int:

@@ -159,6 +159,16 @@ class Nodes:
         assert found.lease == found.id == lease
         return found
 
+    def until_leases(self, daemons: list[DaemonProcess], count: int) -> None:
+        """Step until each daemon has so many leases. No lookup is answered meanwhile."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        for daemon in daemons:
+            with ControlClient(daemon.socket_path, DEADLINE_SECONDS) as control:
+                while (leases := control.stats().values["leases"]) != count:
+                    assert time.monotonic() < deadline, f"{leases} leases are kept"
+                    replies = self.step(waits=True)
+                    assert not [reply for reply in replies if isinstance(reply, wire.Found)]
+
     def close(self) -> None:
         """End the connections."""
         self.link.close()
@@ -186,15 +196,6 @@ def until_value(daemon: DaemonProcess, name: str, value: float) -> None:
     with ControlClient(daemon.socket_path, DEADLINE_SECONDS) as control:
         while (present := control.stats().values[name]) != value:
             assert time.monotonic() < deadline, f"{name} stays at {present}"
-
-
-def leases(both: list[DaemonProcess]) -> list[float]:
-    """Return the number of leases at each daemon."""
-    counts = []
-    for daemon in both:
-        with ControlClient(daemon.socket_path, DEADLINE_SECONDS) as control:
-            counts.append(control.stats().values["leases"])
-    return counts
 
 
 def test_every_node_has_the_session_with_its_own_ranks_and_identity(
@@ -245,10 +246,9 @@ def test_a_hit_is_what_every_node_has(nodes: Nodes, both: list[DaemonProcess]) -
     assert found.chunks == 3
     assert len(unpack_u64(found.offsets)) == 3 + 1, "the state of the common hit alone"
     assert [mask.count(1) for mask in found.masks] == [3, 2]
-    assert leases(both) == [1, 1], "that of the longer hit has ended"
+    nodes.until_leases(both, 1)  # That of the longer hit ends.
     nodes.queue(wire.Release(5, tokens=48, loaded_bytes=100))
-    nodes.step()
-    assert leases(both) == [0, 0]
+    nodes.until_leases(both, 0)
 
 
 def test_nodes_whose_states_never_meet_are_a_miss(nodes: Nodes, both: list[DaemonProcess]) -> None:
@@ -258,19 +258,18 @@ def test_nodes_whose_states_never_meet_are_a_miss(nodes: Nodes, both: list[Daemo
     found = nodes.look_up()
     assert (found.chunks, found.offsets) == (0, b"")
     assert [mask.count(1) for mask in found.masks] == [CHUNKS, 0]
-    nodes.step()
-    assert leases(both) == [0, 0]
+    nodes.until_leases(both, 0)
 
 
 def test_a_lookup_that_is_given_up_keeps_no_lease(nodes: Nodes, both: list[DaemonProcess]) -> None:
     nodes.store(chunks=3, states=(2,))
     nodes.store(states=(CHUNKS - 1,), node=1)
     nodes.queue(wire.Lookup(7, 7, b"".join(NAMES), audit_lease=8))
-    nodes.step()  # An answer may be there by now, and a second round begin.
+    answers = answers_of(nodes)
     nodes.queue(wire.Release(7))
-    for _ in range(4):
-        assert not [reply for reply in nodes.step(waits=True) if isinstance(reply, wire.Found)]
-    assert leases(both) == [0, 0]
+    nodes.link.on_report(nodes.number, answers)
+    assert not nodes.link.poll(time.monotonic())
+    nodes.until_leases(both, 0)
     assert not nodes.link._leases
     assert not nodes.link._questions
     assert not nodes.link._lookups

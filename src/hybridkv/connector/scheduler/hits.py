@@ -145,9 +145,10 @@ class Lookups:
         tracked = self._requests.by_lease.get(pending.lease)
         if tracked is not None and tracked.is_prefetching:
             tracked.lookup.deadline = now + pending.wait_ms / 1e3 + self._answer_seconds
+            # Each of several nodes may say so of one lookup.
+            self._counters[metrics.LOOKUPS_PROMOTED] += tracked.lookup.pending is None
             if len(pending.masks) == len(self.geometry.groups):
                 tracked.lookup.pending = pending
-            self._counters[metrics.LOOKUPS_PROMOTED] += 1
 
     def on_found(self, found: Found, now: float) -> None:
         """Keep the answer to a lookup. If its request does not wait any more, end its lease."""

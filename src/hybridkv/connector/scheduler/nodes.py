@@ -245,10 +245,15 @@ class NodesLink:
         number = lookup.plan_number
         return number is not None and self._reports >= number + REPORTS_OF_AN_ANSWER - 1
 
-    def queue_on(self, node: int, message: wire.Request) -> None:
-        """Queue a message, which names the node's own slots, for one node's daemon."""
-        if self.welcome is not None:
-            self._nodes[node].messages.append(message)
+    def queue_on(self, node: int, message: wire.Request) -> bool:
+        """Queue a message, which names the node's own slots, for one node's daemon.
+
+        Returns False where there is no connection.
+        """
+        if self.welcome is None:
+            return False
+        self._nodes[node].messages.append(message)
+        return True
 
     def _plan_on(self, node: int, plan: StepPlan) -> StepPlan:
         """Return the plan with what it names of the node's memory, and the node's messages."""

@@ -102,10 +102,12 @@ class DaemonSession:
 
     def queue_message(self, message: wire.Request, now: float) -> bool:
         """Queue a message for the link's next flush. Returns False if it is lost, and counts it."""
-        sent = self.link.queue(message, now)
-        if not sent:
+        return self._count_unsent(message, self.link.queue(message, now))
+
+    def _count_unsent(self, message: wire.Request, is_queued: bool) -> bool:
+        if not is_queued:
             self.counters[daemon_unsent(type(message).__name__.lower())] += 1
-        return sent
+        return is_queued
 
     def follow(self, now: float) -> bool:
         """Do what the connection's state asks for. Returns True for a new life of the daemon.
@@ -141,12 +143,13 @@ class DaemonSession:
         ordered = sorted(slots, key=attrgetter("offset", "generation"))
         offsets = pack_u64([slot.offset for slot in ordered])
         generations = pack_u64([slot.generation for slot in ordered])
-        for batch in batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64)):
-            message = wire.ReportCorrupt(*batch)
+        columns = batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64))
+        for batch_offsets, batch_generations in columns:
+            message = wire.ReportCorrupt(batch_offsets, batch_generations)
             if self.nodes is None:
                 self.queue_message(message, now)
             else:
-                self.nodes.queue_on(node, message)
+                self._count_unsent(message, self.nodes.queue_on(node, message))
 
     def send_identity(self, identity: EngineIdentity, now: float) -> None:
         """Give the engine another identity, which its bytes have from here on."""

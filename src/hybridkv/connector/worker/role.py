@@ -27,6 +27,7 @@ from hybridkv.connector.worker.relay import Relay
 from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.geometry import stages_of_node
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena, new_lock
 from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
@@ -85,7 +86,7 @@ class WorkerRole:
             ranks=settings.node_ranks,
             checksum=settings.checksum,
             replicated=replicated,
-            stages=max(1, settings.stages // settings.nodes),
+            stages=stages_of_node(settings.stages, settings.nodes),
         )
         hello = Hello(1, PROTOCOL_VERSION, "worker", settings.engine_id, lock=new_lock())
         self._link = Link(settings.socket_path, hello, lambda why: None, settings.group)
