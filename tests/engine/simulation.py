@@ -75,7 +75,7 @@ class Simulation:
         groups = []
         worker = get_kv_transfer_group().worker_role
         for gid, views in zip(
-            kv_config.prefix_cacheable_group_ids, worker.factory.groups, strict=True
+            kv_config.prefix_cacheable_group_ids, worker.factory.shards[0].groups, strict=True
         ):
             spec = kv_config.kv_cache_groups[gid].kv_cache_spec
             own = [*iter_layer_specs(spec)]

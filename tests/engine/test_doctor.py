@@ -106,6 +106,14 @@ def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
             "nodes=2 do not divide 3 ranks; nodes with as many ranks each work",
         ),
         (
+            {
+                "tensor_parallel_size": 2,
+                "kv_connector_extra_config": {"share_tp": 3, "weights_identity": "v1"},
+            },
+            "FAIL",
+            'share_tp=3 is no multiple of tensor_parallel_size 2; "share_tp": 4 works',
+        ),
+        (
             {"speculative_config": SimpleNamespace(method="medusa")},
             "FAIL",
             "without --speculative-config works",

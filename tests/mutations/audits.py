@@ -128,7 +128,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "unknown-numbers-pass",
         "other bytes of a kind that is not known pass",
-        "compare",
+        "whole_verdict",
         "is_known = all(verdict.outcome is not AuditOutcome.UNMADE for verdict in verdicts)",
         "is_known = any(verdict.outcome is not AuditOutcome.UNMADE for verdict in verdicts)",
         ("D16",),
@@ -137,9 +137,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "compares-damaged-slots",
         "a slot that lost its bytes is taken for what an engine computed",
-        "Auditor._proven_bytes",
-        "self._part.check_part(arena, op, part_bytes)",
-        "self._part.check_generation(arena, op)",
+        "_proven_bytes",
+        "part.check_part(arena, op, part_bytes)",
+        "part.check_generation(arena, op)",
         ("C29",),
         (f"{AUDITOR}::test_a_slot_that_lost_its_bytes_is_no_difference",),
     ),

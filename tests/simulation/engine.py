@@ -433,7 +433,7 @@ class Rank:
         self.side.exchange = lambda own: everyones
         self.connector.register_kv_caches(self.tensors)
         if self.device is not None:
-            views = [view for group in self.side.factory.groups for view in group]
+            views = [view for group in self.side.factory.shards[0].groups for view in group]
             for padding in filter(is_padding, views):
                 self.device.adopt(padding)
 

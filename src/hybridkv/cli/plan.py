@@ -130,8 +130,9 @@ def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
 
 def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Finding]) -> None:
     """Print a plan: a table of its groups, its totals, and the findings."""
-    rank = " (of one rank)" if plan.ranks > 1 else ""
-    columns = ("group", "kind", "tokens/block", "layers", "window", f"block{rank}")
+    part = " (of one rank)" if plan.ranks > 1 else ""
+    part = " (of one shard)" if plan.shards > 1 else part
+    columns = ("group", "kind", "tokens/block", "layers", "window", f"block{part}")
     stages = f", {plan.stages} pipeline stages" if plan.stages > 1 else ""
     size = plan.ranks // plan.stages
     title = f"hybridkv plan {plain(plan.model)}: tensor parallel size {size}{stages}"

@@ -8,6 +8,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -65,6 +66,7 @@ from hybridkv.vllm.preflight import (
     state_rule,
     tails_finding,
 )
+from hybridkv.vllm.shards import shard_findings
 from hybridkv.vllm.versions import CacheHitSource, resolve_hits
 from hybridkv.wire.messages import TEXT_MAX, WireModel
 
@@ -119,6 +121,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 shm_dir=settings.daemon.shm_dir,
                 group=group_id(settings.daemon.group),
                 nodes=nodes,
+                shards=settings.share_tp or 0,
             )
             self.worker_role = WorkerRole(kv_cache_config, worker_settings)
 
@@ -252,6 +255,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             stages=config.parallel_config.pipeline_parallel_size,
             nodes=node_count(config.parallel_config, settings),
         )
+        geometry = replace(geometry, shards=settings.share_tp or 0)
         model, states = config.model_config, state_rule(config)
         _report_length(geometry, model.max_model_len)
         _report(state_findings(geometry, states))
@@ -514,7 +518,9 @@ def check_config(vllm_config: Any, kv_cache_config: Any) -> Settings:
     """Return the settings of an engine. Raises ConfigError where it cannot be served."""
     _report(config_findings(vllm_config))
     _report(group_findings(kv_cache_config, vllm_config))
-    return settings_of(vllm_config)
+    settings = settings_of(vllm_config)
+    _report(shard_findings(kv_cache_config, vllm_config, settings))
+    return settings
 
 
 def wants_events(vllm_config: Any) -> bool:

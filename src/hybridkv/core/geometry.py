@@ -43,8 +43,9 @@ class Group:
     kind: GroupKind
     tokens_per_block: int
     layer_bytes: tuple[int, ...]
-    """Bytes of one block in each layer of the group, on one rank, in layer order. Stages of a
-    pipeline have other layers, and the same sum (vllm.stages)."""
+    """Bytes of one block in each layer of the group, on one rank or in one shard of its heads
+    (Geometry.shards), in layer order. Stages of a pipeline have other layers, and the same sum
+    (vllm.stages)."""
     window_tokens: int = 0
     """The window (sliding), or the attention chunk (chunked local). 0 for other kinds."""
     extra_retained_tokens: int = 0
@@ -73,7 +74,7 @@ class Group:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers of the group, on one rank."""
+        """Bytes of one block over all layers of the group, on one rank or in one shard."""
         return sum(self.layer_bytes)
 
     def skipped_tokens(self, boundary: int) -> int:
@@ -113,6 +114,9 @@ class Geometry:
     nodes: int = 1
     """Nodes with a daemon each, over which the ranks are spread. Ranks 0 to ranks // nodes - 1 are
     on the first one."""
+    shards: int = 0
+    """Shards of the KV heads, each a part of an object, of which every rank has as many. The bytes
+    of a group's layers are those of one shard. 0 = one shard for each rank (Settings.share_tp)."""
 
     def __post_init__(self) -> None:
         if not 0 < len(self.groups) <= GROUPS_MAX or not 0 < self.ranks <= RANKS_MAX:
@@ -121,6 +125,9 @@ class Geometry:
         if not 0 < self.stages <= self.ranks or self.ranks % self.stages:
             raise GeometryError(f"{self.ranks} ranks are no {self.stages} stages of one size")
         self._check_nodes()
+        if self.shards and (self.shards % self.ranks or self.stages > 1 or self.nodes > 1):
+            what = f"{self.ranks} ranks of {self.stages} stages on {self.nodes} nodes"
+            raise GeometryError(f"{what} cannot have {self.shards} shards of the KV heads")
         if self.lookahead_tokens not in (0, 1):
             what = f"chunk hashes that cover {self.lookahead_tokens} tokens behind a chunk"
             raise GeometryError(f"{what} cannot be made")
@@ -169,12 +176,17 @@ class Geometry:
         """The stages of which a node has ranks."""
         return stages_of_node(self.stages, self.nodes)
 
+    @property
+    def node_shards(self) -> int:
+        """The shards of the KV heads on each node."""
+        return self.shards or self.node_ranks
+
     def parts(self, group: Group) -> int:
         """Parts of one object of `group` on one node.
 
-        There is one for each rank, or one for each stage whose ranks share it.
+        There is one for each shard of the heads, or one for each stage whose ranks share it.
         """
-        return self.node_stages if group.replicated else self.node_ranks
+        return self.node_stages if group.replicated else self.node_shards
 
     def blocks_per_chunk(self, group: Group) -> int:
         """Blocks of `group` in one chunk."""

@@ -103,6 +103,15 @@ class Settings:
     a digest of the weights in each worker's memory. Set it where the same model has other bytes in
     memory (another processor's packing), or cannot be read there (see the log), and should share.
     Weights that change while the engine serves have an identity of their own, with the name."""
+    share_tp: int | None = _setting(
+        None, option_parsers.number(1, RANKS_MAX, "2", kind=int, what="a whole number")
+    )
+    """The number of shards of KV heads in which attention layers are stored, so that engines of any
+    tensor parallel size that divides it share. By default each rank stores one part, and engines of
+    other sizes share nothing. Needs `weights_identity`, the same for all of them, since their ranks
+    have other weights. The stored bytes are loaded bit for bit; an engine of another size would
+    have computed them with other last bits. Recurrent layers, pipelines, several nodes and
+    speculation are refused, as are several shards for each rank of a GPU."""
 
 
 _KEYS = {row.name: row.metadata["parse"] for row in fields(Settings) if row.metadata}
@@ -132,6 +141,9 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
         if extra.get(key) is not None:
             daemon[row.field] = value = row.parse(extra[key], f"{_WHERE}.{key}")
             words += row.words(value)
+    if "share_tp" in parsed and "weights_identity" not in parsed:
+        what = f"{_WHERE}.share_tp={extra['share_tp']!r} needs a name for the weights"
+        raise ConfigError(what, '"weights_identity": "my-model-v1" works')
     if "disk_bytes" in daemon and "disk" not in daemon:
         what = f"{_WHERE}.disk_bytes={extra['disk_bytes']!r} needs a directory"
         raise ConfigError(what, '"disk": "/var/cache/hybridkv" works')

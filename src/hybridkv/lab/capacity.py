@@ -48,7 +48,7 @@ class ConfigPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan(GroupPreview):
-    """One row of the plan, in bytes of one rank."""
+    """One row of the plan, in bytes of one rank, or of one shard of its heads."""
 
     token_bytes: float  # Bytes per token of all blocks.
     stored_token_bytes: float
@@ -87,6 +87,7 @@ class CapacityPlan:
     """Tokens between recurrent states; 0 = only the last boundary; None = no group is recurrent."""
     stages: int = 1  # Of a pipeline.
     nodes: int = 1  # Over which the ranks are spread, each with a daemon.
+    shards: int = 0  # Of the KV heads, with `Settings.share_tp`; the groups' bytes are of one.
 
 
 def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> CapacityPlan:
@@ -107,6 +108,7 @@ def make_plan(preview: ConfigPreview, ram_bytes: int, slot_bytes: SlotBytes) -> 
         ranks=preview.ranks,
         stages=preview.stages,
         nodes=geometry.nodes if geometry else 1,
+        shards=geometry.shards if geometry else 0,
         groups=tuple(rows),
         totals=totals,
         state_period_tokens=preview.states.period_tokens(states[0]) if states else None,
@@ -153,7 +155,7 @@ def _totals(
         hash_tokens=geometry.hash_tokens,
         first_storable_tokens=chunk + geometry.lookahead_tokens,
         first_hit_tokens=chunk + 1,
-        token_bytes=float(token_bytes * geometry.node_ranks),
+        token_bytes=float(token_bytes * geometry.node_shards),
         stored_token_bytes=float(stored),
         prompt_tokens=tokens,
         prompt_bytes=prompt_bytes,

@@ -46,6 +46,7 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Check, Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry, length_finding
 from hybridkv.core.keys import fingerprint
+from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import state_findings
 from hybridkv.lab.capacity import ConfigPreview, GroupPreview
 from hybridkv.lab.configuration import ConfigReport
@@ -55,6 +56,7 @@ from hybridkv.vllm import preflight
 from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
 from hybridkv.vllm.identity import identity_facts
 from hybridkv.vllm.preflight import CONNECTOR
+from hybridkv.vllm.shards import rank_shards, shard_findings, shard_views
 from hybridkv.vllm.stages import stage_padding
 from hybridkv.vllm.versions import argument_parser, planning, resolve_hits
 
@@ -70,6 +72,7 @@ _FACTS_SHOWN = (
     "quantization",
     "cache_dtype",
     "tensor_parallel_size",
+    "share_tp",
     "layout",
     "chunk",
     "abi",
@@ -144,7 +147,7 @@ def inspect(arguments: list[str]) -> ConfigReport:
     config = served[0].vllm_config
     with contextlib.suppress(ConfigError):
         report.settings = preflight.settings_of(config)
-    cache = _guarded("KV cache groups", report, lambda: preview_engine(config))
+    cache = _guarded("KV cache groups", report, lambda: preview_engine(config, report.settings))
     if cache is not None:
         _judge_cache(config, report, cache)
     return report
@@ -201,6 +204,7 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
     """Add the preview, the findings and the identity that follow from the groups and layouts."""
     kv_cache_config, layouts = cache
     groups = list(preflight.group_findings(kv_cache_config, config))
+    groups += shard_findings(kv_cache_config, config, report.settings)
     report.findings += groups
     geometry: Geometry | None = None
     stages = config.parallel_config.pipeline_parallel_size
@@ -216,6 +220,7 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
                 stages=stages,
                 nodes=built.node_count(config.parallel_config, report.settings),
             )
+            geometry = replace(geometry, shards=report.settings.share_tp or 0)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
     model, rule = config.model_config, preflight.state_rule(config)
@@ -250,13 +255,13 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
     facts.setdefault("weights", "are read once they are loaded")
     for part in ("model_config", "cache_config", "parallel_config"):
         facts |= cast(dict[str, object], facts[part])
-    shown = {key: facts[key] for key in _FACTS_SHOWN}
+    shown = {key: facts[key] for key in _FACTS_SHOWN if key in facts}
     report.facts = {key: msgspec.json.encode(fact).decode() for key, fact in shown.items()}
     report.findings.append(ok("identity", f"{report.identity[:12]}; weights {facts['weights']}"))
 
 
-def preview_engine(vllm_config: Any) -> CachePreview:
-    """Build the model without memory, and return its KV cache.
+def preview_engine(vllm_config: Any, settings: Settings) -> CachePreview:
+    """Build the model without memory, and return its KV cache as the connector would see it.
 
     A process can do this once, because layers register by name.
     """
@@ -282,7 +287,7 @@ def preview_engine(vllm_config: Any) -> CachePreview:
         current_platform.update_block_size_for_backend(vllm_config)
         with set_current_vllm_config(vllm_config):
             configs = _kv_cache_configs(vllm_config, stage_layers)
-            layouts = [_worker_layout(vllm_config, config) for config in configs.workers]
+            layouts = [_worker_layout(vllm_config, config, settings) for config in configs.workers]
     everyones = [layout.block_bytes for layout in layouts]
     padded = [
         replace(layout, padding=stage_padding(layout.block_bytes, everyones)) for layout in layouts
@@ -410,7 +415,9 @@ def _kv_cache_configs(vllm_config: Any, stage_layers: Sequence[Sequence[str]]) -
     return KVCacheConfigs(workers, scheduler_config)
 
 
-def _worker_layout(vllm_config: Any, config: KVCacheConfig) -> built.WorkerLayout:
+def _worker_layout(
+    vllm_config: Any, config: KVCacheConfig, settings: Settings
+) -> built.WorkerLayout:
     """Return the layout of the views that a worker would register, from vLLM's allocator."""
     layers = _layers(vllm_config)
     groups = []
@@ -426,7 +433,10 @@ def _worker_layout(vllm_config: Any, config: KVCacheConfig) -> built.WorkerLayou
     kernel_blocks = prepare_kernel_block_sizes(config, groups)
     resolved = vllm_config.cache_config.get_resolved_kv_cache_layout()
     views = allocate_kv_cache(config, torch.device("meta"), resolved, kernel_blocks)
-    layout = built.worker_layout(config, built.block_views(config, views))
+    shards = rank_shards(config, vllm_config, settings)
+    layout = built.worker_layout(
+        config, shard_views(config, built.block_views(config, views), shards)[0]
+    )
     return replace(layout, device=vllm_config.device_config.device_type)
 
 

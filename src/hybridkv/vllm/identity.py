@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from enum import Enum
+from itertools import groupby
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -40,19 +41,26 @@ def identity_facts(
 ) -> dict[str, object]:
     """Return every fact as JSON-able values, whose `core.keys.fingerprint` is the namespace.
 
-    `layouts` are those of the workers by rank. Raises GeometryError or ConfigError where a fact
-    cannot be known.
+    `layouts` are those of the workers by rank. With `settings.share_tp` the facts are the same
+    whatever the number of ranks is. Raises GeometryError or ConfigError where a fact cannot be
+    known.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     text = model.hf_text_config  # As a rule a part of `hf_config`, but not of every model.
     specs = [_spec_facts(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-    chunk = [geometry.chunk_tokens, geometry.hash_tokens, geometry.alignment_tokens, geometry.ranks]
+    parts = geometry.shards or geometry.ranks
+    chunk = [geometry.chunk_tokens, geometry.hash_tokens, geometry.alignment_tokens, parts]
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     digests = [layout.weights for _, layout in sorted(layouts.items())]
-    layers = []
+    layers: list[list[object]] = []
     for rank, layout in sorted(layouts.items()):
         by_gid = [[gid, [*map(astuple, group)]] for gid, group in layout.layers.items()]
         layers.append([rank, layout.device, by_gid])
+    configured = _settings(vllm_config)
+    if settings.share_tp is not None:
+        # Shards have one layout. Where ranks differ all the same, each of their layouts is a fact.
+        layers = [layer for layer, _ in groupby(row[1:] for row in layers)]
+        configured = _without_sizes(configured) | {"share_tp": settings.share_tp}
     return {
         "payload": PAYLOAD_VERSION,
         "abi": minor_version(),
@@ -67,8 +75,16 @@ def identity_facts(
         "groups": [[*astuple(group), *specs[group.gid]] for group in geometry.groups],
         "chunk": chunk,
         "layers": layers,
-        **_settings(vllm_config),
+        **configured,
     }
+
+
+def _without_sizes(configured: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields of a VllmConfig without the only one that tensor parallelism changes."""
+    parallel = configured["parallel_config"]
+    assert isinstance(parallel, Mapping)
+    kept = {name: value for name, value in parallel.items() if name != "tensor_parallel_size"}
+    return {**configured, "parallel_config": kept}
 
 
 def _spec_facts(spec: KVCacheSpec) -> list[object]:

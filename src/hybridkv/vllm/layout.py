@@ -34,7 +34,10 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class WorkerLayout(KVConnectorHandshakeMetadata):
-    """All layers of one rank by gid, in the order in which their bytes stand in an object."""
+    """All layers of one rank by gid, in the order in which their bytes stand in an object.
+
+    With `Settings.share_tp` they are those of one shard of its heads (vllm.shards).
+    """
 
     layers: dict[int, tuple[LayerLayout, ...]]
     device: str
@@ -219,12 +222,17 @@ def block_views(
             what = f"layer {name} has no registered KV cache of {config.num_blocks} blocks"
             raise GeometryError(what)
         views[name] = kv.group_kernel_blocks(tensor, config.num_blocks)
-        if prod(physical(views[name]).shape[1:-1]) > RUNS_MAX:
-            what = f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
-            raise GeometryError(what)
+        refuse_scattered(name, views[name])
     if not views:
         raise GeometryError("this worker has no layer whose KV cache can be restored")
     return views
+
+
+def refuse_scattered(name: str, view: torch.Tensor) -> None:
+    """Raise GeometryError where a block of this view has too many contiguous pieces."""
+    if prod(physical(view).shape[1:-1]) > RUNS_MAX:
+        what = f"a block of layer {name} is scattered over more than {RUNS_MAX} pieces"
+        raise GeometryError(what)
 
 
 def worker_layout(config: KVCacheConfig, views: Mapping[str, torch.Tensor]) -> WorkerLayout:

@@ -27,6 +27,7 @@ from hybridkv.vllm.drafters import (
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.layout import group_geometry, node_count
 from hybridkv.vllm.proven import OLDEST, PROVEN, STAGED, TAILS_VERSION
+from hybridkv.vllm.shards import sharing_findings
 from hybridkv.vllm.versions import minor_version
 
 CONNECTOR = {
@@ -52,12 +53,13 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     remedy = "hybridkv verify shows whether answers are the same on this machine"
     yield _advise("device", is_proven, current_platform.device_type, what, remedy)
     try:
-        settings_of(vllm_config)
+        settings = settings_of(vllm_config)
     except ConfigError as error:
         yield failure(Check.SETTINGS, error)
     else:
-        settings = [f"{key}={value}" for key, value in transfer.kv_connector_extra_config.items()]
-        yield ok(Check.SETTINGS, ", ".join(settings) or "all defaults")
+        pairs = [f"{key}={value}" for key, value in transfer.kv_connector_extra_config.items()]
+        yield ok(Check.SETTINGS, ", ".join(pairs) or "all defaults")
+        yield from sharing_findings(vllm_config, settings)
     off = "off: the engine keeps no blocks for later requests, and every hit comes from outside"
     yield ok("prefix caching", "on" if cache.enable_prefix_caching else off)
     yield from _parallel(vllm_config.parallel_config, vllm_config.speculative_config is not None)

@@ -11,4 +11,6 @@ TAILS_VERSION = "0.32"
 """The only version whose hits inside a block were proven with the connector."""
 STAGED = ("0.32", "0.33")
 """The versions that were proven with several stages of a pipeline."""
+SHARED_SIZES = ("0.32", "0.33")
+"""The versions on which engines of other tensor parallel sizes may share (vllm.shards)."""
 OLDEST = min(PROVEN)  # Those before it cannot report a load that failed.

@@ -74,6 +74,7 @@ class WireGeometry(Struct, frozen=True, array_like=True):
     hash_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
     ranks: Annotated[int, Meta(gt=0, le=RANKS_MAX)]
     stages: Annotated[int, Meta(gt=0, le=RANKS_MAX)] = 1
+    shards: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
 
 
 class WireModel(Struct, frozen=True, array_like=True):
@@ -532,6 +533,7 @@ def geometry_to_wire(geometry: Geometry) -> WireGeometry:
         hash_tokens=geometry.hash_tokens,
         ranks=geometry.ranks,
         stages=geometry.stages,
+        shards=geometry.shards,
     )
 
 
@@ -556,6 +558,7 @@ def geometry_from_wire(wire: WireGeometry) -> Geometry:
         hash_tokens=wire.hash_tokens,
         ranks=wire.ranks,
         stages=wire.stages,
+        shards=wire.shards,
     )
 
 

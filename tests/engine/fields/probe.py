@@ -82,7 +82,7 @@ def _kv(scheduler: Any) -> str:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     worker: Any = get_kv_transfer_group()
-    groups, digest = worker.worker_role.factory.groups, hashlib.blake2b(digest_size=16)
+    groups, digest = worker.worker_role.factory.shards[0].groups, hashlib.blake2b(digest_size=16)
     (request,) = scheduler.requests.values()
     tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
     config = scheduler.kv_cache_config

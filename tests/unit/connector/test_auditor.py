@@ -43,7 +43,7 @@ class Rig:
         replicated = frozenset({0} if shared else ())
         self.slot_parts = 1 if shared else ranks
         self.parts = [PartLayout(rank, ranks, checksum, replicated) for rank in range(ranks)]
-        self.auditors = [Auditor([LAYERS], part) for part in self.parts]
+        self.auditors = [Auditor([LAYERS], [part]) for part in self.parts]
         self.next_offset = 0
 
     def slot(self, *seeds: int) -> SlotRef:
@@ -108,6 +108,28 @@ def test_a_slot_that_lost_its_bytes_is_no_difference(arena: Arena) -> None:
     stored, computed = rig.slot(1), rig.slot(1)
     arena.memory[stored.offset + payload_offset(1) + 5] ^= 0x40
     assert rig.compare(stored, computed) == [UNMADE]
+
+
+def test_every_shard_of_a_rank_is_compared(arena: Arena) -> None:
+    """Nothing passes while one of the shards cannot be compared."""
+    rig = Rig(arena, ranks=2)
+    rig.auditors = [Auditor([LAYERS], rig.parts)]
+    stored = rig.slot(1, 2)
+    assert outcomes(rig.compare(stored, rig.slot(1, 2))) == [AuditOutcome.PASSED]
+    assert outcomes(rig.compare(stored, rig.slot(1, 3))) == [AuditOutcome.DIFFERED]
+    assert outcomes(rig.compare(stored, rig.slot(3, 2))) == [AuditOutcome.DIFFERED]
+    arena.memory[stored.offset + payload_offset(2) + PART_BYTES + 5] ^= 0x40
+    assert rig.compare(stored, rig.slot(1, 2)) == [UNMADE]
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_the_shards_of_a_rank_compare_what_is_replicated_once(arena: Arena, chunk: int) -> None:
+    rig = Rig(arena, ranks=2, shared=True)
+    rig.auditors = [Auditor([LAYERS], rig.parts)]
+    stored = rig.slot(1)
+    assert outcomes(rig.compare(stored, rig.slot(2), chunk)) == [AuditOutcome.DIFFERED]
+    arena.memory[stored.offset + payload_offset(1) + 5] ^= 0x40
+    assert rig.compare(stored, rig.slot(1), chunk) == [UNMADE]
 
 
 @pytest.mark.parametrize("which", [0, 1])

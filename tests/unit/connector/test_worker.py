@@ -23,12 +23,20 @@ class Broken:
         pass
 
 
-def worker_role(rank: int = 0, ranks: int = 1, stages: int = 1) -> Any:
-    """Return the role of a worker that no daemon answers, before its tensors are registered."""
+def worker_role(
+    rank: int = 0, ranks: int = 1, stages: int = 1, shards: int = 0, replicated: bool = False
+) -> Any:
+    """Return the role of a worker that no daemon answers, before its tensors are registered.
+
+    It has no groups, or one that is `replicated`.
+    """
     from hybridkv.connector.worker.role import WorkerRole
     from hybridkv.connector.worker.worker_settings import WorkerSettings
+    from tests.simulation.layouts import Member
 
-    config: Any = SimpleNamespace(kv_cache_groups=[], prefix_cacheable_group_ids=[])
+    groups = [SimpleNamespace(kv_cache_spec=Member("mla", 16).spec(1, 1))] if replicated else []
+    gids = list(range(len(groups)))
+    config: Any = SimpleNamespace(kv_cache_groups=groups, prefix_cacheable_group_ids=gids)
     settings = WorkerSettings(
         socket_path="/nowhere/daemon.sock",
         engine_id="e",
@@ -36,6 +44,7 @@ def worker_role(rank: int = 0, ranks: int = 1, stages: int = 1) -> Any:
         ranks=ranks,
         checksum="on",
         stages=stages,
+        shards=shards,
     )
     return WorkerRole(config, settings)
 
@@ -125,6 +134,29 @@ def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> 
     assert report.done == {1: {0}}
     assert report.unstored == {1: {1}}
     assert report.counters[stores_shed(Shed.HOLE)] == 1
+
+
+@pytest.mark.parametrize(("rank", "ranks", "chunks"), [(0, 1, [4, 5]), (0, 2, [4]), (1, 2, [5])])
+def test_a_rank_stores_what_any_of_its_shards_writes(
+    rank: int, ranks: int, chunks: list[int]
+) -> None:
+    """An object of a replicated group is written by one shard, which may be any of a rank's."""
+    from hybridkv.connector.messages import StepPlan
+    from hybridkv.core.copies import CopyRun, ObjectSpan
+    from hybridkv.core.packed import pack_u64
+
+    stored: list[int] = []
+
+    class Storing(Broken):
+        def store(self, ops: Any, done: Any) -> None:
+            stored.extend(op.chunk for op in ops)
+
+    worker = worker_role(rank=rank, ranks=ranks, shards=2, replicated=True)
+    map_arena(worker, Storing())
+    slots = pack_u64([10, 20])
+    run = CopyRun(ObjectSpan(0, 4, 1, [5, 6]), slots, slots)
+    worker.start_stores(StepPlan(boot="b", session=1, stores={1: run}))
+    assert stored == chunks
 
 
 def test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done_with_it() -> None:

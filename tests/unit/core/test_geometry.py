@@ -88,6 +88,26 @@ def test_a_group_that_cannot_be_is_refused(broken: object) -> None:
         broken()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stages", "nodes", "shards"), [(2, 1, 1, 3), (2, 2, 1, 2), (2, 1, 2, 2), (4, 1, 1, 2)]
+)
+def test_shards_that_ranks_do_not_have_evenly_are_refused(
+    ranks: int, stages: int, nodes: int, shards: int
+) -> None:
+    groups = (Group(0, GroupKind.FULL, 16, (1,)),)
+    with pytest.raises(GeometryError, match=f"cannot have {shards} shards"):
+        Geometry(groups, 16, 16, 16, ranks=ranks, stages=stages, nodes=nodes, shards=shards)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_an_object_has_a_part_for_each_shard_whatever_the_ranks_are(ranks: int) -> None:
+    split = Group(0, GroupKind.FULL, 16, (1,))
+    replicated = Group(1, GroupKind.FULL, 16, (1,), replicated=True)
+    geometry = Geometry((split, replicated), 16, 16, 16, ranks=ranks, shards=4)
+    assert (geometry.parts(split), geometry.parts(replicated)) == (4, 1)
+    assert geometry.ranks == ranks
+
+
 def test_chunked_local_objects_have_a_few_sizes() -> None:
     """Windows of 512 in chunks of 128: the chunk that ends an attention chunk is read by nobody."""
     geometry = LAYOUTS["llama4"]

@@ -27,6 +27,7 @@ def test_every_key_is_read() -> None:
         "store_generated": False,
         "checksum": "paranoid",
         "weights_identity": "v1",
+        "share_tp": 2,
         "disk": "/var/cache/kv",
         "disk_bytes": "200 GiB",
         "tiers": ["valkey://127.0.0.1:6379?write=back", "disk:///mnt/shared"],
@@ -47,6 +48,7 @@ def test_every_key_is_read() -> None:
         "paranoid",
         "v1",
     )
+    assert settings.share_tp == 2
     assert (settings.load_policy, settings.daemon.eviction) == (
         LoadPolicy.ALWAYS,
         EvictionPolicy.LRU,
@@ -122,6 +124,11 @@ def test_tiers(extra: dict[str, object], tiers: tuple[str, ...]) -> None:
         ({"load_policy": None}, "load_policy=None must be one of"),
         ({"disc": "/a"}, "unknown key 'disc'; did you mean 'disk'"),
         ({"weights_identity": ""}, 'weights_identity.*"my-model-v1" works'),
+        ({"share_tp": 0, "weights_identity": "v1"}, "share_tp=0 must be a whole number.*2 works"),
+        (
+            {"share_tp": 2},
+            'share_tp=2 needs a name for the weights; "weights_identity": "my-model-v1" works',
+        ),
     ],
 )
 def test_bad_settings(extra: dict[str, object], says: str) -> None:

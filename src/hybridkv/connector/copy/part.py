@@ -38,7 +38,7 @@ def load_error(errors: Sequence[HybridKVError]) -> HybridKVError | None:
     first = min(errors, key=lambda error: not isinstance(error, BadSlotError), default=None)
     if isinstance(first, BadSlotError):
         bad = (error for error in errors if isinstance(error, BadSlotError))
-        first.slots = [slot for error in bad for slot in error.slots]
+        first.slots = list(dict.fromkeys(slot for error in bad for slot in error.slots))
     return first
 
 
@@ -69,6 +69,8 @@ class Copier(Protocol):
 @dataclass(frozen=True, slots=True)
 class PartLayout:
     """One rank's part of each slot: where it is, and how its bytes are signed and proven.
+
+    With `Settings.share_tp` it is the part of a shard, and `rank` and `ranks` count shards.
 
     The parts of an object are those of its ranks, or of its stages where a stage's ranks share one.
     With two stages of two ranks::

@@ -25,6 +25,7 @@ from hybridkv.connector.worker.difference import (
     NumberRange,
     bounds_of,
     compare,
+    whole_verdict,
 )
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
 from hybridkv.core.copies import CopyOp, SlotRef
@@ -40,15 +41,19 @@ _FIRST_LAYER = re.compile(r"(language_model\.)?model\.layers\.0\.")
 class Auditor:
     """Compares objects for one rank.
 
-    `layers` are the layers of each served group, in an object's order.
+    `layers` are the layers of each served group, in an object's order. `parts` are the rank's own
+    part of an object, or that of each of its shards, which have the same layers.
     """
 
     def __init__(
-        self, layers: Sequence[Sequence[LayerNumbers]], part: PartLayout, is_on_cpu: bool = True
+        self,
+        layers: Sequence[Sequence[LayerNumbers]],
+        parts: Sequence[PartLayout],
+        is_on_cpu: bool = True,
     ) -> None:
         self.layers = layers
         self.bounds = bounds_of(layers, is_on_cpu)
-        self._part = part
+        self._parts = parts
         self._lock = threading.Lock()
         self._verdicts: dict[int, AuditVerdict] = {}  # Guarded by the lock.
         self._thread: threading.Thread | None = None  # The last one that was started.
@@ -88,29 +93,34 @@ class Auditor:
             self._add_verdicts({number: verdict})
 
     def _compare_pair(self, arena: Arena, pair: ObjectPair) -> AuditVerdict:
-        """Compare this rank's part of two objects.
+        """Compare this rank's parts of two objects.
 
         Raises BadSlotError where a slot is another object's, or has lost its bytes.
         """
+        computed = _slot_op(pair, pair.computed)
+        # A part that ranks share is compared by the one that wrote it; the others pass.
+        own_parts = [part for part in self._parts if part.writes(computed)]
+        return whole_verdict([self._compare_part(arena, pair, part) for part in own_parts])
+
+    def _compare_part(self, arena: Arena, pair: ObjectPair, part: PartLayout) -> AuditVerdict:
+        """Compare one part of two objects. Raises BadSlotError."""
         layers = self.layers[pair.group_index]
         part_bytes = pair.count * sum(layer.block_bytes for layer in layers)
         stored, computed = _slot_op(pair, pair.stored), _slot_op(pair, pair.computed)
-        if not self._part.writes(computed):
-            # The part that all ranks share is compared by the rank that wrote it.
-            return AuditVerdict(AuditOutcome.PASSED)
-        stored_bytes = self._proven_bytes(arena, stored, part_bytes)
-        computed_bytes = self._proven_bytes(arena, computed, part_bytes)
+        stored_bytes = _proven_bytes(arena, part, stored, part_bytes)
+        computed_bytes = _proven_bytes(arena, part, computed, part_bytes)
         verdict = compare(layers, self.bounds, pair.count, stored_bytes, computed_bytes)
         for op in (stored, computed):
             # Its slot may have been given away meanwhile.
-            self._part.check_generation(arena, op)
+            part.check_generation(arena, op)
         return verdict
 
-    def _proven_bytes(self, arena: Arena, op: CopyOp, part_bytes: int) -> Bytes:
-        """Return the bytes of this rank's part in the arena. Raises BadSlotError."""
-        self._part.check_part(arena, op, part_bytes)
-        offset = self._part.part_offset(op, part_bytes)
-        return np.frombuffer(arena.memory, np.uint8, part_bytes, offset)
+
+def _proven_bytes(arena: Arena, part: PartLayout, op: CopyOp, part_bytes: int) -> Bytes:
+    """Return the bytes of a part in the arena. Raises BadSlotError."""
+    part.check_part(arena, op, part_bytes)
+    offset = part.part_offset(op, part_bytes)
+    return np.frombuffer(arena.memory, np.uint8, part_bytes, offset)
 
 
 def _slot_op(pair: ObjectPair, slot: SlotRef) -> CopyOp:

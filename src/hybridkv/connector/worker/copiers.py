@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from hybridkv.connector.copy.device import Device
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import Copier, PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
+from hybridkv.connector.copy.shards import ShardsCopier
 from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.coverage import stored_counts
 from hybridkv.core.geometry import Geometry
@@ -28,20 +30,24 @@ class MappedArena(NamedTuple):
     copier: Copier
 
 
+@dataclass(frozen=True, slots=True)
+class ShardBlocks:
+    """The blocks of one shard of a rank's heads, which is the whole rank without `share_tp`."""
+
+    part: PartLayout
+    groups: Sequence[Sequence[torch.Tensor]]
+    """The physical views of each served group."""
+
+
 class CopierFactory:
     """Makes a worker's copiers, which share its device.
 
-    `groups` has the physical views of each served group. `pipeline` is None on a processor.
+    `pipeline` is None on a processor. With a pipeline there is one shard (vllm.shards refuses
+    others).
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[torch.Tensor]],
-        part: PartLayout,
-        pipeline: CopyPipeline | None,
-    ) -> None:
-        self.groups = groups
-        self._part = part
+    def __init__(self, shards: Sequence[ShardBlocks], pipeline: CopyPipeline | None) -> None:
+        self.shards = shards
         self.pipeline = pipeline
         self._prepared_bytes = 0  # Of the last arena: pages below have been prepared.
 
@@ -54,8 +60,12 @@ class CopierFactory:
         """Return a new copier of the arena."""
         self._prepared_bytes = 0
         if self.pipeline is not None:
-            return CudaCopier(self.pipeline, arena, self._part)
-        return HostCopier(arena, self.groups, self._part)
+            (shard,) = self.shards
+            return CudaCopier(self.pipeline, arena, shard.part)
+        copiers = [HostCopier(arena, shard.groups, shard.part) for shard in self.shards]
+        if len(copiers) == 1:
+            return copiers[0]
+        return ShardsCopier([shard.part for shard in self.shards], copiers)
 
     def prepare(self, mapped: MappedArena, reserved_bytes: int) -> None:
         """Prepare new pages ahead of their first use, which would take longer than a step.

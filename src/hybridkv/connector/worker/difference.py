@@ -140,8 +140,16 @@ def compare(
             _compare_layer(layer, bounds[layer.depth], count, stored[at:stop], computed[at:stop])
         )
         at = stop
+    return whole_verdict(verdicts)
+
+
+def whole_verdict(verdicts: Sequence[AuditVerdict]) -> AuditVerdict:
+    """Return the verdict on a whole from those on all its pieces.
+
+    It differs where a piece does, and is UNMADE where a piece is. Nothing at all passes.
+    """
     is_known = all(verdict.outcome is not AuditOutcome.UNMADE for verdict in verdicts)
-    verdict = worst(verdicts)
+    verdict = worst([AuditVerdict(AuditOutcome.PASSED), *verdicts])
     if is_known or verdict.outcome is AuditOutcome.DIFFERED:
         return verdict
     return AuditVerdict(AuditOutcome.UNMADE)

@@ -21,7 +21,7 @@ from hybridkv.connector.copy.device import Device, DeviceError
 from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.worker.audit import Auditor, layer_numbers
-from hybridkv.connector.worker.copiers import CopierFactory, MappedArena, open_pipeline
+from hybridkv.connector.worker.copiers import CopierFactory, MappedArena, ShardBlocks, open_pipeline
 from hybridkv.connector.worker.difference import LayerNumbers
 from hybridkv.connector.worker.relay import Relay
 from hybridkv.connector.worker.worker_settings import WorkerSettings
@@ -32,6 +32,7 @@ from hybridkv.shm.arena import Arena, arena_seen, attach_arena, new_lock
 from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
 from hybridkv.vllm.loaded_adapters import LoadedAdapters
+from hybridkv.vllm.shards import shard_views
 from hybridkv.vllm.stages import (
     BlockBytes,
     Exchange,
@@ -81,13 +82,16 @@ class WorkerRole:
         self._settings = settings
         specs = enumerate(group.kv_cache_spec for group in _served(config))
         replicated = frozenset(index for index, spec in specs if is_replicated(spec))
-        self._part = PartLayout(
-            rank=settings.rank % settings.node_ranks,
-            ranks=settings.node_ranks,
-            checksum=settings.checksum,
-            replicated=replicated,
-            stages=stages_of_node(settings.stages, settings.nodes),
-        )
+        self._parts = [
+            PartLayout(
+                rank=shard,
+                ranks=settings.node_shards,
+                checksum=settings.checksum,
+                replicated=replicated,
+                stages=stages_of_node(settings.stages, settings.nodes),
+            )
+            for shard in settings.own_shards
+        ]
         hello = Hello(1, PROTOCOL_VERSION, "worker", settings.engine_id, lock=new_lock())
         self._link = Link(settings.socket_path, hello, lambda why: None, settings.group)
         self.relay: Relay | None = None
@@ -127,20 +131,16 @@ class WorkerRole:
     def register_tensors(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take the engine's tensors. Raises GeometryError where a layout is not understood."""
         config = self._config
-        views, layout = self._read_layers(kv_caches)
+        shards, layout = self._read_layers(kv_caches)
         self._weights = EngineWeights.of_caller(self.detach_arena)
         self.adapters = LoadedAdapters(self._weights.runner)
         weights = self._weights.read().digest
         self.layout = replace(layout, weights=weights)
-        device = next(iter(views.values())).device
-        groups, numbers = [], []
-        for gid, group in zip(config.prefix_cacheable_group_ids, _served(config), strict=True):
-            spec, names = group.kv_cache_spec, group.layer_names
-            groups.append([physical(views[name]) for name in names])
-            numbers.append([layer_numbers(spec, name, views[name]) for name in names])
-            if size := layout.padding.get(gid, 0):
-                groups[-1].append(padding_view(size, config.num_blocks, device))
-                numbers[-1].append(LayerNumbers("padding", size, ()))
+        blocks = [
+            ShardBlocks(part, self._physical_groups(views))
+            for part, views in zip(self._parts, shards, strict=True)
+        ]
+        groups, numbers = blocks[0].groups, self._numbers(shards[0])
         try:
             pipeline = open_pipeline(self._settings, config, self.layout, groups, self.device)
         except DeviceError as error:
@@ -149,14 +149,14 @@ class WorkerRole:
             return
         if pipeline is not None:
             self.layout = replace(self.layout, staging_bytes=pipeline.staging_bytes)
-        self.factory = CopierFactory(groups, self._part, pipeline)
-        self.auditor = Auditor(numbers, self._part, self.layout.device == "cpu")
+        self.factory = CopierFactory(blocks, pipeline)
+        self.auditor = Auditor(numbers, self._parts, self.layout.device == "cpu")
         self._link.poll(time.monotonic())
 
     def _read_layers(
         self, kv_caches: Mapping[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], WorkerLayout]:
-        """Return `block_views` and their layout, with the padding of this stage.
+    ) -> tuple[list[dict[str, torch.Tensor]], WorkerLayout]:
+        """Return `shard_views` and the layout of one shard, with the padding of this stage.
 
         A worker that cannot read its layers tells the other stages so, which wait for it. Raises
         GeometryError.
@@ -164,11 +164,35 @@ class WorkerRole:
         own: BlockBytes | None = None
         try:
             views = block_views(self._config, kv_caches)
-            layout = worker_layout(self._config, views)
+            shards = shard_views(self._config, views, len(self._parts))
+            layout = worker_layout(self._config, shards[0])
             own = layout.block_bytes
         finally:
             everyones = self.exchange(own) if self._settings.stages > 1 else [own]
-        return views, replace(layout, padding=stage_padding(own, everyones))
+        return shards, replace(layout, padding=stage_padding(own, everyones))
+
+    def _physical_groups(self, views: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return the physical views of each served group, with the padding of this stage."""
+        assert self.layout is not None
+        config, device = self._config, next(iter(views.values())).device
+        groups: list[list[torch.Tensor]] = []
+        for gid, group in zip(config.prefix_cacheable_group_ids, _served(config), strict=True):
+            groups.append([physical(views[name]) for name in group.layer_names])
+            if size := self.layout.padding.get(gid, 0):
+                groups[-1].append(padding_view(size, config.num_blocks, device))
+        return groups
+
+    def _numbers(self, views: Mapping[str, torch.Tensor]) -> list[list[LayerNumbers]]:
+        """Return where the numbers of each served group are, with the padding of this stage."""
+        assert self.layout is not None
+        config = self._config
+        numbers: list[list[LayerNumbers]] = []
+        for gid, group in zip(config.prefix_cacheable_group_ids, _served(config), strict=True):
+            spec, names = group.kv_cache_spec, group.layer_names
+            numbers.append([layer_numbers(spec, name, views[name]) for name in names])
+            if size := self.layout.padding.get(gid, 0):
+                numbers[-1].append(LayerNumbers("padding", size, ()))
+        return numbers
 
     @property
     def node(self) -> int:
@@ -235,7 +259,7 @@ class WorkerRole:
                 if NULL_BLOCK in op.blocks:
                     self._report.counters[metrics.stores_shed(metrics.Shed.HOLE)] += 1
                     self._on_stored(run_number, position, False)
-                elif self._part.writes(op):
+                elif any(part.writes(op) for part in self._parts):
                     ops.append(op)
                     run_numbers[op.slot] = run_number
                 else:

@@ -18,11 +18,24 @@ class WorkerSettings:
     stages: int = 1  # Of a pipeline; the ranks of a stage follow each other.
     group: int | None = None  # The daemon may be another user's that belongs to this group.
     nodes: int = 1  # Over which the ranks are spread, as core.geometry.Geometry says.
+    shards: int = 0  # Of the KV heads, as core.geometry.Geometry says.
 
     @property
     def node_ranks(self) -> int:
         """The ranks on this node."""
         return self.ranks // self.nodes
+
+    @property
+    def node_shards(self) -> int:
+        """The shards of the KV heads on this node."""
+        return self.shards or self.node_ranks
+
+    @property
+    def own_shards(self) -> range:
+        """The numbers of this rank's shards among those of its node."""
+        count = self.node_shards // self.node_ranks
+        first = self.rank % self.node_ranks * count
+        return range(first, first + count)
 
     @property
     def node(self) -> int:
