@@ -386,7 +386,12 @@ class Liar:
             )
         chunk = rng.choice((128, 128, 1 << 30) if is_plausible else sizes)
         return WireGeometry(
-            groups, chunk, rng.choice((1, 16, chunk)), rng.choice((1, 16)), rng.choice((1, 2, 1024))
+            groups=groups,
+            chunk_tokens=chunk,
+            alignment_tokens=rng.choice((1, 16, chunk)),
+            hash_tokens=rng.choice((1, 16)),
+            ranks=rng.choice((1, 2, 1024)),
+            stages=rng.choice((1, 1, 2)),
         )
 
     def _lookup(self, peer: Peer) -> Lookup:

@@ -19,6 +19,7 @@ from tests.mutations.files import (
     SCHEDULER,
     SCRATCH,
     SHARD_RULES,
+    SHARDED,
     SHARDS,
     STAGED,
     STAGES,
@@ -171,7 +172,7 @@ FAULTS: tuple[Mutation, ...] = (
         "view.narrow(HEADS_DIM, shard * size, size)",
         "view.narrow(HEADS_DIM, 0, size)",
         ("C5",),
-        (f"{SHARDS}::test_another_size_stores_the_same_bytes_and_loads_them",),
+        (f"{SHARDS}::test_another_size_stores_the_same_bytes_and_loads_them", SHARDED),
     ),
     Mutation(
         "stored-with-the-first-shard",

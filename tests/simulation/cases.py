@@ -89,6 +89,7 @@ BEHAVIOURS = (
     "blocks_audited",
     "objects_audited",
     "objects_of_tenants",
+    "sizes",
     "lookups_promoted",
     "heard_stored",
     "heard_removed",

@@ -45,6 +45,7 @@ class Shape:
     cuts: tuple[int, ...] = ()
     """The layers of each group on the first of two stages of a pipeline. Empty = one stage."""
     nodes: int = 1  # Over which the ranks are spread, with a daemon each.
+    shards: int = 0  # In which KV heads are stored, for engines of other sizes; 0 = not at all.
 
     @property
     def stages(self) -> int:

@@ -34,6 +34,7 @@ from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector import HybridKVConnector
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import Copier, PartLayout
+from hybridkv.connector.copy.shards import ShardsCopier
 from hybridkv.connector.messages import Answers, Mail
 from hybridkv.connector.scheduler.nodes import node_identity
 from hybridkv.connector.worker.relay import Relay
@@ -47,6 +48,7 @@ from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.blocks import block_bytes
 from hybridkv.vllm.hook_guard import BEGUN_ANEW
 from hybridkv.vllm.layout import (
+    Parallelism,
     WorkerLayout,
     block_views,
     build_geometry,
@@ -396,8 +398,13 @@ class Rank:
                 drafter = drafting.layers if drafting else ()
                 own = frozenset(layer for of, layer in drafter if of == gid)
                 ahead = drafting.lookahead if drafting else 0
-                place = stage if group.replicated else rank
-                groups.append(GroupWords(group, layers, place, own, ahead))
+                if group.replicated:
+                    groups.append(GroupWords(group, layers, stage, own, ahead))
+                elif shape.shards:
+                    first_head = rank * shape.placement.heads
+                    groups.append(GroupWords(group, layers, first_head=first_head))
+                else:
+                    groups.append(GroupWords(group, layers, rank, own, ahead))
         self.scratch = [
             gid for gid, member in enumerate(layout.members) if member.what == "scratch"
         ]
@@ -417,6 +424,10 @@ class Rank:
         self.tensors = tensors
         if self.side.relay is not None:
             self.side.relay.__class__ = WatchedRelay
+
+    def words_of(self, gid: int) -> GroupWords:
+        """The memory of a group that is served."""
+        return next(words for words in self.oracle.groups if words.group.gid == gid)
 
     def awaited_fd(self) -> int | None:
         """The descriptor of an answer that the rank's relay waits for; None = there is none."""
@@ -490,8 +501,8 @@ class Rank:
             self.device.turn_some(self._rng.choice((1, 10, 100, 1000)))
             assert not self.device.held, f"a hook waited for {self.device.held}"
         for mapped in self.side.mapped.values():
-            if isinstance(mapped.copier, BusyCopier):
-                mapped.copier.tick()
+            for copier in _copiers(mapped.copier):
+                copier.tick()
         results = self.connector.get_transfer_results(output.finished_req_ids)
         done = KVConnectorOutput(
             finished_recving=results.finished_recving,
@@ -500,6 +511,12 @@ class Rank:
         )
         self.connector.clear_connector_metadata()
         return done
+
+
+def _copiers(copier: Copier) -> list[BusyCopier]:
+    """A copier's copiers by shard, or itself. A device has none of them."""
+    own = copier._copiers if isinstance(copier, ShardsCopier) else (copier,)
+    return [busy for busy in own if isinstance(busy, BusyCopier)]
 
 
 def _habits(rng: random.Random) -> Habits:
@@ -600,8 +617,7 @@ class Engine:
                 kv_config,
                 layouts,
                 cast("int | None", chunk_tokens),
-                stages=shape.stages,
-                nodes=shape.nodes,
+                Parallelism(shape.stages, shape.nodes, shape.shards),
             )
             shapes = (slot for group in geometry.groups for slot in slot_shapes(geometry, group))
             self._staging_bytes = int(shape.staging * max(size for size, _ in shapes))

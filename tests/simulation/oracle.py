@@ -5,7 +5,7 @@ memory is the content of its token, mixed with a constant of the place it is in.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -81,6 +81,14 @@ class GroupWords:
     rank: int = 0
     drafter: frozenset[int] = frozenset()  # The layers that are the drafter's.
     lookahead: int = 0  # Tokens after a position on which the drafter's bytes there depend.
+    first_head: int = 0  # The number of its first head among those of all ranks.
+
+    def shard(self, number: int, count: int) -> "GroupWords":
+        """Returns the memory of one of `count` shards of the heads."""
+        heads = self.layers[0].shape[2] // count if self.layers else 0
+        first = number * heads
+        layers = [view[:, :, first : first + heads] for view in self.layers]
+        return replace(self, layers=layers, first_head=self.first_head + first)
 
     def expected(self, layer: int, content: Content, positions: slice) -> Words:
         """Returns the words of a layer for these tokens, which all have a next token."""
@@ -93,7 +101,7 @@ class GroupWords:
         """Returns the words of a layer for this content: `[..., token, head, word]`."""
         place = (self.rank * 16 + self.group.gid) * 16 + layer + 1
         heads, words = self.layers[layer].shape[2:]
-        within = np.arange(heads * words).reshape(heads, words)
+        within = (np.arange(heads * words) + self.first_head * words).reshape(heads, words)
         mixed: Words = (content ^ (place * _MIX % (1 << 62)))[..., None, None] ^ within
         return mixed
 

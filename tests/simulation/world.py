@@ -49,12 +49,12 @@ from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import committed_slots, payload_offset, short_hash, slot_bytes
 from hybridkv.vllm.hook_guard import BEGUN_ANEW
 from hybridkv.vllm.preflight import NAMED_LATE
-from hybridkv.vllm.proven import STAGED
+from hybridkv.vllm.proven import SHARED_SIZES, STAGED
 from hybridkv.vllm.versions import minor_version
 from hybridkv.wire.messages import Decline
 from tests.simulation.configs import Shape
 from tests.simulation.engine import CLOCK, PAUSE_STEPS, Chance, Engine, Rank, Traced
-from tests.simulation.layouts import LAYOUTS, Layout, Member
+from tests.simulation.layouts import LAYOUTS, Layout, Member, Placement
 from tests.simulation.node import ARENAS, Node, ObjectName, SlotVersion
 from tests.simulation.oracle import Content, GroupWords, Words, block_tokens
 from tests.waiting import DEADLINE_SECONDS
@@ -117,6 +117,11 @@ STAGES_RATE = 0.15
 """The share of seeds with two stages of a pipeline."""
 NODES_RATE = 0.15
 """The share of seeds whose ranks are on two nodes, with a daemon each."""
+SIZES_RATE = 0.5
+"""The share of seeds with engines of several tensor parallel sizes, where the layout can be."""
+SIZES = ((1,), (1, 2), (2, 1), (2, 1, 1))
+"""Tensor parallel sizes of engines that share what they store in SHARDS."""
+SHARDS = 2
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,8 @@ class Draw:
     """Faults of hooks in each step."""
     hook_faults: int
     """How many faults of hooks switch a role off."""
+    sizes: tuple[int, ...]
+    """The tensor parallel size of each engine with `share_tp`. Empty = without."""
     turns: random.Random | None
     """Draws next turns of prompts alone. None = hits end at whole blocks."""
 
@@ -166,6 +173,25 @@ def _cuts(layout: Layout, rng: random.Random) -> tuple[int, ...]:
         if 0 < sum(cuts[gid] for gid in served) < count:
             return cuts
     return ()
+
+
+def _split_placements(layout: Layout) -> list[Placement]:
+    """Return the placements with SHARDS heads that ranks with one head may have too."""
+    whole = layout.placements()
+    return [
+        placement
+        for placement in whole
+        if placement.heads == SHARDS and dataclasses.replace(placement, heads=1) in whole
+    ]
+
+
+def _with_size(shape: Shape, size: int) -> Shape:
+    """Return the shape of an engine of another tensor parallel size, which shares."""
+    placement = dataclasses.replace(shape.placement, heads=SHARDS // size)
+    settings = {**shape.settings, "share_tp": SHARDS, "weights_identity": "named"}
+    return dataclasses.replace(
+        shape, ranks=size, placement=placement, settings=settings, shards=SHARDS, staging=None
+    )
 
 
 def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
@@ -232,6 +258,14 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         # Clearing leaves only what is below RAM.
         faults |= {"clear"}
     placements = layout.placements()
+    sizes: tuple[int, ...] = ()
+    sharing = random.Random(f"sizes of {seed}")
+    can_share = not (layout.has_recurrent or layout.drafting or cuts or nodes > 1)
+    # Every third seed has a device, of which a rank has one shard.
+    if can_share and minor_version() in SHARED_SIZES and seed % 3 != 2:
+        split = _split_placements(layout)
+        if split and sharing.random() < SIZES_RATE:
+            sizes, placements = sharing.choice(SIZES), split
     shape = Shape(
         layout=layout,
         num_blocks=int(needed * rng.choice((1.0, 1.1, 1.5, 2.5, 4.0)))
@@ -271,6 +305,7 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         hooks=hooks,
         hook_rate=hooks.choice((0.03, 0.1, 0.3)) if hooks.random() < HOOKS_RATE else 0.0,
         hook_faults=hooks.choice((1, 1, 3)),
+        sizes=sizes,
         turns=tails if match_unit else None,
     )
 
@@ -379,6 +414,7 @@ class World:
             "arena": drawn.arena,
             "devices": int(drawn.shape.device is not None),
             "nodes": int(drawn.shape.nodes > 1),
+            "sizes": int(bool(drawn.sizes)),
             **life.totals(),
         }
 
@@ -394,8 +430,10 @@ class _Life:
         self.sites: list[Site] = []
         self._names: dict[ChunkName, Prefix] = {}
         """The tokens that each chunk's name stands for."""
-        for number in range(drawn.engines):
+        for number in range(len(drawn.sizes) or drawn.engines):
             shape = drawn.shape
+            if drawn.sizes:
+                shape = _with_size(shape, drawn.sizes[number])
             if number:
                 shape = dataclasses.replace(shape, num_blocks=shape.num_blocks + rng.randrange(20))
             chance = Chance(
@@ -927,8 +965,11 @@ class _Life:
                     part_start = start + place * header.part_bytes
                     part = arena.memory[part_start : part_start + header.part_bytes]
                     numbers = np.frombuffer(part, np.int64).copy()
-                    rank = ranks[place * count // header.parts]
-                    self._audit_part(rank, header.gid, numbers, prefix)
+                    rank, own_parts = ranks[place * count // header.parts], header.parts // count
+                    words = rank.words_of(header.gid)
+                    if own_parts > 1:
+                        words = words.shard(place % own_parts, own_parts)
+                    self._audit_part(rank, words, numbers, prefix)
                 self.counts["objects_audited"] += 1
                 self.counts["objects_of_tenants"] += header.tenant != 0
         finally:
@@ -939,8 +980,8 @@ class _Life:
         ), tenant_bytes
         assert set(tenant_bytes) <= {0, tenant_of("a"), tenant_of("b")}
 
-    def _audit_part(self, rank: Rank, gid: int, part: Any, prefix: Prefix) -> None:
-        words = next(words for words in rank.oracle.groups if words.group.gid == gid)
+    def _audit_part(self, rank: Rank, words: GroupWords, part: Any, prefix: Prefix) -> None:
+        gid = words.group.gid
         size = len(part) - self._padding_words(rank, gid, len(part))
         assert not part[size:].any(), f"padding of group {gid} at {prefix.end} is not zeros"
         part = part[:size]

@@ -8,7 +8,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -56,7 +55,7 @@ from hybridkv.vllm.layout import (
     group_keeping,
     kv_dtype,
     layer_count,
-    node_count,
+    parallelism_of,
 )
 from hybridkv.vllm.metrics import Deltas
 from hybridkv.vllm.preflight import (
@@ -106,22 +105,22 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._start_daemon()
         else:
             parallel, settings = vllm_config.parallel_config, self._settings
-            stages = parallel.pipeline_parallel_size
-            ranks = parallel.tensor_parallel_size * stages
-            nodes, rank = node_count(parallel, settings), parallel.rank % ranks
+            parallelism = parallelism_of(parallel, settings)
+            ranks = parallel.tensor_parallel_size * parallelism.stages
+            rank = parallel.rank % ranks
             worker_settings = WorkerSettings(
-                socket_path=self._socket_on(rank * nodes // ranks),
+                socket_path=self._socket_on(rank * parallelism.nodes // ranks),
                 engine_id=engine_id,
                 rank=rank,
                 ranks=ranks,
-                stages=stages,
+                stages=parallelism.stages,
                 checksum=settings.checksum,
                 chunk_tokens=settings.hybrid_chunk_size,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 shm_dir=settings.daemon.shm_dir,
                 group=group_id(settings.daemon.group),
-                nodes=nodes,
-                shards=settings.share_tp or 0,
+                nodes=parallelism.nodes,
+                shards=parallelism.shards,
             )
             self.worker_role = WorkerRole(kv_cache_config, worker_settings)
 
@@ -251,11 +250,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             config=kv_config,
             layouts=layouts,
             chunk_tokens=settings.hybrid_chunk_size,
+            parallelism=parallelism_of(config.parallel_config, settings),
             lookahead_tokens=lookahead,
-            stages=config.parallel_config.pipeline_parallel_size,
-            nodes=node_count(config.parallel_config, settings),
         )
-        geometry = replace(geometry, shards=settings.share_tp or 0)
         model, states = config.model_config, state_rule(config)
         _report_length(geometry, model.max_model_len)
         _report(state_findings(geometry, states))

@@ -216,11 +216,9 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
                 kv_cache_config,
                 layouts,
                 chunk_tokens,
+                built.parallelism_of(config.parallel_config, report.settings),
                 lookahead_tokens=ahead,
-                stages=stages,
-                nodes=built.node_count(config.parallel_config, report.settings),
             )
-            geometry = replace(geometry, shards=report.settings.share_tp or 0)
         except HybridKVError as error:
             report.findings.append(failure("chunk", error))
     model, rule = config.model_config, preflight.state_rule(config)

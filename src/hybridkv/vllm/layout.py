@@ -126,20 +126,36 @@ def is_replicated(spec: Any) -> bool:
     return all(getattr(layer, "max_tp_shards", None) == 1 for layer in iter_layer_specs(spec))
 
 
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """How an engine's ranks divide layers and heads, in the words of core.geometry.Geometry."""
+
+    stages: int = 1
+    nodes: int = 1
+    shards: int = 0
+
+
+def parallelism_of(parallel: Any, settings: Settings) -> Parallelism:
+    """Return the parallelism of an engine from its ParallelConfig and its settings."""
+    return Parallelism(
+        stages=parallel.pipeline_parallel_size,
+        nodes=node_count(parallel, settings),
+        shards=settings.share_tp or 0,
+    )
+
+
 def build_geometry(
     config: KVCacheConfig,
     layouts: Mapping[int, WorkerLayout],
     chunk_tokens: int | None,
-    *,
+    parallelism: Parallelism = Parallelism(),
     lookahead_tokens: int = 0,
-    stages: int = 1,
-    nodes: int = 1,
 ) -> Geometry:
     """Return the geometry of an engine from its groups and its workers' layouts by rank.
 
-    Ranks of one of the `stages` have the same layers, and all are spread over the `nodes`.
-    `chunk_tokens` are those that the user wants, or None. Raises GeometryError or ConfigError where
-    the engine cannot be served.
+    Ranks of one stage have the same layers. Where the KV heads are stored in shards (vllm.shards)
+    the layouts are those of a shard. `chunk_tokens` are those that the user wants, or None. Raises
+    GeometryError or ConfigError where the engine cannot be served.
     """
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     # Such a group is not cacheable, but because of it the engine takes other hits than are offered.
@@ -151,7 +167,7 @@ def build_geometry(
         what = "swa_bounded_replay computes a part of every hit again and is not proven yet"
         raise ConfigError(what, "--no-swa-bounded-replay works")
     sizes, gids = layouts[0].sizes, config.prefix_cacheable_group_ids
-    sharers = len(layouts) // stages
+    sharers = len(layouts) // parallelism.stages
     for rank, layout in layouts.items():
         first = layouts[rank // sharers * sharers]
         if layout.sizes != first.sizes or layout.block_bytes != layouts[0].block_bytes:
@@ -171,8 +187,9 @@ def build_geometry(
         hash_tokens=hashing,
         ranks=len(layouts),
         lookahead_tokens=lookahead_tokens,
-        stages=stages,
-        nodes=nodes,
+        stages=parallelism.stages,
+        nodes=parallelism.nodes,
+        shards=parallelism.shards,
     )
 
 

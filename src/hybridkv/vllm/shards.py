@@ -50,11 +50,14 @@ def shard_views(
         if is_replicated(group.kv_cache_spec):
             continue
         for name in group.layer_names:
-            view, why = views[name], _unsplit_reason(_layer_spec(group.kv_cache_spec, name), shards)
+            view, spec = views[name], _layer_spec(group.kv_cache_spec, name)
+            why = _unsplit_reason(spec, shards)
             heads = view.shape[HEADS_DIM] if view.dim() > abs(HEADS_DIM) else 0
-            if why or heads % shards or not heads:
+            if not why and heads != spec.num_heads:
+                why = f"its shape {tuple(view.shape)} has not {spec.num_heads} heads before tokens"
+            if why:
                 what = f"layer {name} cannot be split into {shards} shards of heads"
-                raise GeometryError(f"{what}: {why or f'its shape is {tuple(view.shape)}'}", OFF)
+                raise GeometryError(f"{what}: {why}", OFF)
             for shard, own in enumerate(own_views):
                 size = heads // shards
                 own[name] = view.narrow(HEADS_DIM, shard * size, size)

@@ -17,7 +17,7 @@ from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Group
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 CHUNKS_MAX = 1 << 16
 """Chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -34,8 +34,8 @@ TEXT_MAX = 256
 Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 FACT_MAX = 512
 Fact = Annotated[str, Meta(max_length=FACT_MAX)]
-FactName = Annotated[str, Meta(max_length=64)]
-Facts = Annotated[dict[FactName, Fact], Meta(max_length=64)]
+FACTS_MAX = 256
+Facts = Annotated[dict[Text, Fact], Meta(max_length=FACTS_MAX)]
 """Short texts in JSON, by name."""
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Packed = Annotated[bytes, Meta(max_length=BATCH_MAX * 8)]
@@ -66,15 +66,17 @@ class WireGroup(Struct, frozen=True, array_like=True):
 
 
 class WireGeometry(Struct, frozen=True, array_like=True):
-    """The part of core.geometry.Geometry that the daemon needs."""
+    """The part of core.geometry.Geometry that a node's daemon needs.
+
+    `ranks` are those on the node, or its shards of the KV heads.
+    """
 
     groups: Annotated[list[WireGroup], Meta(min_length=1, max_length=GROUPS_MAX)]
     chunk_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
     alignment_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
     hash_tokens: Annotated[int, Meta(gt=0, le=1 << 30)]
     ranks: Annotated[int, Meta(gt=0, le=RANKS_MAX)]
-    stages: Annotated[int, Meta(gt=0, le=RANKS_MAX)] = 1
-    shards: Annotated[int, Meta(ge=0, le=RANKS_MAX)] = 0
+    stages: Annotated[int, Meta(gt=0, le=RANKS_MAX)]
 
 
 class WireModel(Struct, frozen=True, array_like=True):
@@ -165,7 +167,7 @@ class RequestExplanation(Struct, frozen=True, array_like=True):
 class IdentityDifference(Struct, frozen=True, array_like=True):
     """One fact in which two identities differ."""
 
-    name: FactName
+    name: Text
     here: Fact
     there: Fact
 
@@ -531,9 +533,8 @@ def geometry_to_wire(geometry: Geometry) -> WireGeometry:
         chunk_tokens=geometry.chunk_tokens,
         alignment_tokens=geometry.alignment_tokens,
         hash_tokens=geometry.hash_tokens,
-        ranks=geometry.ranks,
-        stages=geometry.stages,
-        shards=geometry.shards,
+        ranks=geometry.node_shards,
+        stages=geometry.node_stages,
     )
 
 
@@ -558,7 +559,6 @@ def geometry_from_wire(wire: WireGeometry) -> Geometry:
         hash_tokens=wire.hash_tokens,
         ranks=wire.ranks,
         stages=wire.stages,
-        shards=wire.shards,
     )
 
 

@@ -13,7 +13,16 @@ from hybridkv.connector.scheduler.session import DaemonSession, EngineIdentity, 
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.wire.messages import FACT_MAX, PROTOCOL_VERSION, Decline, Hello, geometry_to_wire
+from hybridkv.wire.codec import Frames, decode_request, encode
+from hybridkv.wire.messages import (
+    FACT_MAX,
+    FACTS_MAX,
+    PROTOCOL_VERSION,
+    Decline,
+    Hello,
+    ReportIdentity,
+    geometry_to_wire,
+)
 from tests.layouts import LAYOUTS
 from tests.unit.connector import requests
 from tests.waiting import DEADLINE_SECONDS
@@ -95,9 +104,28 @@ def test_a_refused_greeting_is_a_line_of_the_log(
     assert "geometry" in line
 
 
+def test_each_setting_is_a_fact_so_that_explain_names_it() -> None:
+    facts = {"chunk": [128, 16], "files": {}, "parallel": {"size": 2, "nodes": {"a": 1}}}
+    assert describe_facts(facts) == {
+        "chunk": "[128, 16]",
+        "files": "{}",
+        "parallel.size": "2",
+        "parallel.nodes": '{"a": 1}',
+    }
+
+
+@pytest.mark.parametrize("count", [FACTS_MAX, FACTS_MAX + 1])
+def test_no_facts_are_more_than_a_message_may_have(count: int) -> None:
+    texts = describe_facts({"settings": {f"{number}{'x' * 400}": number for number in range(count)}})
+    report = ReportIdentity(texts)
+    (body,) = Frames().feed(encode(report))
+    assert decode_request(body) == report
+    assert len(texts) == (count if count <= FACTS_MAX else 1)
+
+
 def test_a_long_fact_says_what_is_set_in_it_and_ends_with_its_hash() -> None:
     off = {f"option_{number}": False for number in range(99)}
-    texts = [describe_facts({"settings": {**off, "x": value}})["settings"] for value in "ab"]
+    texts = [describe_facts({"all": {"x": {**off, "x": value}}})["all.x"] for value in "ab"]
     assert texts[0] != texts[1]
     assert texts[0].startswith('{"x": "a"}... sha256:')
     assert all(len(text) <= FACT_MAX for text in texts)

@@ -570,7 +570,7 @@ def test_a_geometry_without_end_is_refused_at_once() -> None:
         extra_retained_tokens=0,
         replicated=False,
     )
-    geometry = WireGeometry([group], 128, 1, 1, 1)
+    geometry = WireGeometry([group], 128, 1, 1, ranks=1, stages=1)
     hello = engine_hello(QWEN3, "e", b"n" * 32)
     daemon.sessions.on_connect(1)
     refused = daemon.handle(1, msgspec.structs.replace(hello, geometry=geometry))

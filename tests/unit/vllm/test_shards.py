@@ -15,7 +15,7 @@ from hybridkv.core.keys import fingerprint
 from hybridkv.core.settings import Settings
 from hybridkv.vllm import shards
 from hybridkv.vllm.identity import identity_facts
-from hybridkv.vllm.layout import build_geometry, worker_layout
+from hybridkv.vllm.layout import Parallelism, build_geometry, worker_layout
 from hybridkv.vllm.shards import rank_shards, shard_findings, shard_views, sharing_findings
 from tests.engine.support import since_vllm
 from tests.kv_memory import Cache, full, layers
@@ -36,8 +36,8 @@ def identity(ranks: int, settings: Settings, heads: int = HEADS, weights: str = 
     of_rank = settings.share_tp // ranks if settings.share_tp else 1
     own = worker_layout(memory.config, shard_views(memory.config, memory.views, of_rank)[0])
     layouts = {rank: replace(own, weights=f"{weights}{rank} of {ranks}") for rank in range(ranks)}
-    geometry = build_geometry(memory.config, layouts, None)
-    geometry = replace(geometry, shards=settings.share_tp or 0)
+    parallelism = Parallelism(shards=settings.share_tp or 0)
+    geometry = build_geometry(memory.config, layouts, None, parallelism)
     return fingerprint(identity_facts(vllm_config, memory.config, geometry, layouts, settings))
 
 
@@ -62,8 +62,8 @@ def test_ranks_of_different_layouts_share_with_no_other_size() -> None:
     for heads in (1, 2):
         memory = Cache("LBNHC", layers("full", full(heads, 16, 4), 2)).memory()
         kinds.append(worker_layout(memory.config, memory.views))
-    alike = build_geometry(memory.config, {0: kinds[1], 1: kinds[1]}, None)
-    geometry = replace(alike, shards=SHARDS)
+    alike = {0: kinds[1], 1: kinds[1]}
+    geometry = build_geometry(memory.config, alike, None, Parallelism(shards=SHARDS))
 
     def layers_of(*layouts: Any) -> object:
         by_rank = dict(enumerate(layouts))

@@ -35,6 +35,7 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "WAIT_MS_MAX": "milliseconds that a lookup may wait for tiers below RAM",
         "TEXT_MAX": "characters of a name",
         "FACT_MAX": "characters of a fact",
+        "FACTS_MAX": "facts of an identity",
     },
     geometry: {
         "GROUPS_MAX": "groups of a geometry",

@@ -356,18 +356,10 @@ class NodesLink:
         self.greetings += 1
         nodes = self._geometry.nodes
         self._slots = [_NodeSlots() for _ in range(nodes)]
-        namespace, geometry = self._hello.namespace, self._hello.geometry
+        namespace = self._hello.namespace
         assert namespace is not None, "an engine's hello has it"
-        assert geometry is not None, "an engine's hello has it"
-        on_node = structs.replace(
-            geometry, ranks=self._geometry.node_ranks, stages=self._geometry.node_stages
-        )
         self._nodes = [
-            _Node(
-                structs.replace(
-                    self._hello, namespace=self._identity(namespace, node), geometry=on_node
-                )
-            )
+            _Node(structs.replace(self._hello, namespace=self._identity(namespace, node)))
             for node in range(nodes)
         ]
 

@@ -176,17 +176,33 @@ class DaemonSession:
 
 
 def describe_facts(facts: Mapping[str, object]) -> dict[str, str]:
-    """Return an identity's facts as short JSON texts. A long text is cut, and ends with its hash.
+    """Return an identity's facts as short JSON texts by name, each setting of a mapping alone.
+
+    `{"chunk": [1], "model": {"dtype": "a"}} -> {"chunk": "[1]", "model.dtype": '"a"'}`. With more
+    than FACTS_MAX settings each mapping is a single text.
+    """
+    texts: dict[str, str] = {}
+    for name, fact in facts.items():
+        settings = fact if isinstance(fact, Mapping) else {}
+        texts |= {f"{name}.{key}"[: wire.TEXT_MAX]: _short(settings[key]) for key in settings}
+        if not settings:
+            texts[name] = _short(fact)
+    if len(texts) > wire.FACTS_MAX:
+        return {name: _short(fact) for name, fact in facts.items()}
+    return texts
+
+
+def _short(fact: object) -> str:
+    """Return a fact as JSON. A long text is cut, and ends with its hash.
 
     A text that is cut leaves out settings that are empty or off.
     """
-    texts = {name: json.dumps(fact, sort_keys=True) for name, fact in facts.items()}
-    for name, text in texts.items():
-        if len(text) > wire.FACT_MAX:
-            tail = f"... sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-            text = json.dumps(_without_empty(facts[name]))
-            texts[name] = text[: wire.FACT_MAX - len(tail)] + tail
-    return texts
+    text = json.dumps(fact, sort_keys=True)
+    if len(text) > wire.FACT_MAX:
+        tail = f"... sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+        text = json.dumps(_without_empty(fact))
+        return text[: wire.FACT_MAX - len(tail)] + tail
+    return text
 
 
 def _without_empty(fact: object) -> object:
