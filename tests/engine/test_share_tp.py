@@ -5,6 +5,7 @@ other size. Log-probabilities are close: another size adds up in another order. 
 bytes are those that were stored is checked by "paranoid", which compares blocks with slots.
 """
 
+import json
 import shutil
 from itertools import islice, takewhile
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridkv.cli.main import main
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.models import BFLOAT16_MODELS, bundled_models
@@ -67,16 +69,23 @@ def save_checkpoint(model: str, directory: Path) -> None:
 
 
 def started(
-    model: str, ranks: int, directory: Path, server: str, audit: str = "off"
+    model: str,
+    ranks: int,
+    directory: Path,
+    server: str,
+    *,
+    audit: str = "off",
+    share_tp: int | None = 2,
 ) -> EngineProcess:
     """Return an engine of `ranks` tensor parallel ranks on the checkpoint in `directory`."""
     extra: dict[str, object] = {
         "weights_identity": "tiny",
         "checksum": "paranoid",
         "load_policy": "always",
-        "share_tp": 2,
         "audit": audit,
     }
+    if share_tp is not None:
+        extra["share_tp"] = share_tp
     log = directory / f"{ranks}-{audit}.log"
     options = f"--model={directory}", "--load-format=auto", f"--tensor-parallel-size={ranks}"
     return engine(model, log, server, *options, extra=extra)
@@ -146,3 +155,18 @@ def test_the_live_audit_passes_what_another_size_computed(
         assert result["cached_tokens"] == CHUNKS * CHUNK
     values = stats(daemon.socket_path)
     assert (values["audits_passed"], values.get("audits_differed", 0)) == (1, 0)
+
+
+def test_explain_names_the_size_where_engines_do_not_share(
+    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint("qwen3", tmp_path)
+    text = prompt(7, CHUNKS * CHUNK + 40)
+    for ranks in (1, 2):
+        with started("qwen3", ranks, tmp_path, daemon.socket_path, share_tp=None) as running:
+            (result,) = running.generate(text, max_tokens=1)
+            assert result["cached_tokens"] == 0
+    assert main(["explain", "verify-1", "--socket", daemon.socket_path, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    (difference,) = [value for name, value in facts.items() if name.startswith("also_under")]
+    assert "parallel_config.tensor_parallel_size: 2 here, 1 there" in difference

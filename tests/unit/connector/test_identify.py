@@ -116,7 +116,9 @@ def test_each_setting_is_a_fact_so_that_explain_names_it() -> None:
 
 @pytest.mark.parametrize("count", [FACTS_MAX, FACTS_MAX + 1])
 def test_no_facts_are_more_than_a_message_may_have(count: int) -> None:
-    texts = describe_facts({"settings": {f"{number}{'x' * 400}": number for number in range(count)}})
+    texts = describe_facts(
+        {"settings": {f"{number}{'x' * 400}": number for number in range(count)}}
+    )
     report = ReportIdentity(texts)
     (body,) = Frames().feed(encode(report))
     assert decode_request(body) == report
