@@ -261,11 +261,20 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "slots-of-the-first-node",
         "every node copies to and from where the first node's slots are",
-        "NodesLink.slots_on",
+        "NodeSlots.on_node",
         "if not node:",
         "if True:",
         ("C5",),
         (f"{NODES}::test_a_hit_and_its_plans_name_each_nodes_own_slots",),
+    ),
+    Mutation(
+        "old-names-of-a-nodes-slots",
+        "a message about a slot that is another object's by now takes that object on other nodes",
+        "NodeSlots.on_node",
+        "own_generations[is_stale] = 0",
+        "",
+        ("C5",),
+        ("tests/unit/connector/test_node_slots.py::test_an_old_name_never_means_a_new_object",),
     ),
     Mutation(
         "nodes-share-an-identity",

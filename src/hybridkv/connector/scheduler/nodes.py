@@ -11,21 +11,22 @@ and generation, and each node's plan has that node's own. A hit is what every no
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import compress
+from itertools import accumulate, compress, pairwise
 from operator import and_
 
 from msgspec import structs
 
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector.messages import Answers, LoadPlan, Mail, NodePlans, ObjectPair, StepPlan
+from hybridkv.connector.scheduler.node_slots import NodeSlots
 from hybridkv.core.copies import CopyRun, SlotRef
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES, fingerprint
-from hybridkv.core.packed import U64, pack_u64, unpack_u64
+from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.tails import tail_tokens
 from hybridkv.wire import messages as wire
 
@@ -34,8 +35,6 @@ ROUNDS_MAX = 4
 at most. Then it is a miss."""
 RETRY_SECONDS = 0.5
 """Where a node's daemon is away, its neighbours are greeted in vain no more often than this."""
-RECENT_MAX = 16
-"""Answers whose slots are looked for by their bytes. Each further slot is found by its offset."""
 REPORTS_OF_AN_ANSWER = 2
 """An answer is late no earlier than with this report from that of the step on that asked for it."""
 
@@ -57,22 +56,6 @@ class _Node:
     reserved_bytes: int = 0
     granted: dict[SlotShape, deque[wire.Reserved]] = field(default_factory=dict)
     """Grants that another node has not answered yet, by the shape of their slots."""
-
-
-@dataclass(frozen=True)
-class _NodeSlots:
-    """The slots of one node, by the offset of the first node's slot."""
-
-    offsets: dict[int, int] = field(default_factory=dict)
-    generations: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _JoinedSlots:
-    """The slots of an answer, of each node. The i-th of each belong together."""
-
-    lease: int
-    slots: Sequence[wire.PackedSlots]
 
 
 @dataclass(eq=False)
@@ -133,9 +116,7 @@ class NodesLink:
         """Each node's lease, by the number of the scheduler role's; 0 = the node has none."""
         self._questions: dict[int, _Question] = {}  # By the node's lease.
         self._lookups: dict[int, _NodesLookup] = {}  # Unanswered, by the scheduler role's lease.
-        self._slots: list[_NodeSlots] = []  # Of each node; the first one needs none.
-        self._recent: deque[_JoinedSlots] = deque()
-        """The slots of the last answers, which are not in `_slots` yet."""
+        self._slots = NodeSlots(0, geometry.nodes)
         self._reports = 0  # The number of the last plan whose report has come.
 
     # As client.link.Link
@@ -275,7 +256,7 @@ class NodesLink:
             boot=self.boots[node],
             reserved_bytes=self._nodes[node].reserved_bytes,
             loads=loads,
-            stores={number: self._run_on(node, run) for number, run in plan.stores.items()},
+            stores=dict(zip(plan.stores, self._runs_on(node, plan.stores.values()), strict=True)),
             audits={number: self._pair_on(node, pair) for number, pair in plan.audits.items()},
             mail=mail,
         )
@@ -293,14 +274,20 @@ class NodesLink:
         return mail
 
     def _load_on(self, node: int, load: LoadPlan) -> LoadPlan:
-        runs = tuple(self._run_on(node, run) for run in load.runs)
-        return replace(load, boot=self.boots[node], runs=runs)
+        return replace(load, boot=self.boots[node], runs=tuple(self._runs_on(node, load.runs)))
 
-    def _run_on(self, node: int, run: CopyRun) -> CopyRun:
-        if not node:
-            return run
-        slots = self.slots_on(node, run.offsets, run.generations)
-        return replace(run, offsets=slots.offsets, generations=slots.generations)
+    def _runs_on(self, node: int, runs: Collection[CopyRun]) -> Iterable[CopyRun]:
+        """Return runs with a node's own slots. All are found at once, which takes a step less."""
+        if not node or not runs:
+            return runs
+        offsets = b"".join([run.offsets for run in runs])
+        generations = b"".join([run.generations for run in runs])
+        slots = self.slots_on(node, offsets, generations)
+        ends = [0, *accumulate(len(run.offsets) for run in runs)]
+        return [
+            CopyRun(run.span, slots.offsets[at:end], slots.generations[at:end], run.skipped)
+            for run, (at, end) in zip(runs, pairwise(ends), strict=True)
+        ]
 
     def _pair_on(self, node: int, pair: ObjectPair) -> ObjectPair:
         if not node:
@@ -313,54 +300,21 @@ class NodesLink:
 
     def slots_on(self, node: int, offsets: bytes, generations: bytes) -> wire.PackedSlots:
         """Return a node's own slots for those of this link."""
-        if not node:
-            return wire.PackedSlots(offsets, generations)
-        # The slots of a copy mostly are neighbours in one answer.
-        for answer in reversed(self._recent):
-            first, own = answer.slots[0], answer.slots[node]
-            at = first.offsets.find(offsets)
-            same = slice(at, at + len(offsets))
-            if at >= 0 == at % U64 and first.generations[same] == generations:
-                return wire.PackedSlots(own.offsets[same], own.generations[same])
-        while self._recent:
-            self._bind_oldest()
-        by_offset, places = self._slots[node], unpack_u64(offsets)
-        return wire.PackedSlots(
-            pack_u64([*map(by_offset.offsets.__getitem__, places)]),
-            pack_u64([*map(by_offset.generations.__getitem__, places)]),
-        )
+        return self._slots.on_node(node, wire.PackedSlots(offsets, generations))
 
     def _slot_on(self, node: int, slot: SlotRef) -> SlotRef:
         own = self.slots_on(node, pack_u64([slot.offset]), pack_u64([slot.generation]))
         return SlotRef(unpack_u64(own.offsets)[0], unpack_u64(own.generations)[0])
 
-    def _add_slots(self, slots: Sequence[wire.PackedSlots], lease: int = 0) -> None:
-        """Note slots of each node that belong together: the i-th of each.
-
-        `lease` is the scheduler role's, with which they are forgotten; 0 = they are granted.
-        """
-        self._recent.append(_JoinedSlots(lease, slots))
-        if len(self._recent) > RECENT_MAX:
-            self._bind_oldest()
-
-    def _bind_oldest(self) -> None:
-        slots = self._recent.popleft().slots
-        places = unpack_u64(slots[0].offsets)
-        for by_offset, own in zip(self._slots[1:], slots[1:], strict=True):
-            by_offset.offsets.update(zip(places, unpack_u64(own.offsets), strict=True))
-            by_offset.generations.update(zip(places, unpack_u64(own.generations), strict=True))
-
     # Connection
 
     def _greet(self) -> None:
         self.greetings += 1
-        nodes = self._geometry.nodes
-        self._slots = [_NodeSlots() for _ in range(nodes)]
         namespace = self._hello.namespace
         assert namespace is not None, "an engine's hello has it"
         self._nodes = [
             _Node(structs.replace(self._hello, namespace=self._identity(namespace, node)))
-            for node in range(nodes)
+            for node in range(self._geometry.nodes)
         ]
 
     def _identity(self, namespace: bytes, node: int) -> bytes:
@@ -397,6 +351,7 @@ class NodesLink:
             return
         self.boots, self.refusal = boots, None
         self.welcome = structs.replace(welcomes[0], boot="+".join(boots))
+        self._slots = NodeSlots(self.welcome.arena_bytes, len(boots))
 
     def _lose(self, why: str, now: float) -> None:
         """End the connection, or the attempt to make one."""
@@ -413,7 +368,8 @@ class NodesLink:
         """Forget the connection, and with it all leases and slots."""
         self.welcome = None
         self._nodes = []
-        for container in (self._slots, self._recent, self._leases, self._questions, self._lookups):
+        self._slots = NodeSlots(0, self._geometry.nodes)
+        for container in (self._leases, self._questions, self._lookups):
             container.clear()
 
     # Messages
@@ -445,8 +401,6 @@ class NodesLink:
         if lookup is not None:
             self._drop_audits(lookup)
         leases = self._leases.pop(release.lease, ())
-        kept = (answer for answer in self._recent if answer.lease != release.lease)
-        self._recent = deque(kept)
         for node, lease in enumerate(leases):
             self._questions.pop(lease, None)
             if lease:
@@ -492,7 +446,7 @@ class NodesLink:
         slots = [
             wire.PackedSlots(grant.offsets[:size], grant.generations[:size]) for grant in grants
         ]
-        self._add_slots(slots)
+        self._slots.add(slots)
         offsets, generations = slots[0]
         return [structs.replace(grants[0], offsets=offsets, generations=generations)]
 
@@ -545,7 +499,7 @@ class NodesLink:
                     self._nodes[node].messages.append(wire.Release(lease))
             why = lookup.why[: wire.FACT_MAX]
             return wire.Found(asked.id, asked.lease, 0, lookup.masks, b"", b"", why=why)
-        self._add_slots(slots, asked.lease)
+        self._slots.add(slots)
         slowest = max(answers, key=lambda answer: sum(answer.tiers.values()))
         whys = [f"node {node}: {answer.why}" for node, answer in enumerate(answers) if answer.why]
         why = "; ".join([lookup.why, *whys] if lookup.why else whys)
@@ -583,7 +537,7 @@ class NodesLink:
             wire.PackedSlots(offer.shorter_offsets, offer.shorter_generations) for offer in offers
         ]
         for slots in (stored, shorter):
-            self._add_slots(slots, lookup.lookup.audit_lease)
+            self._slots.add(slots)
         self._leases[lookup.lookup.audit_lease] = [offer.lease for offer in offers]
         return structs.replace(offers[0], lease=lookup.lookup.audit_lease)
 
