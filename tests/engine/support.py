@@ -114,6 +114,19 @@ def stats_if_served(socket_path: str) -> dict[str, float]:
         return {}
 
 
+def begin_storing(running: EngineProcess, socket_path: str, prompts: list[list[int]]) -> None:
+    """Begin long answers. Returns once all prompts are looked up and write slots are held."""
+    lookups = stats(socket_path)["lookups"]
+    running.begin_command("generate", prompts=prompts, max_tokens=2000)
+
+    def is_storing() -> bool:
+        held = stats(socket_path)
+        are_looked_up = held["lookups"] >= lookups + len(prompts)
+        return are_looked_up and held["bytes_writing"] > 0
+
+    until(is_storing, "all requests are looked up, and write slots are held")
+
+
 def forget(running: EngineProcess) -> None:
     """Empty the engine's own cache, and wait until its weights were read again.
 

@@ -9,7 +9,7 @@ import pytest
 
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineError, EngineProcess
-from tests.engine.support import answer, engine, forget, prompt, since_vllm, stats
+from tests.engine.support import answer, begin_storing, engine, forget, prompt, since_vllm, stats
 from tests.waiting import until
 
 pytestmark = [
@@ -32,15 +32,7 @@ def test_a_killed_worker_leaves_no_slot_and_the_next_engine_hits(
     with engine("gemma3", tmp_path / "a.log", daemon.socket_path, *RANKS) as running:
         own = [run(running, text) for text in (*prompts, *prompts)][len(prompts) :]
         forget(running)
-        lookups = stats(daemon.socket_path)["lookups"]
-        running.begin_command("generate", prompts=prompts, max_tokens=2000)
-
-        def is_storing() -> bool:
-            held = stats(daemon.socket_path)
-            are_looked_up = held["lookups"] >= lookups + len(prompts)
-            return are_looked_up and held["bytes_writing"] > 0
-
-        until(is_storing, "all requests are looked up, and write slots are held")
+        begin_storing(running, daemon.socket_path, prompts)
         os.kill(workers(running.process.pid)[victim], signal.SIGKILL)
         with pytest.raises(EngineError):
             running.end_command()

@@ -14,7 +14,16 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
-from tests.engine.support import answer, engine, forget, prompt, since_vllm, stats, stats_if_served
+from tests.engine.support import (
+    answer,
+    begin_storing,
+    engine,
+    forget,
+    prompt,
+    since_vllm,
+    stats,
+    stats_if_served,
+)
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -309,15 +318,7 @@ def test_a_killed_engine_leaves_nothing_but_its_objects(
     with engine("qwen3", tmp_path / "a.log", daemon.socket_path) as running:
         computed = running.generate(prompts[0], max_tokens=4)
         running.reset_caches()
-        lookups = stats(daemon.socket_path)["lookups"]
-        running.begin_command("generate", prompts=prompts, max_tokens=2000)
-
-        def is_storing() -> bool:
-            held = stats(daemon.socket_path)
-            are_looked_up = held["lookups"] >= lookups + len(prompts)
-            return are_looked_up and held["bytes_writing"] > 0
-
-        until(is_storing, "all requests are looked up, and write slots are held")
+        begin_storing(running, daemon.socket_path, prompts)
         assert stats(daemon.socket_path)["sessions"] == 1
         os.kill(running.process.pid, signal.SIGKILL)
         until(

@@ -200,8 +200,8 @@ def test_another_size_stores_the_same_bytes_and_loads_them(
         ops, same = slots.objects(first, gid), slots.objects(second, gid)
         first.store(ops)
         second.store(same)
-        for op, other in zip(ops, same, strict=True):
-            assert slots.payload(op, first) == slots.payload(other, second)
+        for op, repeated in zip(ops, same, strict=True):
+            assert slots.payload(op, first) == slots.payload(repeated, second)
         moved = [
             CopyOp(op.slot, gid, op.chunk, op.count, 0, blocks)
             for op, blocks in zip(ops, TARGETS, strict=True)
@@ -361,7 +361,7 @@ def test_what_cannot_be_split_is_refused(cache: Cache, sentence: str) -> None:
 def test_a_layer_of_another_shape_is_refused() -> None:
     memory = Cache("LBNHC", layers("full", full(4, 16, 4), 1)).memory()
     view = memory.views["full.0"]
-    for other in (view.reshape(9, -1), view.transpose(1, 2)):
-        shape = re.escape(str(tuple(other.shape)))
+    for reshaped in (view.reshape(9, -1), view.transpose(1, 2)):
+        shape = re.escape(str(tuple(reshaped.shape)))
         with pytest.raises(GeometryError, match=f"its shape {shape} has not 4 heads before tokens"):
-            shard_views(memory.config, {"full.0": other}, 2)
+            shard_views(memory.config, {"full.0": reshaped}, 2)
