@@ -289,7 +289,9 @@ class ObjectSearch:
         """Returns what RAM and tiers have, and what it costs to read it from where it is."""
         request, masks = self.request, self.masks()
         longest = self.longest_hit(masks)
-        sizes = [[slot_bytes(*shape) if shape[0] else 0 for shape in row] for row in self._shapes]
+        sizes = [
+            [slot_bytes(part, parts) if part else 0 for part, parts in row] for row in self._shapes
+        ]
         seconds, tail_seconds = [[0.0] * longest.chunks for _ in sizes], 0.0
         for (index, position), tier in self.located.items():
             size = sizes[index][position % len(sizes[index])]

@@ -114,15 +114,16 @@ def test_each_setting_is_a_fact_so_that_explain_names_it() -> None:
     }
 
 
-@pytest.mark.parametrize("count", [FACTS_MAX, FACTS_MAX + 1])
+@pytest.mark.parametrize("count", [FACTS_MAX - 1, FACTS_MAX])
 def test_no_facts_are_more_than_a_message_may_have(count: int) -> None:
+    """Also with that of the node."""
     texts = describe_facts(
         {"settings": {f"{number}{'x' * 400}": number for number in range(count)}}
     )
-    report = ReportIdentity(texts)
+    report = ReportIdentity({**texts, "node": "[0, 2]"})
     (body,) = Frames().feed(encode(report))
     assert decode_request(body) == report
-    assert len(texts) == (count if count <= FACTS_MAX else 1)
+    assert len(texts) == (count if count < FACTS_MAX else 1)
 
 
 def test_a_long_fact_says_what_is_set_in_it_and_ends_with_its_hash() -> None:

@@ -41,12 +41,12 @@ def size(geometry: Geometry, *hits: PromptHit) -> int:
         for chunk in needed_chunks(geometry, group, hit.chunks)
     }
     shapes = ((part_bytes(geometry, group, at), geometry.parts(group)) for group, at, _ in places)
-    return sum(slot_bytes(*shape) for shape in shapes)
+    return sum(slot_bytes(part, parts) for part, parts in shapes)
 
 
 def sizes_of(geometry: Geometry) -> list[list[int]]:
     shapes = [object_shapes(geometry, group) for group in geometry.groups]
-    return [[slot_bytes(*shape) if shape[0] else 0 for shape in row] for row in shapes]
+    return [[slot_bytes(part, parts) if part else 0 for part, parts in row] for row in shapes]
 
 
 def hit_sizes(geometry: Geometry) -> HitSizes:

@@ -277,7 +277,7 @@ class NodesLink:
         return replace(load, boot=self.boots[node], runs=tuple(self._runs_on(node, load.runs)))
 
     def _runs_on(self, node: int, runs: Collection[CopyRun]) -> Iterable[CopyRun]:
-        """Return runs with a node's own slots. All are found at once, which takes a step less."""
+        """Return runs with a node's own slots. One look at the tables finds those of all runs."""
         if not node or not runs:
             return runs
         offsets = b"".join([run.offsets for run in runs])

@@ -178,8 +178,8 @@ class DaemonSession:
 def describe_facts(facts: Mapping[str, object]) -> dict[str, str]:
     """Return an identity's facts as short JSON texts by name, each setting of a mapping alone.
 
-    `{"chunk": [1], "model": {"dtype": "a"}} -> {"chunk": "[1]", "model.dtype": '"a"'}`. With more
-    than FACTS_MAX settings each mapping is a single text.
+    `{"chunk": [1], "model": {"dtype": "a"}} -> {"chunk": "[1]", "model.dtype": '"a"'}`. Where
+    these are too many for a message, with the fact that NodesLink adds, each mapping is one text.
     """
     texts: dict[str, str] = {}
     for name, fact in facts.items():
@@ -187,7 +187,7 @@ def describe_facts(facts: Mapping[str, object]) -> dict[str, str]:
         texts |= {f"{name}.{key}"[: wire.TEXT_MAX]: _short(settings[key]) for key in settings}
         if not settings:
             texts[name] = _short(fact)
-    if len(texts) > wire.FACTS_MAX:
+    if len(texts) >= wire.FACTS_MAX:
         return {name: _short(fact) for name, fact in facts.items()}
     return texts
 
