@@ -272,9 +272,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "without-room-nothing-shorter",
         "a lookup whose room others took is answered as far as it came, without its windows",
-        "Promotion._plan_again",
-        "self._plan(lookup, sum(slot.size_bytes for slot in set(held)), now)",
-        "pass",
+        "Promotion._step",
+        "self._plan(lookup, sum(slot.size_bytes for slot in set(lookup.held)), now)",
+        "lookup.needs.clear()",
         ("D18",),
         (f"{LARGE_HITS}::test_what_others_read_is_left_to_them",),
     ),

@@ -21,7 +21,7 @@ from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
-from hybridkv.tiers.object_search import LookupRequest
+from hybridkv.tiers.object_search import LookupRequest, ObjectSearch
 from hybridkv.tiers.waiting_lookup import WaitingLookup
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import BATCH_MAX, PROTOCOL_VERSION, Reply, Request
@@ -228,8 +228,8 @@ class Daemon(DaemonState):
         last = tail_chunk(geometry, lookup.tails_from, tails - 1) if tail < tails else -1
         shortfall = ""
         if self.tiers and lookup.wait_ms and (chunks < asked_chunks or last >= chunks):
-            waiting = WaitingLookup(request)
-            if self.promotion.begin(waiting, masks, self.now):
+            waiting = WaitingLookup(request, ObjectSearch(request, masks))
+            if self.promotion.begin(waiting, self.now):
                 target = waiting.target_chunks
                 return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, target, masks)
             self.store.unpin(waiting.held)

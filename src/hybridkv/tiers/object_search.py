@@ -109,7 +109,8 @@ class LookupRequest(NamedTuple):
 
     def slot_of(self, place: ObjectPlace) -> Slot | None:
         """Returns the object in RAM, or None where RAM does not have it."""
-        return self.namespace.find_slot(self.hash_of(place.position), place.group_index)
+        chunk_hash = self.hash_of(place.position)
+        return self.namespace.find_slot(chunk_hash, place.group_index)
 
     def needed_places(self, hit: PromptHit) -> Iterator[ObjectPlace]:
         """Yields the places of the objects that a hit needs."""
@@ -127,9 +128,11 @@ class ObjectSearch:
     """
 
     request: LookupRequest
+    resident_masks: Sequence[bytes]  # RAM's presence masks per group, when the search begins.
     located: dict[ObjectPlace, TierState] = field(default_factory=dict)  # The tier that has it.
     unknown: dict[ObjectPlace, None] = field(default_factory=dict)
     """Objects that no tier has, as far as is known without asking, and that some may have."""
+    is_begun: bool = False  # Whether the objects that tiers know at once are located.
     asked: list[ObjectPlace] = field(default_factory=list)  # What this round asks tiers about.
     tail: PromptHit | None = None  # The hit that ends with the tail that was located, if any was.
 
@@ -143,17 +146,14 @@ class ObjectSearch:
         shapes = self._shapes[place.group_index]
         return shapes[place.position % len(shapes)]
 
-    def locate(self, masks: Sequence[bytes], tiers: Sequence[TierState]) -> None:
-        """Locate what tiers know at once, as far as the prefix that every hit needs may reach.
-
-        `masks` are the presence masks of RAM, per group.
-        """
+    def _locate(self, tiers: Sequence[TierState]) -> None:
+        """Locate what tiers know at once, as far as the prefix that every hit needs may reach."""
         groups, reach = self.request.geometry.groups, self.request.chunks
         full_first = sorted(
             range(len(groups)), key=lambda index: groups[index].kind is not GroupKind.FULL
         )
         for index in full_first:
-            mask = masks[index]
+            mask = self.resident_masks[index]
             chunk = mask.find(0, 0, reach)
             while chunk >= 0:
                 place = ObjectPlace(index, chunk)
@@ -206,8 +206,14 @@ class ObjectSearch:
                 self.tail = tail_hit(request.geometry, request.tails_from, number + 1)
                 break
 
-    def next_round(self) -> list[ObjectPlace]:
-        """Begin the next round. Returns the objects to ask tiers about. Empty = no more rounds."""
+    def next_round(self, tiers: Sequence[TierState]) -> list[ObjectPlace]:
+        """Begin the next round. Returns the objects to ask `tiers` about. Empty = no more rounds.
+
+        Before the first one, what tiers know at once is located.
+        """
+        if not self.is_begun:
+            self.is_begun = True
+            self._locate(tiers)
         self.asked = self._choose_round()
         return self.asked
 
@@ -329,4 +335,5 @@ class ObjectSearch:
         request = self.request
         hits = (request.resident, *hits)
         places = dict.fromkeys(place for hit in hits for place in request.needed_places(hit))
-        return [*filter(None, map(request.slot_of, places))]
+        slots = (request.slot_of(place) for place in places)
+        return [slot for slot in slots if slot is not None]

@@ -89,25 +89,25 @@ class Promotion:
     def __len__(self) -> int:
         return len(self.lookups)
 
-    def begin(self, lookup: WaitingLookup, masks: Sequence[bytes], now: float) -> bool:
+    def begin(self, lookup: WaitingLookup, now: float) -> bool:
         """Take over a lookup. Returns whether it waits. If not, `lookup.why` may have the reason.
 
-        `masks` are the presence masks of RAM, per group. In either case the daemon answers the
-        lookup, and then unpins what it held.
+        In either case the daemon answers the lookup, and then unpins what it held.
         """
-        tiers = [tier for tier in self._tiers if tier.may_read(now)]
-        if not tiers or len(self.lookups) >= WAITING_MAX:
-            kind = ShortfallKind.CROWDED if tiers else ShortfallKind.TIERS_AWAY
-            self._fall_short(lookup, Shortfall(kind, {}))
+        is_readable = any(tier.may_read(now) for tier in self._tiers)
+        if not is_readable or len(self.lookups) >= WAITING_MAX:
+            kind = ShortfallKind.CROWDED if is_readable else ShortfallKind.TIERS_AWAY
+            lookup.shortfalls.append(Shortfall(kind, {}))
+            self._count_shortfalls(lookup)
+            return False
+        if not self._step(lookup, now):
+            self._advance(lookup, LookupEvent.COMPLETED)
+            self._count_shortfalls(lookup)
             return False
         self.lookups[lookup.request.key] = lookup
-        lookup.search.locate(masks, tiers)
-        is_waiting = self._step(lookup, now)
         if lookup.is_finding:
-            self._hold_hits(lookup)
-        elif not is_waiting:
-            self._leave(lookup, LookupEvent.COMPLETED)
-        return is_waiting
+            self._hold(lookup, lookup.search.resident_slots(()))
+        return True
 
     def is_waiting(self, connection_id: int, lease: int) -> bool:
         """Returns whether the lookup with that lease waits."""
@@ -130,7 +130,7 @@ class Promotion:
         tier = self._tiers[job.tier]
         if outcome.error is not None:
             facts = {"tier": tier.name, "error": str(outcome.error)}
-            self._fall_short(lookup, Shortfall(ShortfallKind.FAILED, facts))
+            lookup.shortfalls.append(Shortfall(ShortfallKind.FAILED, facts))
         for place, is_there in zip(places, outcome.found, strict=False):
             if is_there:
                 lookup.search.located.setdefault(place, tier)
@@ -171,7 +171,7 @@ class Promotion:
                 kind = ShortfallKind.NOT_READ_IN_TIME
                 if any(lookup in turns for turns in self.turns.values()):
                     kind = ShortfallKind.NOT_FOUND_IN_TIME
-                self._fall_short(lookup, Shortfall(kind, {}))
+                lookup.shortfalls.append(Shortfall(kind, {}))
                 ended.append(self._end(lookup, LookupEvent.OVERDUE, now))
         for tier in self._tiers:
             self._take_turns(tier, now)
@@ -197,19 +197,22 @@ class Promotion:
             reading_bytes = sum(self.reading_bytes.values())
             room_bytes = len(self._store) - self._store.writing_bytes + reading_bytes
             self._plan(lookup, room_bytes, now)
-            if lookup.hits:  # Otherwise it ends, and keeps what it holds.
-                self._hold_hits(lookup)
-        self._read(lookup, now)
+        while not self._read(lookup, now):
+            # A shorter hit has room in that of what is held. What only the longer one needs may be
+            # evicted from now on.
+            self._plan(lookup, sum(slot.size_bytes for slot in set(lookup.held)), now)
         return not lookup.is_complete
 
     # Finding
 
     def _ask_tiers(self, lookup: WaitingLookup, now: float) -> None:
         """Begin the next round of a lookup about which no tier is being asked, if there is one."""
-        while lookup.is_finding and not lookup.finds and lookup.search.next_round():
+        while lookup.is_finding and not lookup.finds:
             tiers = [tier for tier in self._tiers if tier.may_read(now)]
+            if not lookup.search.next_round(tiers):
+                break
             if not tiers:
-                self._fall_short(lookup, Shortfall(ShortfallKind.TIERS_AWAY, {}))
+                lookup.shortfalls.append(Shortfall(ShortfallKind.TIERS_AWAY, {}))
                 lookup.search.unknown.clear()
             for tier in tiers:
                 self.turns[tier][lookup] = None
@@ -224,7 +227,7 @@ class Promotion:
             del turns[lookup]
             lookup.finds -= 1
             if not tier.may_read(now):
-                self._fall_short(lookup, Shortfall(ShortfallKind.SILENT, {"tier": tier.name}))
+                lookup.shortfalls.append(Shortfall(ShortfallKind.SILENT, {"tier": tier.name}))
                 continue
             items: dict[ObjectPlace, JobItem] = {}
             for place in lookup.search.asked:
@@ -243,34 +246,26 @@ class Promotion:
     # Reading
 
     def _plan(self, lookup: WaitingLookup, room_bytes: int, now: float) -> None:
-        """Decide which objects are read into `room_bytes`, and count why they are not more."""
+        """Decide which objects are read into `room_bytes`, and pin what RAM has of their hits."""
         self._advance(lookup, LookupEvent.PLANNED)
-        for shortfall in lookup.plan_reads(room_bytes, now):
-            self._fall_short(lookup, shortfall)
-
-    def _plan_again(self, lookup: WaitingLookup, now: float) -> None:
-        """Decide for a shorter hit, in the room of what is held: there is no room for more.
-
-        Objects that only the longer hit needs may be evicted from now on.
-        """
-        held, lookup.held = lookup.held, []
-        hits = lookup.hits
-        self._plan(lookup, sum(slot.size_bytes for slot in set(held)), now)
-        self._hold_hits(lookup)
+        hits, held = lookup.hits, lookup.held
+        lookup.held = lookup.plan_reads(room_bytes, now)
+        self._store.hold(lookup.held)
         self._store.unpin(held)
         if lookup.hits == hits:
             # The hit has no room although it seems to fit, because objects without a slot counted.
             # Planning it once more would never end.
             lookup.needs.clear()
 
-    def _read(self, lookup: WaitingLookup, now: float) -> None:
-        """Go through what the lookup needs, prefix first. Start the reads that can start."""
-        namespace = lookup.request.namespace
+    def _read(self, lookup: WaitingLookup, now: float) -> bool:
+        """Go through what the lookup needs, prefix first. Start the reads that can start.
+
+        Returns False where there is no slot for the next object, and none is on its way.
+        """
         while lookup.needs:
             need = lookup.needs[0]
-            name = need.record.name
-            slot = namespace.find_slot(name.chunk_hash, need.place.group_index)
-            read = self.reads.get(name.key)
+            slot = lookup.request.slot_of(need.place)
+            read = self.reads.get(need.record.name.key)
             tier = need.tier if read is None else read.tier
             facts = ReadFacts(
                 is_in_ram=slot is not None,
@@ -290,27 +285,28 @@ class Promotion:
                     lookup.reads += 1
                     lookup.needs.popleft()
                 case ReadAction.START:
-                    if self._start_reads(lookup, tier, now):
+                    if self._start_reads(lookup, tier, tier.job_bytes(JobKind.READ, now), now):
                         continue
-                    if self._store.is_growing or lookup.reads:
-                        break  # A slot may come.
-                    self._plan_again(lookup, now)
+                    return self._store.is_growing or lookup.reads > 0
                 case ReadAction.WAIT:
                     break
                 case ReadAction.GIVE_UP:
-                    self._fall_short(lookup, Shortfall(ShortfallKind.SILENT, {"tier": tier.name}))
+                    lookup.shortfalls.append(Shortfall(ShortfallKind.SILENT, {"tier": tier.name}))
                     lookup.needs.clear()
+        return True
 
     def _is_busy(self, tier: TierState, record: Record) -> bool:
         """Returns whether a record would exceed the share of the arena that is read into."""
         reading = self.reading_bytes[tier]
         return reading > 0 and reading + record.size_bytes > len(self._store) // READING_SHARE
 
-    def _start_reads(self, lookup: WaitingLookup, tier: TierState, now: float) -> bool:
+    def _start_reads(
+        self, lookup: WaitingLookup, tier: TierState, job_bytes_max: int, now: float
+    ) -> bool:
         """Read the next few objects from `tier`. Returns False where the first has no slot."""
         items: list[JobItem] = []
         room_bytes = len(self._store) // READING_SHARE - self.reading_bytes[tier]
-        job_bytes, job_bytes_max = 0, min(tier.job_bytes(JobKind.READ, now), room_bytes)
+        job_bytes, job_bytes_max = 0, min(job_bytes_max, room_bytes)
         while lookup.needs and lookup.needs[0].tier is tier and len(items) < JOB_ITEMS_MAX:
             need = lookup.needs[0]
             record = need.record
@@ -366,9 +362,8 @@ class Promotion:
                 lookup.needs.appendleft(need._replace(tier=next_tier))
                 return
         lookup.needs.clear()
-        self.counters[ShortfallKind.FAILED.counter] += lookup.shortfall is None
         facts = {"tier": tier.name, "error": str(error or "no room")}
-        lookup.shortfall = Shortfall(ShortfallKind.FAILED, facts)
+        lookup.shortfalls.append(Shortfall(ShortfallKind.FAILED, facts))
 
     def _on_damaged(self, tier: TierState, item: JobItem, waiters: Sequence[ReadWaiter]) -> None:
         """A record is damaged: put it into quarantine, and replace those that were to be read next.
@@ -398,18 +393,15 @@ class Promotion:
         if not lookup.transition(event):
             self.counters["lookup_events_ignored", f"{lookup.state}_{event}"] += 1
 
-    def _hold_hits(self, lookup: WaitingLookup) -> None:
-        """Pin what RAM has of the hits that are read, and the hit that RAM had."""
-        self._hold(lookup, lookup.search.resident_slots(lookup.hits))
-
     def _hold(self, lookup: WaitingLookup, slots: Sequence[Slot]) -> None:
         """Pin objects until the lookup is answered."""
         self._store.hold(slots)
         lookup.held += slots
 
-    def _fall_short(self, lookup: WaitingLookup, shortfall: Shortfall) -> None:
-        """Keep and count a reason why the lookup gets less than the tiers have."""
-        self.counters[shortfall.kind.counter] += lookup.fall_short(shortfall)
+    def _count_shortfalls(self, lookup: WaitingLookup) -> None:
+        """Count each kind of reason for which the lookup gets less than the tiers have."""
+        for kind in {shortfall.kind for shortfall in lookup.shortfalls}:
+            self.counters[kind.counter] += 1
 
     def _leave(self, lookup: WaitingLookup, event: LookupEvent) -> None:
         """Let the lookup wait no more. What is being read for it goes on."""
@@ -418,6 +410,7 @@ class Promotion:
         for turns in self.turns.values():
             turns.pop(lookup, None)
         lookup.needs.clear()
+        self._count_shortfalls(lookup)
 
     def _end(self, lookup: WaitingLookup, event: LookupEvent, now: float) -> WaitingLookup:
         """End the lookup, and measure the tiers that were read for it. Returns the lookup."""

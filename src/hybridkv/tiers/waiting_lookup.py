@@ -21,7 +21,7 @@ from typing import NamedTuple
 from hybridkv.core.coverage import PromptHit, loadable_hits
 from hybridkv.store.index import Slot
 from hybridkv.tiers.health import TierState
-from hybridkv.tiers.load_or_compute import Shortfall, ShortfallKind, choose_load
+from hybridkv.tiers.load_or_compute import Shortfall, choose_load
 from hybridkv.tiers.object_search import LookupRequest, NeededObject, ObjectSearch
 
 
@@ -100,7 +100,7 @@ class WaitingLookup:
     """A lookup that is not answered yet."""
 
     request: LookupRequest
-    search: ObjectSearch = field(init=False)  # What is known of its objects.
+    search: ObjectSearch  # What is known of its objects.
     state: LookupState = LookupState.FINDING
     finds: int = 0  # Tiers that are being asked, or will be when it is the lookup's turn.
     hits: Sequence[PromptHit] = ()
@@ -116,16 +116,13 @@ class WaitingLookup:
     """By tier, the bytes of objects that came."""
     origins: dict[int, str] = field(default_factory=dict)
     """By chunk, the name of the tier from which it, or a part of it, came."""
-    shortfall: Shortfall | None = None  # The last reason why it gets less than the tiers have.
-    counted: set[ShortfallKind] = field(default_factory=set)  # The reasons that were counted.
-
-    def __post_init__(self) -> None:
-        self.search = ObjectSearch(self.request)
+    shortfalls: list[Shortfall] = field(default_factory=list)
+    """Why it gets less than the tiers have, in the order of time."""
 
     @property
     def why(self) -> str:
-        """Why it gets less than the tiers have, for people. Empty where it does not."""
-        return "" if self.shortfall is None else self.shortfall.sentence
+        """The last reason why it gets less than the tiers have, for people. Empty = it does not."""
+        return self.shortfalls[-1].sentence if self.shortfalls else ""
 
     @property
     def target_chunks(self) -> int:
@@ -155,8 +152,11 @@ class WaitingLookup:
         self.state = state
         return True
 
-    def plan_reads(self, room_bytes: int, now: float) -> Sequence[Shortfall]:
-        """Decide which objects are read into `room_bytes`. Returns why they are not more."""
+    def plan_reads(self, room_bytes: int, now: float) -> list[Slot]:
+        """Decide which objects are read into `room_bytes`, and keep why they are not more.
+
+        Returns the objects in RAM of the hits that are read, and of the hit that RAM had.
+        """
         objects = self.search.present_objects(now)
         loadable = loadable_hits(objects, room_bytes)
         choice = choose_load(
@@ -168,11 +168,5 @@ class WaitingLookup:
         )
         self.hits = choice.hits
         self.needs = deque(self.search.needed_objects(choice.hits))
-        return choice.shortfalls
-
-    def fall_short(self, shortfall: Shortfall) -> bool:
-        """Keep a reason. Returns whether it is the first of its kind, which is counted."""
-        is_first = shortfall.kind not in self.counted
-        self.counted.add(shortfall.kind)
-        self.shortfall = shortfall
-        return is_first
+        self.shortfalls += choice.shortfalls
+        return self.search.resident_slots(self.hits)

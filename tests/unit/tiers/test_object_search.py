@@ -35,7 +35,7 @@ def search_of(layout: str) -> ObjectSearch:
         tokens_per_second=0,
         resident=whole_hit(geometry, 0),
     )
-    search = ObjectSearch(request)
+    search = ObjectSearch(request, [bytes(CHUNKS) for _ in groups], is_begun=True)
     for index, group in enumerate(groups):
         counts = stored_counts(geometry, group)
         for chunk in range(CHUNKS):
@@ -48,7 +48,7 @@ def hit_after_finds(search: ObjectSearch, there: set[ObjectPlace]) -> tuple[Prom
     """The longest hit after all rounds, and how many objects each round asked about."""
     rounds: list[int] = []
     while search.asked or not rounds:
-        rounds.append(len(search.next_round()))
+        rounds.append(len(search.next_round([])))
         for place in set(search.asked) & there:
             search.located[place] = None  # type: ignore[assignment]  # no tier is asked here
     return search.longest_hit(search.masks()), rounds

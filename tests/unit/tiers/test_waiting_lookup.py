@@ -8,7 +8,7 @@ from hybridkv.core.coverage import whole_hit
 from hybridkv.store.index import Namespace
 from hybridkv.store.store import Store
 from hybridkv.tiers.load_or_compute import Shortfall, ShortfallKind
-from hybridkv.tiers.object_search import LookupRequest
+from hybridkv.tiers.object_search import LookupRequest, ObjectSearch
 from hybridkv.tiers.promotion import Promotion
 from hybridkv.tiers.waiting_lookup import (
     TRANSITIONS,
@@ -39,7 +39,7 @@ def lookup_in(state: LookupState) -> WaitingLookup:
         tokens_per_second=0,
         resident=whole_hit(geometry, 0),
     )
-    return WaitingLookup(request, state=state)
+    return WaitingLookup(request, ObjectSearch(request, []), state=state)
 
 
 @pytest.mark.parametrize(("state", "event"), list(product(LookupState, LookupEvent)))
@@ -95,10 +95,25 @@ def test_what_is_done_about_the_next_object(facts: ReadFacts) -> None:
     assert not facts.is_in_ram, "what is in RAM is not read, whatever its tier does"
 
 
-def test_a_reason_counts_once_and_the_last_one_is_told() -> None:
+def test_a_kind_of_reason_counts_once_and_the_last_reason_is_the_answer() -> None:
+    promotion = Promotion(Store(memoryview(bytearray(4096))), [])
     lookup = lookup_in(LookupState.FINDING)
     assert lookup.why == ""
-    assert lookup.fall_short(Shortfall(ShortfallKind.SILENT, {"tier": "disk"}))
-    assert not lookup.fall_short(Shortfall(ShortfallKind.SILENT, {"tier": "s3"}))
+    lookup.shortfalls += [
+        Shortfall(ShortfallKind.CROWDED, {}),
+        Shortfall(ShortfallKind.SILENT, {"tier": "disk"}),
+        Shortfall(ShortfallKind.SILENT, {"tier": "s3"}),
+    ]
     assert lookup.why == "s3 does not answer"
-    assert lookup.fall_short(Shortfall(ShortfallKind.CROWDED, {}))
+    promotion.lookups[lookup.request.key] = lookup
+    promotion.cancel(1)
+    assert promotion.counters == {ShortfallKind.CROWDED.counter: 1, ShortfallKind.SILENT.counter: 1}
+
+
+def test_a_lookup_does_not_wait_where_no_tier_can_be_asked() -> None:
+    promotion = Promotion(Store(memoryview(bytearray(4096))), [])
+    lookup = lookup_in(LookupState.FINDING)
+    assert not promotion.begin(lookup, now=0.0)
+    assert promotion.counters == {ShortfallKind.TIERS_AWAY.counter: 1}
+    assert lookup.why == "no tier can be asked at the moment"
+    assert len(promotion) == 0
