@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.shm.slots import SLOT_ALIGN, SlotState
-from hybridkv.store.eviction import _PROTECTED, EvictionQueue
+from hybridkv.store.eviction import PROTECTED, EvictionQueue
 from hybridkv.store.extents import Extents
 from hybridkv.store.index import IndexEntry, Namespace, Slot
 from hybridkv.store.store import Store
@@ -43,7 +43,7 @@ def check_demotion(demotion: Demotion, arena_bytes: int) -> list[Slot]:
     Returns the slots that are held for tiers.
     """
     all_held: list[Slot] = []
-    for tier, leaving in zip(demotion._tiers, demotion.leaving, strict=True):
+    for tier, leaving in zip(demotion.tiers, demotion.leaving, strict=True):
         writing = (job.items for job in demotion.writing if job.tier == tier.number)
         items = [*leaving, *chain.from_iterable(writing)]
         held = sum(item.record.size_bytes for item in items)
@@ -85,7 +85,7 @@ def check_store(store: Store) -> None:
         _check_namespace(namespace)
     assert set(entries) == {slot for namespace in namespaces for slot in namespace.slots_by_chunk()}
     check_queue(store.queue, Slot.may_go, entries)
-    for tenant, queue in store._tenant_queues.items():
+    for tenant, queue in store.tenant_queues.items():
         check_queue(queue, Slot.may_go, [slot for slot in entries if slot.tenant == tenant])
         theirs = [slot for slot in store.slots.values() if slot.tenant == tenant]
         assert 0 < store.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
@@ -97,7 +97,7 @@ def _check_slots(store: Store) -> None:
     check_extents(store.extents, extents_taken)
     assert list(store.trailer.slots()) == extents_taken
     assert [*store.slots] == [slot.offset for slot in slots]
-    assert store._by_end == {slot.offset + slot.size_bytes: slot for slot in slots}
+    assert store.by_end == {slot.offset + slot.size_bytes: slot for slot in slots}
     held, states = Counter[SlotState](), Counter(slot.state for slot in slots)
     for slot in slots:
         held[slot.state] += slot.size_bytes
@@ -135,21 +135,21 @@ def check_queue(
     queue: EvictionQueue[T], may_go: Callable[[T], bool], wanted: Collection[T]
 ) -> None:
     """Check that the items are `wanted`, that what may go is offered, and all counts."""
-    assert queue._items.keys() == set(wanted)
-    offered = {entry for heap in queue._heaps for _, entry, _ in heap}
-    for item, queued in queue._items.items():
+    assert queue.items.keys() == set(wanted)
+    offered = {entry for heap in queue.heaps for _, entry, _ in heap}
+    for item, queued in queue.items.items():
         assert queued.entry in offered or (not queued.entry and not may_go(item))
-    items = queue._items.values()
-    protected = [queued.size for queued in items if queued.stage == _PROTECTED]
+    items = queue.items.values()
+    protected = [queued.size for queued in items if queued.stage == PROTECTED]
     assert sum(protected) == queue.protected_bytes
-    assert queue._stale == len(offered) - sum(1 for queued in items if queued.entry)
-    assert sum(queue._ghosts.values()) == queue._ghost_bytes <= queue._bound_bytes
+    assert queue.stale == len(offered) - sum(1 for queued in items if queued.entry)
+    assert sum(queue.ghosts.values()) == queue.ghost_bytes <= queue.bound_bytes
 
 
 def check_extents(extents: Extents, extents_taken: Iterable[tuple[int, int]]) -> None:
     """Check every count against the extents that are taken."""
     free = free_runs(extents)
-    assert all(offset not in extents._start_of_end for offset in extents._size_at), "runs touch"
+    assert all(offset not in extents.start_of_end for offset in extents.size_at), "runs touch"
     end = 0
     for offset, size in sorted([*extents_taken, *free]):
         assert offset == end, "what is taken and free runs must tile the arena"
@@ -157,9 +157,9 @@ def check_extents(extents: Extents, extents_taken: Iterable[tuple[int, int]]) ->
         assert offset % SLOT_ALIGN == 0 == size % SLOT_ALIGN
         end = offset + size
     assert end == extents.limit_bytes
-    assert sum(extents._size_at.values()) == extents.free_bytes
-    assert extents._by_size == sorted((size, offset) for offset, size in free)
-    assert extents._start_of_end == {offset + size: offset for offset, size in free}
+    assert sum(extents.size_at.values()) == extents.free_bytes
+    assert extents.by_size == sorted((size, offset) for offset, size in free)
+    assert extents.start_of_end == {offset + size: offset for offset, size in free}
 
 
 class FreeRun(NamedTuple):
@@ -171,7 +171,7 @@ class FreeRun(NamedTuple):
 
 def free_runs(extents: Extents) -> list[FreeRun]:
     """Returns every free run, by offset."""
-    return [FreeRun(offset, size) for offset, size in sorted(extents._size_at.items())]
+    return [FreeRun(offset, size) for offset, size in sorted(extents.size_at.items())]
 
 
 def check_disk(tier: DiskTier) -> None:
@@ -187,11 +187,11 @@ def check_disk(tier: DiskTier) -> None:
 
 def _check_files(index: FileIndex) -> None:
     ours = index.ours.values()
-    check_queue(index._order, index._may_go, index.ours)
+    check_queue(index.order, index.may_go, index.ours)
     taken_bytes = sum(file.taken_bytes for file in ours) + sum(index.strays.values())
-    assert taken_bytes == index._taken_bytes <= index.max_bytes
+    assert taken_bytes == index.taken_bytes <= index.max_bytes
     assert not index.writing_bytes
     assert not index.ours.keys() & index.others.keys()
-    assert index._doubled <= index.ours.keys() | index.others.keys()
+    assert index.doubled <= index.ours.keys() | index.others.keys()
     assert not index.strays.keys() & {file.path for file in ours}
-    assert +index._children == Counter(file.parent for file in ours)
+    assert +index.children == Counter(file.parent for file in ours)

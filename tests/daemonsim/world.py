@@ -367,7 +367,7 @@ class World:
             assert system.now < deadline, "STALL: a tier's thread does not end"
             lines = self._daemon().tiers if system.server is not None else ()
             return system.server is not None and all(
-                job.kind is JobKind.TEND for line in lines for job in line._running
+                job.kind is JobKind.TEND for line in lines for job in line.running
             )
 
         self._go_on(is_over)

@@ -34,7 +34,7 @@ def _await(role: Any) -> None:
         is_greeted = link.welcome is not None
         if is_greeted:
             role.reserve_slots(time.monotonic())
-        pools = role.stores.credits._pools.values()
+        pools = role.stores.credits.pools.values()
         is_full = all(len(pool.offsets) // U64 >= min(SLOTS, pool.target) for pool in pools)
         is_vain = not is_greeted and (not link.is_served or time.monotonic() > deadline)
         return is_vain or (is_greeted and is_full)

@@ -134,7 +134,7 @@ def forget(running: EngineProcess) -> None:
     """
 
     def readings() -> int:
-        return running._log_path.read_text(errors="replace").count("were read in")
+        return running.log_path.read_text(errors="replace").count("were read in")
 
     before = readings()
     running.reset_caches()

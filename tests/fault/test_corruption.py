@@ -38,6 +38,7 @@ from hybridkv.tiers.record import (
     is_encoded,
     read_encoded,
     read_head,
+    stamp_head,
     write_head,
 )
 from tests.tier_suite import pages
@@ -327,7 +328,7 @@ def test_a_record_that_nobody_signed(stored: Stored) -> None:
     payload = payload_offset(stored.record.parts)
     raw[HEADER_BYTES : HEADER_BYTES + CHECKSUM_BYTES] = bytes(CHECKSUM_BYTES)
     raw[payload] ^= 1
-    records._CRC.pack_into(raw, records._CRC_OFFSET, records._crc(memoryview(raw), payload))
+    stamp_head(memoryview(raw), stored.record.parts)
     assert read_head(memoryview(raw)) == stored.record
     with stored.changed(bytes(raw)):
         assert stored.says_fsck() is FileDamage.BYTES

@@ -266,7 +266,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "asked-for-when-it-is-their-turn",
         "what a plan has to say stays until a later hook",
-        "SchedulerRole._make_plan",
+        "SchedulerRole.make_plan",
         """
         self._flush(now)
         return plan

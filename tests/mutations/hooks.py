@@ -289,7 +289,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "tables-of-the-past",
         "a request's block tables are read once",
-        "HybridKVConnector._tables",
+        "HybridKVConnector.tables_of",
         "return block_tables(self._blocks_of(request_id))",
         """
         kept: dict[str, Any] = vars(self).setdefault("_kept", {})

@@ -109,7 +109,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "plans-that-no-worker-sees",
         "the workers count as told of a plan before the last of it that may fail",
-        "SchedulerRole._make_plan",
+        "SchedulerRole.make_plan",
         "self.room.on_running(output.num_scheduled_tokens)",
         "self.loads.on_handed_over() or self.room.on_running(output.num_scheduled_tokens)",
         ("C38",),

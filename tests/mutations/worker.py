@@ -33,7 +33,7 @@ FAULTS: tuple[Mutation, ...] = (
         "worker-locks-nothing",
         "a worker maps the arena without the lock by which a daemon elsewhere knows that it lives",
         "WorkerRole._map_arena",
-        ", lock=self._link.lock",
+        ", lock=self.link.lock",
         "",
         ("B38",),
         (f"{HOOKS}::test_a_worker_locks_the_arena_while_it_maps_it",),
@@ -54,7 +54,7 @@ FAULTS: tuple[Mutation, ...] = (
         "unmapped-untold",
         "nobody is told that a worker cannot map the arena",
         "WorkerRole._map_arena",
-        "self._link.send(ReportMapping(False), now)",
+        "self.link.send(ReportMapping(False), now)",
         "pass",
         ("C15",),
         (
@@ -84,7 +84,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "fault-ends-in-silence",
         "a copy that raises is reported by nobody",
-        "WorkerRole._load",
+        "WorkerRole.load_request",
         "done(HybridKVError(str(error)))",
         "",
         ("B38", "C11"),
@@ -93,7 +93,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "arena-of-nobody",
         "a load from an arena that is not mapped is reported by nobody",
-        "WorkerRole._load",
+        "WorkerRole.load_request",
         "if mapped is None:",
         """
         if mapped is None:
@@ -545,7 +545,7 @@ FAULTS: tuple[Mutation, ...] = (
         "plans-of-other-weights",
         "a worker carries out what was planned for other weights",
         "WorkerRole._has_weights_of",
-        "weights, rank = self._weights, self._settings.rank",
+        "weights, rank = self.weights, self._settings.rank",
         "return True",
         ("D16",),
         (f"{WEIGHTS}::test_a_worker_does_nothing_for_other_weights",),
@@ -683,7 +683,7 @@ FAULTS: tuple[Mutation, ...] = (
         "loads-over-a-change",
         "a load that began with the old weights ends well with the new ones",
         "WorkerRole.take_finished",
-        "elif self._weights.era != start.era:",
+        "elif self.weights.era != start.era:",
         "elif False:",
         ("D16",),
         (f"{WEIGHTS}::test_a_load_that_began_before_the_weights_changed_fails",),
@@ -692,7 +692,7 @@ FAULTS: tuple[Mutation, ...] = (
         "offers-while-weights-are-read",
         "a hit is offered while nobody knows which weights the engine has",
         "Lookups.tokens_to_load",
-        "if not self._weights.is_current:",
+        "if not self.weights.is_current:",
         "if False:",
         ("D16",),
         (f"{SCHEDULER}::test_a_reset_that_says_nothing_to_connectors_is_seen",),

@@ -84,7 +84,7 @@ NODES_SECONDS = 1.0
 """The longest time for which answers of several nodes are late without a fault of a hook."""
 PAUSE_STEPS = 12  # How many steps the first pause of a role lasts that is switched off.
 BREAKABLE = {
-    "": "on_new_request offer_hit on_allocated _make_plan on_report on_finished on_step_end "
+    "": "on_new_request offer_hit on_allocated make_plan on_report on_finished on_step_end "
     "change_identity exchange_messages on_reply",
     "audits": "on_answer offer_chunk on_store_begun must_wait add_pairs on_report end_if_over",
     "lookups": "look_up tokens_to_load on_found on_flush",
@@ -98,7 +98,7 @@ BREAKABLE = {
 BREAKABLE_ON_NODES = "plan_nodes on_report"
 """Methods of the link to several nodes that a fault may break too."""
 BREAKABLE_IN_WORKERS = (
-    "start_loads start_stores _load _expect_stores _on_stored _attach _send_drained"
+    "start_loads start_stores load_request expect_stores on_store_done attach_arena send_drained"
 )
 
 
@@ -117,7 +117,7 @@ class Saboteur:
         self._hook_thread = 0
         """The thread that is in a hook, or 0. Copies that another thread ends belong to no hook."""
         self._undo: Callable[[], None] = lambda: None
-        self.guard._clock, self.guard._began = CLOCK.monotonic, CLOCK.now
+        self.guard.clock, self.guard.began_at = CLOCK.monotonic, CLOCK.now
         run = self.guard.run_hook
         self.guard.run_hook = lambda hook, work, *arguments, **how: run(
             hook, lambda: self._in_hook(work), *arguments, **how
@@ -327,10 +327,10 @@ class WatchedRelay(Relay):
 
     def awaited_fd(self) -> int | None:
         """The descriptor that becomes readable with an answer that is owed; None = none is."""
-        self._receive(CLOCK.now)
+        self.receive(CLOCK.now)
         if self.link is None:
             return None
-        is_owed = self.asked - {reply.lease for reply in self._replies if isinstance(reply, Found)}
+        is_owed = self.asked - {reply.lease for reply in self.replies if isinstance(reply, Found)}
         return self.link.fd if self.link.welcome is None or is_owed else None
 
     def take_answers(self, now: float) -> Answers | None:
@@ -515,7 +515,7 @@ class Rank:
 
 def _copiers(copier: Copier) -> list[BusyCopier]:
     """A copier's copiers by shard, or itself. A device has none of them."""
-    own = copier._copiers if isinstance(copier, ShardsCopier) else (copier,)
+    own = copier.copiers if isinstance(copier, ShardsCopier) else (copier,)
     return [busy for busy in own if isinstance(busy, BusyCopier)]
 
 
@@ -1004,14 +1004,14 @@ class Engine:
         """Wait until the daemon has answered every message, so that a seed nearly repeats."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         for rank in self.ranks:
-            reading = rank.side._weights.reading
+            reading = rank.side.weights.reading
             if reading is not None and reading.thread is not None:
                 reading.thread.join()
         while True:
             waiting = []
             if self.saboteurs[0].guard.is_on:
                 self.side.exchange_messages(CLOCK.now)
-            for link in (rank.side._link for rank in self.ranks):
+            for link in (rank.side.link for rank in self.ranks):
                 if link.welcome is None:
                     link.poll(CLOCK.now)
                 if link.fd is not None and link.welcome is None:
@@ -1030,7 +1030,7 @@ class Engine:
         if self.side.session.nodes is not None:
             relays = self.relays()
             link = relays[self._steps % len(relays)].link if relays else None
-        sock = link._sock if link is not None else None
+        sock = link.sock if link is not None else None
         if sock is not None:
             sock.shutdown(socket.SHUT_RDWR)
 
@@ -1064,14 +1064,14 @@ class Engine:
             return
         is_passed = False
         while not is_passed and relay.link is not None and link.fd is not None:
-            relay._receive(CLOCK.now)
-            is_passed = any(isinstance(reply, Report) for reply in relay._replies)
-            relay._replies = [reply for reply in relay._replies if not isinstance(reply, Report)]
+            relay.receive(CLOCK.now)
+            is_passed = any(isinstance(reply, Report) for reply in relay.replies)
+            relay.replies = [reply for reply in relay.replies if not isinstance(reply, Report)]
             if not is_passed and relay.link is not None and link.fd is not None:
                 wait_readable([link.fd], deadline)
 
     def _is_owed(self) -> bool:
-        asked = any(pool.asked for pool in self.side.stores.credits._pools.values())
+        asked = any(pool.asked for pool in self.side.stores.credits.pools.values())
         return asked or any(
             tracked.is_prefetching and tracked.lookup.sent and tracked.lookup.found is None
             for tracked in self.side.requests.by_lease.values()
@@ -1082,7 +1082,7 @@ class Engine:
         # Or the connector keeps this engine and its memory.
         vars(hybridkv.connector.worker.copiers).update(HostCopier=HostCopier)
         deadline = time.monotonic() + DEADLINE_SECONDS
-        for link in (rank.side._link for rank in self.ranks):
+        for link in (rank.side.link for rank in self.ranks):
             # A link may not have noticed yet that its daemon was killed, even after it greeted.
             is_welcome = False
             while link.poll(CLOCK.now) or link.welcome is None or not is_welcome:

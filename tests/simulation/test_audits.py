@@ -111,7 +111,7 @@ class Served:
     def has_slots(self) -> bool:
         """Whether a chunk's objects can be stored, as far as the daemon has answered."""
         self.engine.settle()
-        return all(pool.offsets for pool in self.engine.side.stores.credits._pools.values())
+        return all(pool.offsets for pool in self.engine.side.stores.credits.pools.values())
 
     def ask(self, tokens: list[int], stores_all: bool = False) -> int:
         """Answer a prompt. Returns how many of its tokens were loaded.
@@ -218,13 +218,13 @@ def test_an_engine_that_computes_the_same_bytes_is_served_on(
     try:
         audits = honest.engine.side.audits
         compared: list[int] = []
-        finish = audits._finish
+        finish = audits.finish
 
         def watched(audit, verdict, now):  # type: ignore[no-untyped-def]
             compared.extend(item.pair.group_index for item in audit.objects.values())
             finish(audit, verdict, now)
 
-        audits._finish = watched
+        audits.finish = watched
         assert honest.ask(tokens) == (CHUNKS - 1) * shape.layout.unit
         assert honest.counted(audited(AuditOutcome.PASSED)) == 1
         geometry = honest.engine.geometry

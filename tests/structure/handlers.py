@@ -53,7 +53,7 @@ HANDLERS = (
         NO + "a router hears of its removal",
     ),
     Handler(
-        "WorkerRole._load",
+        "WorkerRole.load_request",
         "except Exception",
         "A load that cannot begin is reported as failed, and the engine computes its tokens.",
         "rank_loads_failed",

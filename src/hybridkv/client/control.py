@@ -48,33 +48,33 @@ class ControlClient:
         self._timeout_seconds = timeout_seconds
         self._why = "nothing listens there"
         hello = hello or wire.Hello(1, wire.PROTOCOL_VERSION, "control")
-        self._link = Link(socket_path, hello, self._lost, group)
+        self.link = Link(socket_path, hello, self._lost, group)
         self._ids = itertools.count(2)
 
     def __enter__(self) -> "ControlClient":
         deadline = time.monotonic() + self._timeout_seconds
         try:
-            while self._link.welcome is None:
-                self._link.poll(time.monotonic())
-                if self._link.refusal is not None:
-                    if self._link.is_other_version:
-                        raise DaemonVersionError(self._link.refusal)
-                    raise DaemonRefusedError(self._link.refusal)
-                if self._link.welcome is None:
-                    self._wait(deadline, connecting=self._link.is_served)
+            while self.link.welcome is None:
+                self.link.poll(time.monotonic())
+                if self.link.refusal is not None:
+                    if self.link.is_other_version:
+                        raise DaemonVersionError(self.link.refusal)
+                    raise DaemonRefusedError(self.link.refusal)
+                if self.link.welcome is None:
+                    self._wait(deadline, connecting=self.link.is_served)
         except BaseException:
-            self._link.close()
+            self.link.close()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._link.close()
+        self.link.close()
 
     @property
     def welcome(self) -> wire.Welcome:
         """The daemon's answer to the greeting."""
-        assert self._link.welcome is not None
-        return self._link.welcome
+        assert self.link.welcome is not None
+        return self.link.welcome
 
     def call(self, request: wire.Request) -> wire.Reply:
         """Send a request and return its reply.
@@ -84,7 +84,7 @@ class ControlClient:
         deadline = time.monotonic() + self._timeout_seconds
         self.tell(request)
         while True:
-            for reply in self._link.poll(time.monotonic()):
+            for reply in self.link.poll(time.monotonic()):
                 if isinstance(reply, wire.Error):
                     raise HybridKVError(reply.message)
                 if reply.id == getattr(request, "id", 0):
@@ -93,7 +93,7 @@ class ControlClient:
 
     def tell(self, request: wire.Request) -> None:
         """Send a one-way message. Raises DaemonUnreachableError."""
-        if not self._link.send(request, time.monotonic()):
+        if not self.link.send(request, time.monotonic()):
             raise DaemonUnreachableError(f"{self._socket_path}: {self._why}")
 
     def stats(self, status: bool = False) -> wire.Report:
@@ -133,12 +133,12 @@ class ControlClient:
 
     def _wait(self, deadline: float, connecting: bool = False) -> None:
         left = deadline - time.monotonic()
-        if left <= 0 or (self._link.fd is None and not connecting):
+        if left <= 0 or (self.link.fd is None and not connecting):
             raise DaemonUnreachableError(
                 f"no daemon answers at {self._socket_path} ({self._why})",
                 f'start one: "hybridkv serve --socket {self._socket_path}"',
             )
-        descriptors = [self._link.fd] if self._link.fd is not None else []
+        descriptors = [self.link.fd] if self.link.fd is not None else []
         select.select(descriptors, [], [], min(left, 0.02))
 
 

@@ -36,11 +36,11 @@ class SlotCredits:
     """Pools of write slots by shape, as packed arrays (core.packed), refilled when half empty."""
 
     def __init__(self, targets: Mapping[SlotShape, int]) -> None:
-        self._pools = {shape: _SlotPool(target) for shape, target in targets.items()}
+        self.pools = {shape: _SlotPool(target) for shape, target in targets.items()}
 
     def take_slots(self, shape: SlotShape, count: int) -> PackedSlots:
         """Take at most `count` slots of `shape` out of their pool, and return them."""
-        pool = self._pools.get(shape)
+        pool = self.pools.get(shape)
         if pool is None:
             return PackedSlots(b"", b"")
         cut = count * U64
@@ -51,7 +51,7 @@ class SlotCredits:
     def credit_requests(self, now: float) -> list[CreditRequest]:
         """Return the requests to send to the daemon now. `on_granted` takes the answers."""
         requests: list[CreditRequest] = []
-        for shape, pool in self._pools.items():
+        for shape, pool in self.pools.items():
             count = len(pool.offsets) // U64
             if not pool.asked and now >= pool.retry_at and count * 2 <= pool.target:
                 whole, rest = divmod(pool.target - count, CHANGES_MAX)
@@ -61,7 +61,7 @@ class SlotCredits:
 
     def on_granted(self, shape: SlotShape, offsets: bytes, generations: bytes, now: float) -> None:
         """Add the slots of the daemon's next answer, perhaps fewer than it was asked for."""
-        pool = self._pools.get(shape)
+        pool = self.pools.get(shape)
         if pool is None:
             return
         pool.offsets += offsets
@@ -73,8 +73,8 @@ class SlotCredits:
     @property
     def is_awaiting(self) -> bool:
         """True while the daemon has not answered every request."""
-        return any(pool.asked for pool in self._pools.values())
+        return any(pool.asked for pool in self.pools.values())
 
     def forget_slots(self) -> None:
         """Empty every pool, because the daemon is gone and its slots with it."""
-        self._pools = {shape: _SlotPool(pool.target) for shape, pool in self._pools.items()}
+        self.pools = {shape: _SlotPool(pool.target) for shape, pool in self.pools.items()}

@@ -48,7 +48,7 @@ class Link:
         self._on_loss = on_loss
         self.greetings = hello.session
         """The number of the last greeting. The first one has `hello.session` + 1."""
-        self._sock: socket.socket | None = None
+        self.sock: socket.socket | None = None
         self._frames = Frames()
         self._in = memoryview(bytearray(RECEIVE_BYTES))
         """The buffer of every `poll`, so that no call allocates memory."""
@@ -59,7 +59,7 @@ class Link:
     @property
     def fd(self) -> int | None:
         """The descriptor to wait on, for callers that may wait (never the engine's hooks)."""
-        return self._sock.fileno() if self._sock is not None else None
+        return self.sock.fileno() if self.sock is not None else None
 
     def poll(self, now: float) -> list[Reply]:
         """Connect or receive, whichever is due. Returns the replies in order, without Welcome.
@@ -67,14 +67,14 @@ class Link:
         Replies that came before the end of a connection are returned first, and the next call
         reports the loss, so that no reply of a lost connection seems to belong to a new one.
         """
-        if self._sock is None:
+        if self.sock is None:
             if now < self._retry_at:
                 return []
             self._connect(now)
         replies: list[Reply] = []
-        while self._sock is not None and self._receive(self._sock, replies, now):
+        while self.sock is not None and self._receive(self.sock, replies, now):
             pass
-        if self._sock is not None and self.welcome is None and now > self._hello_deadline:
+        if self.sock is not None and self.welcome is None and now > self._hello_deadline:
             self._lose("the daemon does not greet", now)
         return replies if self.flush(now) else []
 
@@ -93,22 +93,22 @@ class Link:
     @property
     def is_open(self) -> bool:
         """True unless the daemon has closed the connection, also while replies are unread."""
-        if self._sock is None:
+        if self.sock is None:
             return False
         poller = select.poll()
-        poller.register(self._sock, select.POLLHUP)
+        poller.register(self.sock, select.POLLHUP)
         return not poller.poll(0)
 
     def queue(self, request: Request, now: float) -> bool:
         """Queue a message as `send` does. It leaves with the next `flush` or `poll`."""
-        if self._sock is None or self.welcome is None:
+        if self.sock is None or self.welcome is None:
             return False
         append(self._out, request)
         if len(self._out) > FLUSH_BYTES:
             self.flush(now)
-        if len(self._out) > SEND_QUEUE_BYTES_MAX and self._sock is not None:
+        if len(self._out) > SEND_QUEUE_BYTES_MAX and self.sock is not None:
             self._lose("the daemon does not read", now)
-        return self._sock is not None
+        return self.sock is not None
 
     @property
     def has_unsent(self) -> bool:
@@ -118,8 +118,8 @@ class Link:
     def flush(self, now: float) -> bool:
         """Send as much of the queue as fits. Returns False where the connection is lost."""
         try:
-            while self._out and self._sock is not None:
-                del self._out[: self._sock.send(self._out)]
+            while self._out and self.sock is not None:
+                del self._out[: self.sock.send(self._out)]
         except BlockingIOError:
             pass
         except OSError as error:
@@ -127,7 +127,7 @@ class Link:
                 self._lose(f"connection broken: {error.strerror}", now)
             # After a reset the next poll still reads the daemon's last replies, then the end.
             self._out.clear()
-        return self._sock is not None
+        return self.sock is not None
 
     def greet_with(self, hello: Hello) -> None:
         """Use another hello from the next connection on.
@@ -135,24 +135,24 @@ class Link:
         A connection that has no welcome yet is made anew at once.
         """
         self._hello = hello
-        if self._sock is not None and self.welcome is None:
+        if self.sock is not None and self.welcome is None:
             # The daemon may still answer the old greeting.
-            self._sock.close()
-            self._sock = None
+            self.sock.close()
+            self.sock = None
 
     def drop_connection(self, why: str, now: float) -> None:
         """End the connection, if there is one. A later `poll` makes another."""
-        if self._sock is not None:
+        if self.sock is not None:
             self._lose(why, now)
 
     def close(self, farewell: Request | None = None) -> None:
         """End the connection for good. `farewell` is sent if there is room for it."""
-        if self._sock is not None:
+        if self.sock is not None:
             if farewell is not None and self.welcome is not None:
                 with contextlib.suppress(OSError):
-                    self._sock.send(bytes(self._out) + encode(farewell))
-            self._sock.close()
-            self._sock = None
+                    self.sock.send(bytes(self._out) + encode(farewell))
+            self.sock.close()
+            self.sock = None
         self.welcome = None
         self._retry_at = float("inf")
 
@@ -172,7 +172,7 @@ class Link:
         try:
             for body in self._frames.feed(self._in[:received]):
                 self._take(decode_reply(body), replies, now)
-                if self._sock is None:
+                if self.sock is None:
                     break
         except WireError as error:
             self._lose(f"nonsense from the daemon: {error}", now)
@@ -184,7 +184,7 @@ class Link:
             replies.append(reply)
         elif isinstance(reply, Welcome) and reply.version == PROTOCOL_VERSION:
             self.welcome, self.refusal = reply, None
-        elif self._sock is not None:
+        elif self.sock is not None:
             unexpected = f"unexpected greeting {type(reply).__name__}"
             self.refusal = reply.message if isinstance(reply, Error) else unexpected
             self.is_other_version = isinstance(reply, Error) and reply.code == ErrorCode.VERSION
@@ -213,7 +213,7 @@ class Link:
             self.refusal = f"{self._socket_path} is served by another user"
             self._retry_at = now + HELLO_SECONDS
             return
-        self._sock = sock
+        self.sock = sock
         self._frames = Frames()
         self.greetings += 1
         hello = msgspec.structs.replace(self._hello, session=self.greetings)
@@ -222,10 +222,10 @@ class Link:
         self.flush(now)
 
     def _lose(self, why: str, now: float) -> None:
-        assert self._sock is not None
+        assert self.sock is not None
         with contextlib.suppress(OSError):
-            self._sock.close()
-        self._sock = None
+            self.sock.close()
+        self.sock = None
         self.welcome = None
         self._out.clear()
         self._retry_at = now + RECONNECT_SECONDS

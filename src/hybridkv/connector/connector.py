@@ -90,7 +90,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         resolve_hits(kv_cache_config, vllm_config)
         self.socket_path = self._socket_on(0)
         self.guard = HookGuard(role.name.lower())
-        self._uncounted = Deltas(self.guard.counters)
+        self.uncounted = Deltas(self.guard.counters)
         self.scheduler_role: SchedulerRole | None = None
         self.worker_role: WorkerRole | None = None
         self._context: SchedulerContext | None = None  # Set when the layouts are known.
@@ -197,7 +197,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         assert self.worker_role is not None
         report = self.worker_role.take_step_report()
         # The scheduler role also exports what this role's hooks counted.
-        report.counters.update(self._uncounted.take_increments())
+        report.counters.update(self.uncounted.take_increments())
         if not self.guard.is_on:
             # A worker that is off loads nothing, so nothing may be offered.
             report.boots, report.is_disabled = {}, True
@@ -231,7 +231,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         weights = WeightsWatch(digests, facts_of)
         self._context = context
         self.life = EngineLife(context, self.guard.counters, weights)
-        self._make_scheduler_role()
+        self.make_scheduler_role()
         groups = [f"{group.gid}:{group.kind}/{group.tokens_per_block}" for group in geometry.groups]
         logger.info(
             "hybridkv: groups %s; chunk %d tokens; identity %s; daemon %s",
@@ -292,7 +292,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             event_group=event_group(geometry, specs) if publishes_events else NO_GROUP,
         )
 
-    def _make_scheduler_role(self) -> None:
+    def make_scheduler_role(self) -> None:
         """Make a scheduler role of the identity that the engine has now."""
         assert self._context is not None
         assert self.life is not None
@@ -346,7 +346,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         """Return this step's plan for the workers."""
         return self._run(
-            "build_connector_meta", lambda role: role.plan_step(scheduler_output, self._tables)
+            "build_connector_meta", lambda role: role.plan_step(scheduler_output, self.tables_of)
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -455,9 +455,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if self.scheduler_role is not None:
             self.scheduler_role.close()
             self.scheduler_role.hand_over()
-            self._make_scheduler_role()
+            self.make_scheduler_role()
 
-    def _tables(self, request_id: str) -> Sequence[Sequence[int]]:
+    def tables_of(self, request_id: str) -> Sequence[Sequence[int]]:
         assert self._blocks_of is not None, "bound when the engine's scheduler was made"
         return block_tables(self._blocks_of(request_id))
 

@@ -133,7 +133,7 @@ class EngineProcess(AnsweringChild):
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start the engine with vLLM's `arguments`. `say` prints a line about its progress."""
-        self._say, self._log_path = say, log_path
+        self._say, self.log_path = say, log_path
         environment = ChildEnvironment(ENGINE_ENVIRONMENT, extra_environment)
         with log_path.open("wb") as log:
             super().__init__("hybridkv.lab.runner", arguments, log, environment)
@@ -188,5 +188,5 @@ class EngineProcess(AnsweringChild):
 
     def _error(self, what: str = "") -> EngineError:
         what = what or f"ended with status {self.process.wait()}"
-        tail = log_tail(self._log_path.read_bytes(), "Error", "hybridkv")
-        return EngineError(f"the engine {what}; its log is {self._log_path}:\n{tail}")
+        tail = log_tail(self.log_path.read_bytes(), "Error", "hybridkv")
+        return EngineError(f"the engine {what}; its log is {self.log_path}:\n{tail}")

@@ -30,7 +30,7 @@ T = TypeVar("T", bound=Hashable)
 PROTECTED_SHARE = 2  # At most 1/2 of the bytes are protected.
 GENERATED_SHARE = 16  # Of more than 1/16 of the bytes, unread answers go before unread prompts.
 _STALE_MAX = 64
-_INTERIOR, _GENERATED, _PROBATION, _PROTECTED = range(4)
+_INTERIOR, _GENERATED, _PROBATION, PROTECTED = range(4)
 """The stages, where items wait for their eviction."""
 _STAGES = {
     EvictionClass.INTERIOR: _INTERIOR,
@@ -55,45 +55,45 @@ class EvictionQueue(Generic[T]):
     def __init__(self, policy: EvictionPolicy, bound_bytes: int) -> None:
         """`bound_bytes` bounds all items together, and so the protected items and the ghosts."""
         self._two_queues = policy is EvictionPolicy.TWO_QUEUES
-        self._bound_bytes = bound_bytes
-        self._items: dict[T, _QueuedItem] = {}
-        self._heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [], [])
+        self.bound_bytes = bound_bytes
+        self.items: dict[T, _QueuedItem] = {}
+        self.heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [], [])
         """By stage, a heap of (tick, entry number, item). An item's tick may have grown since.
 
         An entry whose number is not the item's own is stale, and is skipped when it is met.
         """
-        self._stale = 0  # Stale entries of all heaps.
+        self.stale = 0  # Stale entries of all heaps.
         self._numbers = count(1)
-        self._stage_bytes = [0] * len(self._heaps)
-        self._ghosts: OrderedDict[bytes, int] = OrderedDict()
+        self._stage_bytes = [0] * len(self.heaps)
+        self.ghosts: OrderedDict[bytes, int] = OrderedDict()
         """The bytes of items that were evicted unread, by their key, oldest first."""
-        self._ghost_bytes = 0
+        self.ghost_bytes = 0
 
     @property
     def protected_bytes(self) -> int:
         """The bytes of the protected items."""
-        return self._stage_bytes[_PROTECTED]
+        return self._stage_bytes[PROTECTED]
 
     @property
     def _has_many_answers(self) -> bool:
-        return self._stage_bytes[_GENERATED] > self._bound_bytes // GENERATED_SHARE
+        return self._stage_bytes[_GENERATED] > self.bound_bytes // GENERATED_SHARE
 
     def add_item(self, item: T, size: int, eviction_class: EvictionClass, key: bytes) -> None:
         """Add a new item of `size` bytes. By `key` it is recognized after its eviction."""
         stage = _STAGES[eviction_class]
-        queued = self._items[item] = _QueuedItem(stage, size, next(self._numbers))
+        queued = self.items[item] = _QueuedItem(stage, size, next(self._numbers))
         self._stage_bytes[stage] += size
-        ghost = self._ghosts.pop(key, None)
+        ghost = self.ghosts.pop(key, None)
         if ghost is not None:
-            self._ghost_bytes -= ghost
-            self._move(queued, _PROTECTED)
+            self.ghost_bytes -= ghost
+            self._move(queued, PROTECTED)
         self.offer(item)
 
     def mark_used(self, items: Iterable[T]) -> None:
         """Note that the items are read, all at once. Each is a victim again after `offer` only."""
         tick = next(self._numbers)
-        wanted = _PROTECTED if self._two_queues else _PROBATION
-        known = self._items
+        wanted = PROTECTED if self._two_queues else _PROBATION
+        known = self.items
         for item in items:
             queued = known[item]
             queued.tick = tick
@@ -102,40 +102,40 @@ class EvictionQueue(Generic[T]):
 
     def demote(self, item: T) -> None:
         """Make the item an interior one. It is a victim again after `offer` only."""
-        self._move(self._items[item], _INTERIOR)
+        self._move(self.items[item], _INTERIOR)
 
     def offer(self, item: T) -> None:
         """Consider the item for eviction from now on, because it may go again."""
-        queued = self._items[item]
+        queued = self.items[item]
         if not queued.entry:
             queued.entry = next(self._numbers)
-            heapq.heappush(self._heaps[queued.stage], (queued.tick, queued.entry, item))
+            heapq.heappush(self.heaps[queued.stage], (queued.tick, queued.entry, item))
 
     def remove(self, item: T) -> None:
         """Forget the item, which was evicted or dropped."""
-        queued = self._items.pop(item)
+        queued = self.items.pop(item)
         self._move(queued, queued.stage)
         self._stage_bytes[queued.stage] -= queued.size
-        if self._stale > len(self._items) + _STALE_MAX:
-            valid = {queued.entry for queued in self._items.values()}
-            for heap in self._heaps:
+        if self.stale > len(self.items) + _STALE_MAX:
+            valid = {queued.entry for queued in self.items.values()}
+            for heap in self.heaps:
                 heap[:] = [item for item in heap if item[1] in valid]
                 heapq.heapify(heap)
-            self._stale = 0
+            self.stale = 0
 
     def remember(self, item: T, key: bytes) -> None:
         """Keep the key of an item that is about to be evicted. Stored again soon, it is protected.
 
         Items that were protected, and answers that nobody read, are not remembered.
         """
-        queued = self._items[item]
+        queued = self.items[item]
         is_scan = queued.stage == _GENERATED and self._has_many_answers
-        if not self._two_queues or queued.stage == _PROTECTED or is_scan:
+        if not self._two_queues or queued.stage == PROTECTED or is_scan:
             return
-        self._ghosts[key] = self._ghosts.pop(key, 0) + queued.size
-        self._ghost_bytes += queued.size
-        while self._ghost_bytes > self._bound_bytes:
-            self._ghost_bytes -= self._ghosts.popitem(last=False)[1]
+        self.ghosts[key] = self.ghosts.pop(key, 0) + queued.size
+        self.ghost_bytes += queued.size
+        while self.ghost_bytes > self.bound_bytes:
+            self.ghost_bytes -= self.ghosts.popitem(last=False)[1]
 
     def victim(self, may_go: Callable[[T], bool]) -> T | None:
         """Return the item to evict next, which stays until `remove`. None where no item may go.
@@ -149,29 +149,29 @@ class EvictionQueue(Generic[T]):
             found = self._oldest(_GENERATED, may_go)
             if found is not None:
                 return found
-        if self._stage_bytes[_PROTECTED] > self._bound_bytes // PROTECTED_SHARE:
+        if self._stage_bytes[PROTECTED] > self.bound_bytes // PROTECTED_SHARE:
             # One at a time: after its eviction the prefix before it may go, and is the next.
-            cold = self._oldest(_PROTECTED, may_go)
+            cold = self._oldest(PROTECTED, may_go)
             if cold is not None:
-                self._move(self._items[cold], _PROBATION)
+                self._move(self.items[cold], _PROBATION)
                 self.offer(cold)
         unread = [self._oldest(stage, may_go) for stage in (_GENERATED, _PROBATION)]
         oldest = min(
             (item for item in unread if item is not None),
-            key=lambda item: self._items[item].tick,
+            key=lambda item: self.items[item].tick,
             default=None,
         )
-        return oldest if oldest is not None else self._oldest(_PROTECTED, may_go)
+        return oldest if oldest is not None else self._oldest(PROTECTED, may_go)
 
     def _oldest(self, stage: int, may_go: Callable[[T], bool]) -> T | None:
         """Return the least recently used item of a stage that may go."""
-        heap = self._heaps[stage]
+        heap = self.heaps[stage]
         while heap:
             tick, entry, item = heap[0]
-            queued = self._items.get(item)
+            queued = self.items.get(item)
             if queued is None or queued.entry != entry:
                 heapq.heappop(heap)
-                self._stale -= 1
+                self.stale -= 1
             elif not may_go(item):
                 heapq.heappop(heap)
                 queued.entry = 0
@@ -183,7 +183,7 @@ class EvictionQueue(Generic[T]):
 
     def _move(self, queued: _QueuedItem, stage: int) -> None:
         """Put an item into a stage. It is no candidate before it is offered there."""
-        self._stale += bool(queued.entry)
+        self.stale += bool(queued.entry)
         queued.entry = 0
         self._stage_bytes[queued.stage] -= queued.size
         self._stage_bytes[stage] += queued.size

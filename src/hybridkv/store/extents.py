@@ -20,10 +20,10 @@ class Extents:
     def __init__(self) -> None:
         self.limit_bytes = 0
         self.free_bytes = 0
-        self._by_size: list[FreeRun] = []
+        self.by_size: list[FreeRun] = []
         """Every free run, ascending: the first that is long enough fits best."""
-        self._size_at: dict[int, int] = {}  # The size of each free run, by its offset.
-        self._start_of_end: dict[int, int] = {}  # The offset of each free run, by its end.
+        self.size_at: dict[int, int] = {}  # The size of each free run, by its offset.
+        self.start_of_end: dict[int, int] = {}  # The offset of each free run, by its end.
 
     def grow(self, limit_bytes: int) -> None:
         """Add [limit, limit_bytes) as free space."""
@@ -33,10 +33,10 @@ class Extents:
 
     def take_run(self, size: int) -> int | None:
         """Take `size` bytes. Returns their offset, or None where no run is long enough."""
-        at = bisect_left(self._by_size, (size, 0))
-        if at == len(self._by_size):
+        at = bisect_left(self.by_size, (size, 0))
+        if at == len(self.by_size):
             return None
-        run_size, offset = self._by_size[at]
+        run_size, offset = self.by_size[at]
         self._remove(offset, run_size)
         if run_size > size:
             self._add(offset + size, run_size - size)
@@ -44,15 +44,15 @@ class Extents:
 
     def fits(self, size: int) -> bool:
         """Return True where a run is long enough for `size` bytes."""
-        return bool(self._by_size) and self._by_size[-1].size >= size
+        return bool(self.by_size) and self.by_size[-1].size >= size
 
     def free(self, offset: int, size: int) -> FreeRun:
         """Give [offset, offset + size) back. Returns the free run that contains it now."""
-        after = self._size_at.get(offset + size)
+        after = self.size_at.get(offset + size)
         if after is not None:
             self._remove(offset + size, after)
             size += after
-        before = self._start_of_end.get(offset)
+        before = self.start_of_end.get(offset)
         if before is not None:
             self._remove(before, offset - before)
             size += offset - before
@@ -61,14 +61,14 @@ class Extents:
 
     def _add(self, offset: int, size: int) -> FreeRun:
         run = FreeRun(size, offset)
-        insort(self._by_size, run)
-        self._size_at[offset] = size
-        self._start_of_end[offset + size] = offset
+        insort(self.by_size, run)
+        self.size_at[offset] = size
+        self.start_of_end[offset + size] = offset
         self.free_bytes += size
         return run
 
     def _remove(self, offset: int, size: int) -> None:
-        del self._by_size[bisect_left(self._by_size, (size, offset))]
-        del self._size_at[offset]
-        del self._start_of_end[offset + size]
+        del self.by_size[bisect_left(self.by_size, (size, offset))]
+        del self.size_at[offset]
+        del self.start_of_end[offset + size]
         self.free_bytes -= size

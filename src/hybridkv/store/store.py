@@ -58,11 +58,11 @@ class Store:
         self.bound_bytes = len(memory)
         """The limit to which `extents` will grow. Until then nothing is evicted."""
         self.slots: dict[int, Slot] = {}  # Every slot that is not free, by its offset.
-        self._by_end: dict[int, Slot] = {}  # The same slots, by the offset of their end.
+        self.by_end: dict[int, Slot] = {}  # The same slots, by the offset of their end.
         self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
         self.tenant_bytes = tenant_bytes
         new_queue = partial(EvictionQueue[Slot], policy, tenant_bytes or 0)
-        self._tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
+        self.tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
         self.tenants: Counter[int] = Counter()
         """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
         self.writing_bytes = 0  # Bytes in slots that are granted and not yet committed.
@@ -239,12 +239,12 @@ class Store:
             if slot.tenant in self.tenants:
                 self.tenants[slot.tenant] -= slot.size_bytes
                 if not self.tenants[slot.tenant]:
-                    del self.tenants[slot.tenant], self._tenant_queues[slot.tenant]
+                    del self.tenants[slot.tenant], self.tenant_queues[slot.tenant]
         slot.state = SlotState.FREE
         self._void(slot.offset)
         self.trailer.remove_slot(slot.offset)
         del self.slots[slot.offset]
-        del self._by_end[slot.offset + slot.size_bytes]
+        del self.by_end[slot.offset + slot.size_bytes]
         return self.extents.free(slot.offset, slot.size_bytes)
 
     def pin(self, slots: Sequence[Slot], outgrown: Iterable[Slot] = ()) -> None:
@@ -262,7 +262,7 @@ class Store:
                 layout.write_use(self._memory, slot.offset, layout.USE_READ)
         for slot in slots if self.tenants else ():
             if slot.tenant in self.tenants:
-                self._tenant_queues[slot.tenant].mark_used((slot,))
+                self.tenant_queues[slot.tenant].mark_used((slot,))
         for slot in interior:
             slot.eviction_class = EvictionClass.INTERIOR
             layout.write_use(self._memory, slot.offset, slot.eviction_class)
@@ -337,7 +337,7 @@ class Store:
             run = self._evict(victim)
             while wasted_bytes >= size > run.size:
                 after = self.slots.get(run.offset + run.size)
-                before = self._by_end.get(run.offset)
+                before = self.by_end.get(run.offset)
                 touching = filter(None, (after, before))
                 neighbour = next((slot for slot in touching if slot.may_go()), None)
                 if neighbour is None:
@@ -353,7 +353,7 @@ class Store:
         if not tenant or self.tenant_bytes is None:
             return True
         while self.tenants[tenant] + size > self.tenant_bytes:
-            queue = self._tenant_queues.get(tenant)
+            queue = self.tenant_queues.get(tenant)
             victim = queue.victim(Slot.may_go) if queue is not None else None
             if victim is None:
                 return False
@@ -364,7 +364,7 @@ class Store:
     def _queues_of(self, slot: Slot) -> Iterator[EvictionQueue[Slot]]:
         yield self.queue
         if slot.tenant in self.tenants:
-            yield self._tenant_queues[slot.tenant]
+            yield self.tenant_queues[slot.tenant]
 
     def _enter(
         self, slot: Slot, namespace: Namespace, index: int, chunk_hash: bytes, parent: bytes = b""
@@ -388,7 +388,7 @@ class Store:
 
     def _add(self, slot: Slot) -> None:
         self.slots[slot.offset] = slot
-        self._by_end[slot.offset + slot.size_bytes] = slot
+        self.by_end[slot.offset + slot.size_bytes] = slot
         self.writing_bytes += slot.size_bytes
 
     def _write_header(self, slot: Slot) -> None:

@@ -89,12 +89,12 @@ def find_zstandard() -> ModuleType | None:
         return None
 
 
-_zstandard = find_zstandard()
+zstandard = find_zstandard()
 
 
 def is_there() -> bool:
     """Returns whether the package zstandard is installed."""
-    return _zstandard is not None
+    return zstandard is not None
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ PLAIN = Coding()  # Encodes nothing, and decodes what needs no key.
 
 def coding_of(spec: TierSpec) -> Coding:
     """Returns the encoding of the tier `spec`. Raises ConfigError where a library is missing."""
-    if spec.codec is not CodecName.NONE and _zstandard is None:
+    if spec.codec is not CodecName.NONE and zstandard is None:
         what = f"tier {spec.shown}: codec={spec.codec} needs the package zstandard"
         raise ConfigError(what, "pip install 'hybridkv[codec]' works")
     key = read_key(spec.key_path, f"tier {spec.shown}") if spec.key_path else None
@@ -250,8 +250,8 @@ def _blocks(record: Record) -> Iterator[tuple[int, int]]:
 
 
 def _compressed(record: Record, pieces: Sequence[memoryview]) -> Iterator[bytes]:
-    assert _zstandard is not None, "a tier without the library has no codec"
-    compressor = _zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
+    assert zstandard is not None, "a tier without the library has no codec"
+    compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
     for start, size in _blocks(record):
         block = gather(pieces, start, size)
 
@@ -267,9 +267,9 @@ def _compressed(record: Record, pieces: Sequence[memoryview]) -> Iterator[bytes]
 
 
 def _decompress(record: Record, body: memoryview, pieces: Sequence[memoryview]) -> None:
-    if _zstandard is None:
+    if zstandard is None:
         raise UndecodableError("it is compressed, and the package zstandard is not installed")
-    decompressor, at = _zstandard.ZstdDecompressor(), 0
+    decompressor, at = zstandard.ZstdDecompressor(), 0
 
     def take_bytes(size: int) -> memoryview:
         nonlocal at
@@ -286,10 +286,10 @@ def _decompress(record: Record, body: memoryview, pieces: Sequence[memoryview]) 
             frame = take_bytes(_FRAME.unpack(take_bytes(_FRAME.size))[0])
             try:
                 # The library allocates the size that a frame claims, so the size is checked first.
-                if _zstandard.frame_content_size(frame) != len(range(plane, size, width)):
+                if zstandard.frame_content_size(frame) != len(range(plane, size, width)):
                     raise DamagedError("its compressed bytes are not those of its numbers")
                 block[plane::width] = decompressor.decompress(frame)
-            except (_zstandard.ZstdError, ValueError) as error:
+            except (zstandard.ZstdError, ValueError) as error:
                 raise DamagedError("its compressed bytes are not sound") from error
         scatter(pieces, start, block)
     if at != len(body):

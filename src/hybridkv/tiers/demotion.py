@@ -46,7 +46,7 @@ class Demotion:
 
     def __init__(self, store: Store, tiers: Sequence[TierState]) -> None:
         self._store = store
-        self._tiers = tiers
+        self.tiers = tiers
         self.writing: dict[TierJob, Sequence[QueuedWrite]] = {}
         """By job, what is queued again where the tier fails. Empty for objects in eviction."""
         self._queues: list[deque[QueuedWrite]] = [deque() for _ in tiers]
@@ -101,7 +101,7 @@ class Demotion:
         due = [slot for slot in slots if self._now - slot.used_at >= USE_SECONDS]
         for slot in due:
             slot.used_at = self._now
-            for tier in self._tiers:
+            for tier in self.tiers:
                 if slot.in_tiers & tier.bit:
                     used = QueuedWrite(slot, slot.generation, is_read=True)
                     self._uses[tier.number].append(used)
@@ -114,7 +114,7 @@ class Demotion:
         while self._unqueued and self._looks_left:
             self._looks_left -= 1
             self.queue_stored((self._unqueued.popleft(),))
-        for tier in self._tiers:
+        for tier in self.tiers:
             self._write_leaving(tier, self.leaving[tier.number])
             self._write_queued(tier, self._queues[tier.number])
             self._report_uses(tier, self._uses[tier.number])
@@ -248,7 +248,7 @@ class Demotion:
         free = [slot for slot in victim.entry.slots if slot is not None and not slot.pins]
         late = [(slot, tier) for slot in free for tier in self._late_tiers(slot)]
         # Tiers that do not get the victim: their queue comes too late, or they cannot take it.
-        lost = [tier for tier in self._tiers if victim.queued_in & tier.bit]
+        lost = [tier for tier in self.tiers if victim.queued_in & tier.bit]
         for slot, tier in late:
             if (slot.in_tiers | slot.queued_in) & tier.bit:
                 continue

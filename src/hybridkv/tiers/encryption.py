@@ -30,12 +30,12 @@ def _find_library() -> ModuleType | None:
         return None
 
 
-_library = _find_library()
+library = _find_library()
 
 
 def is_there() -> bool:
     """Returns whether the package cryptography is installed."""
-    return _library is not None
+    return library is not None
 
 
 def associated_data(header: bytes) -> bytes:
@@ -47,8 +47,8 @@ class TierKey:
     """A secret of KEY_BYTES that encrypts and decrypts."""
 
     def __init__(self, secret: bytes) -> None:
-        assert _library is not None, "read_key has found the library"
-        self._cipher = _library.AESGCM(secret)
+        assert library is not None, "read_key has found the library"
+        self._cipher = library.AESGCM(secret)
         self._invalid_tag: type[Exception] = importlib.import_module(
             "cryptography.exceptions"
         ).InvalidTag
@@ -74,7 +74,7 @@ class TierKey:
 
 def read_key(path: str, where: str) -> TierKey:
     """Returns the key in a file. Raises ConfigError where it is no key, or others may read it."""
-    if _library is None:
+    if library is None:
         what = f"{where}: key= needs the package cryptography"
         raise ConfigError(what, "pip install 'hybridkv[encryption]' works")
     try:

@@ -80,7 +80,7 @@ class TierState:
         self._submit = submit
         self._reading = Breaker()
         self.writing = Breaker()  # Of writes. While it is open, the next write is a probe.
-        self._running: dict[TierJob, None] = {}
+        self.running: dict[TierJob, None] = {}
         self._busy: Counter[JobKind] = Counter()
         self._open_at = 0.0
         self._tend_at = 0.0
@@ -91,7 +91,7 @@ class TierState:
     @property
     def is_hung(self) -> bool:
         """Whether a job of the tier is late, so that the tier is left alone."""
-        return any(job.is_late for job in self._running)
+        return any(job.is_late for job in self.running)
 
     @property
     def is_shut(self) -> bool:
@@ -159,7 +159,7 @@ class TierState:
     def submit_job(self, job: TierJob, now: float) -> None:
         """Give a job to a thread."""
         job.submitted_at = now
-        self._running[job] = None
+        self.running[job] = None
         self._busy[job.kind] += 1
         if job.kind in (JobKind.READ, JobKind.FIND, JobKind.USE):
             self._reading = self._reading.on_request(now)
@@ -169,7 +169,7 @@ class TierState:
 
     def on_job_done(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
         """A job has ended, maybe very late."""
-        del self._running[job]
+        del self.running[job]
         self._busy[job.kind] -= 1
         failed = outcome.error is not None or _is_ill(outcome.errors, job.kind)
         if failed and not (self._reading.failures or self.writing.failures):
@@ -202,7 +202,7 @@ class TierState:
 
     def tick(self, now: float) -> None:
         """Mark late jobs. Open or tend the tier where that is due."""
-        for job in self._running:
+        for job in self.running:
             if now > self._late_at(job):
                 job.is_late = True
                 self.counters["jobs_late"] += 1
@@ -214,13 +214,13 @@ class TierState:
 
     def wakes_at(self) -> float:
         """Returns when `tick` is due again at the latest."""
-        return min([self._upkeep()[0], *map(self._late_at, self._running)])
+        return min([self._upkeep()[0], *map(self._late_at, self.running)])
 
     def values(self) -> Iterator[tuple[str, float]]:
         """Yields the name and value of each counter and gauge."""
         yield from ((counter, float(value)) for counter, value in self.counters.items())
         yield from self.tier.gauges().items()
-        yield "jobs_running", float(len(self._running))
+        yield "jobs_running", float(len(self.running))
         yield "is_open", float(self.is_open)
         yield "breaker_open", float(self.is_shut or self.is_hung)
         yield "bytes_per_second", self.speed.per_second

@@ -136,7 +136,7 @@ class IsolatedProcess:
                 part = ours.enter_context(memory[start : start + sizes.memory_bytes])
                 self._lanes.append(Lane(self, sock, start, part))
             # `connect` takes the first lane, on which the greeting comes.
-            self._free = self._lanes[::-1]
+            self.free_lanes = self._lanes[::-1]
             output = theirs.enter_context(open(log or os.devnull, "ab"))
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "hybridkv.tiers.isolated", library, *map(str, child_fds)],
@@ -182,12 +182,12 @@ class IsolatedProcess:
         """Waits for a free lane and lends it. Raises TierError where none is free in time."""
         with self._changed:
             seconds = max(deadline - time.monotonic(), 0.0)
-            self._changed.wait_for(lambda: self._free or self._dead, seconds)
+            self._changed.wait_for(lambda: self.free_lanes or self._dead, seconds)
             if self._dead:
                 raise DeadChildError(f"{self.name} was ended")
-            if not self._free:
+            if not self.free_lanes:
                 raise TierError(f"{self.name} was busy for too long")
-            lane = self._free.pop()
+            lane = self.free_lanes.pop()
         try:
             yield lane
         finally:
@@ -195,7 +195,7 @@ class IsolatedProcess:
                 if self._dead:
                     lane.sock.close()
                 else:
-                    self._free.append(lane)
+                    self.free_lanes.append(lane)
                     self._changed.notify()
 
     def describe_exit(self) -> str:
@@ -222,9 +222,9 @@ class IsolatedProcess:
             for lane in self._lanes:  # A thread that waits in a lane wakes up and closes it.
                 with contextlib.suppress(OSError):
                     lane.sock.shutdown(socket.SHUT_RDWR)
-                if lane in self._free:
+                if lane in self.free_lanes:
                     lane.sock.close()
-            self._free.clear()
+            self.free_lanes.clear()
             os.close(self._life)
             self._changed.notify_all()
 

@@ -137,7 +137,12 @@ def write_head(record: Record, slot: memoryview, head: memoryview) -> None:
 def write_header(record: Record, head: memoryview) -> None:
     """Write the header of a record to the start of `head`, which has the checksums already."""
     _pack(record, RECORD_VERSION, head)
-    _CRC.pack_into(head, _CRC_OFFSET, _crc(head, payload_offset(record.parts)))
+    stamp_head(head, record.parts)
+
+
+def stamp_head(head: memoryview, parts: int) -> None:
+    """Write the checksum of a record's header and of the checksums of its `parts` after it."""
+    _CRC.pack_into(head, _CRC_OFFSET, _crc(head, payload_offset(parts)))
 
 
 def encoded_header(record: Record, encoding: Encoding) -> bytes:

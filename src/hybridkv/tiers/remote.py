@@ -20,7 +20,7 @@ KEY_DIGITS = f"[0-9a-f]{{{2 * KEY_BYTES}}}"  # The pattern of a key in hexadecim
 
 Item = TypeVar("Item", ReadRequest, WriteRequest)
 
-_lookups = threading.BoundedSemaphore(NAME_LOOKUPS_MAX)
+name_lookups = threading.BoundedSemaphore(NAME_LOOKUPS_MAX)
 
 
 class Deadline:
@@ -124,7 +124,7 @@ def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[Any, ...]
         raise ConnectionError("this can be no name of a host") from None
     except socket.gaierror:
         pass
-    if not _lookups.acquire(timeout=deadline.seconds_left()):
+    if not name_lookups.acquire(timeout=deadline.seconds_left()):
         raise TimeoutError("the resolver does not answer")
     answer: Future[list[tuple[Any, ...]]] = Future()
 
@@ -134,12 +134,12 @@ def _addresses(host: str, port: int, deadline: Deadline) -> list[tuple[Any, ...]
         except OSError as error:
             answer.set_exception(error)
         finally:
-            _lookups.release()
+            name_lookups.release()
 
     try:
         threading.Thread(target=ask, name="hybridkv-resolve", daemon=True).start()
     except RuntimeError as error:
-        _lookups.release()
+        name_lookups.release()
         raise OSError(f"the resolver cannot be asked: {error}") from None
     try:
         return answer.result(deadline.seconds_left())

@@ -105,7 +105,7 @@ class S3Tier(Tier):
                 "backoff": {"init_backoff": backoff, "max_backoff": backoff_max, "base": 2},
             },
         }
-        self._timeout_seconds = spec.timeout_seconds
+        self.timeout_seconds = spec.timeout_seconds
         self._opened: S3Store | None = None
         self._lock = threading.Lock()  # For the attributes below.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -138,7 +138,7 @@ class S3Tier(Tier):
         # There is one HEAD for each key, since a listing by a prefix of hashes would bring a random
         # share of the bucket. A request that fails, or takes too long, finds nothing. The call as a
         # whole fails only where all requests do.
-        deadline = Deadline(FIND_SHARE * self._timeout_seconds)
+        deadline = Deadline(FIND_SHARE * self.timeout_seconds)
         answers: list[Any] = []
         while len(answers) < len(keys):
             wave = keys[len(answers) : len(answers) + WAVE_REQUESTS]
@@ -155,7 +155,7 @@ class S3Tier(Tier):
         return found + [False] * (len(keys) - len(found))
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
-        deadline = Deadline(self._timeout_seconds)
+        deadline = Deadline(self.timeout_seconds)
 
         def read(batch: Sequence[ReadRequest], sizes: Sequence[int]) -> list[TierError | None]:
             requests = [
@@ -173,7 +173,7 @@ class S3Tier(Tier):
         return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, read)
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
-        deadline = Deadline(self._timeout_seconds)
+        deadline = Deadline(self.timeout_seconds)
 
         def write(batch: Sequence[WriteRequest], _sizes: Sequence[int]) -> list[TierError | None]:
             # A request that is given up may still read the pieces for a moment. The server compares
@@ -193,7 +193,7 @@ class S3Tier(Tier):
         return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, write)
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
-        deadline = Deadline(self._timeout_seconds)
+        deadline = Deadline(self.timeout_seconds)
         if damaged:
             with self._lock:
                 room = QUARANTINE_MAX - self._aside
@@ -242,7 +242,7 @@ class S3Tier(Tier):
     def _names(self, translate: _Translate) -> Iterator[str]:
         """Yields the names below the prefix. Raises what `translate` makes of an error."""
         next_page = partial(anext, obstore.list(self._store, chunk_size=1000), None)
-        while page := self._do_all([next_page], Deadline(self._timeout_seconds), translate)[0]:
+        while page := self._do_all([next_page], Deadline(self.timeout_seconds), translate)[0]:
             if isinstance(page, Exception):
                 raise page
             yield from (entry["path"] for entry in page)
@@ -295,7 +295,7 @@ class S3Tier(Tier):
         if isinstance(error, FileNotFoundError):
             return contract.MissingError("no such object")
         if isinstance(error, TimeoutError):
-            return TierError(f"{self._place} does not answer within {self._timeout_seconds:g} s")
+            return TierError(f"{self._place} does not answer within {self.timeout_seconds:g} s")
         status, code = _status(error)
         if code == "NoSuchKey":
             return contract.MissingError("the object went while it was read")

@@ -60,8 +60,8 @@ class HookGuard:
         self._faults: deque[float] = deque(maxlen=FAULTS_MAX)  # The times of the last faults.
         self._slow: deque[float] = deque(maxlen=SLOW_MAX)  # The times at which slow hooks ended.
         self._slow_seconds = slow_seconds
-        self._clock = clock
-        self._began = clock()  # When the side was switched on last.
+        self.clock = clock
+        self.began_at = clock()  # When the side was switched on last.
         self._retry_at = 0.0
 
     @property
@@ -97,11 +97,11 @@ class HookGuard:
         if not (self.is_on or tells or goes_on):
             self.counters[SWITCHED_OFF] += 1
             return otherwise()
-        began = self._clock()
+        began = self.clock()
         try:
             return work()
         except Exception:  # No fault may reach the engine.
-            self._faults.append(self._clock())
+            self._faults.append(self.clock())
             lasted = self._faults[-1] - self._faults[0]
             is_flood = len(self._faults) == FAULTS_MAX and lasted <= FAULTS_SECONDS
             self.counters[fault(hook)] += 1
@@ -113,7 +113,7 @@ class HookGuard:
                 self.pause(f"{FAULTS_MAX} faults")
             return otherwise()
         finally:
-            now = self._clock()
+            now = self.clock()
             if now - began >= self._slow_seconds:
                 self._took(hook, now - began, now)
 
@@ -130,8 +130,8 @@ class HookGuard:
         """Begin a pause, in which hooks do not run, unless the side is off already."""
         if not self.is_on:
             return
-        now = self._clock()
-        is_rested = not self.pause_seconds or now - self._began >= PAUSE_SECONDS_MAX
+        now = self.clock()
+        is_rested = not self.pause_seconds or now - self.began_at >= PAUSE_SECONDS_MAX
         longer = min(2 * self.pause_seconds, PAUSE_SECONDS_MAX)
         self.pause_seconds = PAUSE_SECONDS if is_rested else longer
         self._retry_at, self.off_since = now + self.pause_seconds, time.time()
@@ -152,9 +152,9 @@ class HookGuard:
 
         Where `renew` raises, the next pause begins. Without a pause that is over nothing happens.
         """
-        if not self.off_since or self.is_over or self._clock() < self._retry_at:
+        if not self.off_since or self.is_over or self.clock() < self._retry_at:
             return
-        self.off_since, self._began = 0.0, self._clock()
+        self.off_since, self.began_at = 0.0, self.clock()
         self._faults.clear()
         self.counters[BEGUN_ANEW] += 1
         text = "hybridkv: %s begins anew after %d s"

@@ -234,7 +234,7 @@ def test_a_damaged_record_that_could_not_be_removed_is_not_taken_for_the_new_one
         raise TierError("the master does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tier, "_remove", nobody)
+        patch.setattr(tier, "remove_keys", nobody)
         with pytest.raises(TierError):
             tier.discard([sample.key], damaged=True)
         errors = put(tier, [sample, make_sample(2)])
@@ -355,7 +355,7 @@ class Watched:
 def test_no_copy_keeps_other_threads_from_running_for_longer_than_a_step(
     tier: MooncakeTier,
 ) -> None:
-    (*_, first) = client(tier)._free
+    (*_, first) = client(tier).free_lanes
     watched = Watched(first.memory)
     first.memory = watched  # type: ignore[assignment]
     sample = make_sample(1, (5 << 20) + 4096)

@@ -316,7 +316,7 @@ def test_what_was_found_before_the_time_is_over_is_found(
     monkeypatch.setattr(module, "WAVE_REQUESTS", 5)
     assert tier.find([sample.key for sample in samples]) == [True] * 10 + [False] * 30
     assert tier.gauges()["finds_cut"] == 1
-    assert given[0] < tier._timeout_seconds, "it is over before the job is late"
+    assert given[0] < tier.timeout_seconds, "it is over before the job is late"
     monkeypatch.setattr(module, "Deadline", lambda seconds: Turns(0))
     with pytest.raises(TierError, match="does not answer"):
         tier.find([sample.key for sample in samples])

@@ -39,20 +39,20 @@ Step = tuple[int, int, int, int]
 
 def check(announced: AnnouncedChunks) -> None:
     """Derive anew what is shown; raises AssertionError where it differs."""
-    assert announced._hidden.keys() == announced._present.keys() - announced._shown.keys()
-    for chunk_hash, shown in announced._shown.items():
+    assert announced.hidden.keys() == announced.present.keys() - announced.shown.keys()
+    for chunk_hash, shown in announced.shown.items():
         assert shown.chunk_hash == chunk_hash
         assert shown.is_end or shown.following, "a chunk that is not useful is shown"
-        assert not shown.is_end or announced._may_end(shown)
-        assert announced._present.get(chunk_hash, 0) & announced._full == announced._full
+        assert not shown.is_end or announced.may_end(shown)
+        assert announced.present.get(chunk_hash, 0) & announced.full == announced.full
         if shown.previous is None:
             assert shown.chunk == 0
         else:
-            assert announced._shown[shown.previous.chunk_hash] is shown.previous
+            assert announced.shown[shown.previous.chunk_hash] is shown.previous
             assert shown in shown.previous.following
             assert shown.previous.chunk == shown.chunk - 1
         for later in shown.following:
-            assert announced._shown[later.chunk_hash] is later
+            assert announced.shown[later.chunk_hash] is later
 
 
 @settings(max_examples=examples(400))

@@ -153,7 +153,7 @@ def test_a_worker_locks_the_arena_while_it_maps_it(roles: Roles) -> None:
     (inode,) = [arena.inode[1] for arena, _ in role.mapped.values()]
     # The kernel's list: kind, mode, access, process, device:inode, first byte, last byte.
     lock = ["OFDLCK", "ADVISORY", "READ"]
-    place = [str(role._link.lock)] * 2
+    place = [str(role.link.lock)] * 2
 
     def locks() -> list[list[str]]:
         rows = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
@@ -350,8 +350,8 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     worker = roles.worker.worker_role
     unknown = StepPlan(
         loads={"a": LoadPlan("another life", ()), "b": LoadPlan(worker.boot, (broken,))},
-        question=worker._weights.question,
-        eras=(worker._weights.era,),
+        question=worker.weights.question,
+        eras=(worker.weights.era,),
     )
     roles.worker.bind_connector_metadata(unknown)
     roles.worker.start_load_kv(None)
@@ -409,9 +409,9 @@ def test_tables_are_those_of_the_moment(roles: Roles) -> None:
         )
 
     roles.scheduler.bind_kv_cache_manager(manager_of(get_blocks))
-    assert [[*table] for table in roles.scheduler._tables("r")] == tables["r"]
+    assert [[*table] for table in roles.scheduler.tables_of("r")] == tables["r"]
     tables["r"] = [[5, 6], [], [1], [2]]
-    assert [[*table] for table in roles.scheduler._tables("r")] == tables["r"]
+    assert [[*table] for table in roles.scheduler.tables_of("r")] == tables["r"]
 
 
 def test_served_groups_are_those_that_vllm_can_cache(roles: Roles) -> None:
@@ -436,8 +436,8 @@ class Paused:
         self.now = 0.0
         self.roles = roles
         for connector in (roles.scheduler, roles.worker):
-            connector.guard._clock = lambda: self.now
-            connector.guard._began = 0.0
+            connector.guard.clock = lambda: self.now
+            connector.guard.began_at = 0.0
 
     @property
     def side(self) -> Any:
@@ -504,7 +504,7 @@ def test_a_renewal_that_fails_loses_no_load_that_must_fail(
     waiting = request("waiting", chunk + 1)
     scheduler.on_new_request(waiting)
     scheduler.update_state_after_alloc(waiting, blocks_of(chunk), chunk)
-    monkeypatch.setattr(scheduler, "_make_scheduler_role", lambda: 1 // 0)
+    monkeypatch.setattr(scheduler, "make_scheduler_role", lambda: 1 // 0)
     paused.now += PAUSE_SECONDS
     scheduler.take_events()
     assert scheduler.counters[fault("begin_anew")] == 1
@@ -578,7 +578,7 @@ def test_weights_that_change_while_a_role_is_off_are_those_of_the_next(
         paused.side.on_reset = None
     watch = roles.scheduler.life.weights
     watch.block_digests = watch.identity_digests
-    roles.worker.worker_role._weights.runner.model.salt.fill_(3)
+    roles.worker.worker_role.weights.runner.model.salt.fill_(3)
     reset_prefix_cache(roles)
     paused.begins_anew()
 
@@ -664,10 +664,10 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
     roles.scheduler.guard.pause("the test says so, too")
     assert roles.step(IDLE).kv_connector_worker_meta.boots == {}
     assert roles.scheduler.counters[QUARANTINED] == 2
-    attach, worker._attach = worker._attach, lambda plan: None
+    attach, worker.attach_arena = worker.attach_arena, lambda plan: None
     paused.now += PAUSE_SECONDS
     assert roles.step(IDLE).kv_connector_worker_meta.boots == {}, "it maps nothing yet"
-    worker._attach = attach
+    worker.attach_arena = attach
     paused.attached()
     assert worker.mapped[worker.boot][0] is not arena
     gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
@@ -727,7 +727,7 @@ def test_a_worker_whose_device_fails_says_so_to_every_daemon(roles: Roles) -> No
     until(is_told, "the daemon knows")
     assert declined_at_once(roles, "r")["mappings_failed"] == 1
     assert roles.scheduler.counters[declined(Decline.LATE_WORKERS)] == 1
-    worker._link.drop_connection("the test says so", 0.0)
+    worker.link.drop_connection("the test says so", 0.0)
     until(lambda: not stats(path)["workers_unmapped"], "the worker is gone")
     until(is_told, "it is said again")
     assert roles.scheduler.counters[WORKERS_DISABLED] == 2

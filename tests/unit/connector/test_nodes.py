@@ -270,9 +270,9 @@ def test_a_lookup_that_is_given_up_keeps_no_lease(nodes: Nodes, both: list[Daemo
     nodes.link.on_report(nodes.number, answers)
     assert not nodes.link.poll(time.monotonic())
     nodes.until_leases(both, 0)
-    assert not nodes.link._leases
-    assert not nodes.link._questions
-    assert not nodes.link._lookups
+    assert not nodes.link.leases
+    assert not nodes.link.questions
+    assert not nodes.link.lookups
 
 
 def answers_of(nodes: Nodes) -> dict[int, Any]:

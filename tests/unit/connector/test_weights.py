@@ -191,8 +191,8 @@ class Runner:
 
     def register(self) -> str:
         """As vLLM registers KV caches; returns the digest."""
-        self.role._weights = EngineWeights.of_caller()
-        digest: str = self.role._weights.read().digest
+        self.role.weights = EngineWeights.of_caller()
+        digest: str = self.role.weights.read().digest
         return digest
 
     def update_weights(self, value: float = 0.0) -> None:
@@ -450,8 +450,8 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
         """Steps until the weights are read."""
         for at in (number, number + 1):
             role.start_loads(StepPlan(number=at, question=question, is_idle=True))
-            if role._weights.reading.thread is not None:
-                role._weights.reading.thread.join()
+            if role.weights.reading.thread is not None:
+                role.weights.reading.thread.join()
             answers.append(role.take_step_report().weights[0])
 
     answers: list[WeightsAnswer] = []
@@ -483,8 +483,8 @@ def test_a_load_that_began_before_the_weights_changed_fails() -> None:
     role = worker_role()
     runner = Runner(role)
     runner.register()
-    sentinel = LateSentinel(role._weights.sentinel)
-    role._weights.sentinel = sentinel
+    sentinel = LateSentinel(role.weights.sentinel)
+    role.weights.sentinel = sentinel
     for number, update in ((1, False), (2, True)):
         if update:
             runner.model.weight.data.neg_()

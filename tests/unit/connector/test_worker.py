@@ -81,7 +81,7 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
     map_arena(worker, Broken())
     connector: Any = HybridKVConnector.__new__(HybridKVConnector)
     connector.guard = HookGuard("worker")
-    connector._uncounted = Deltas(connector.guard.counters)
+    connector.uncounted = Deltas(connector.guard.counters)
     connector.worker_role, connector.scheduler_role = worker, None
 
     def step(plan: Any) -> tuple[Any, Any]:

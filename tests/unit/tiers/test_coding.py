@@ -203,7 +203,7 @@ def test_without_the_library_it_is_a_miss_and_stays(
     url = f"disk://{tmp_path}?bytes=64MiB"
     make_opened(f"{url}&codec=zplanes").put([sample.write_request()])
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_zstandard", None)
+        patch.setattr(module, "zstandard", None)
         tier = make_opened(url)
         assert tier.peek(sample.key)
         assert isinstance(read(tier, sample), UndecodableError)

@@ -176,6 +176,6 @@ def test_other_faults_of_keys_are_one_sentence(
             parse_tier(f"disk:///d?key={value}", "tier")
         assert not value or value not in str(caught.value)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_library", None)
+        patch.setattr(module, "library", None)
         with pytest.raises(ConfigError, match=r"hybridkv\[encryption\]"):
             opened(tmp_path, key_file)

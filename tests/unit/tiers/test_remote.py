@@ -41,7 +41,7 @@ def no_more_threads(thread: threading.Thread) -> None:
 
 
 def test_names_are_found_again_after_a_shortage_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_lookups", threading.BoundedSemaphore(NAME_LOOKUPS_MAX))
+    monkeypatch.setattr(remote, "name_lookups", threading.BoundedSemaphore(NAME_LOOKUPS_MAX))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with monkeypatch.context() as shortage:

@@ -18,7 +18,7 @@ class ShardsCopier:
 
     def __init__(self, parts: Sequence[PartLayout], copiers: Sequence[Copier]) -> None:
         self._parts = parts
-        self._copiers = copiers
+        self.copiers = copiers
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
         """Copy blocks out, each op by the copiers whose shard writes it; at least one does."""
@@ -36,13 +36,13 @@ class ShardsCopier:
             if is_last:
                 done(op, op.slot not in failed)
 
-        for copier, share in zip(self._copiers, shares, strict=True):
+        for copier, share in zip(self.copiers, shares, strict=True):
             copier.store(share, on_stored)
 
     def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
         replicated = self._parts[0].replicated
         split = [op for op in ops if op.group_index not in replicated]
-        shares = [ops, *([split] * (len(self._copiers) - 1))]
+        shares = [ops, *([split] * (len(self.copiers) - 1))]
         running = len(shares)
         errors: list[HybridKVError] = []
         lock = threading.Lock()
@@ -57,9 +57,9 @@ class ShardsCopier:
             if is_last:
                 done(load_error(errors))
 
-        for copier, share in zip(self._copiers, shares, strict=True):
+        for copier, share in zip(self.copiers, shares, strict=True):
             copier.load(share, on_loaded)
 
     def close(self) -> None:
-        for copier in self._copiers:
+        for copier in self.copiers:
             copier.close()

@@ -36,16 +36,16 @@ class AnnouncedChunks:
     def __init__(self, geometry: Geometry, chunks_max: int = CHUNKS_MAX) -> None:
         self._geometry = geometry
         self._chunks_max = chunks_max
-        self._present: dict[bytes, int] = {}
+        self.present: dict[bytes, int] = {}
         """For each known chunk a bit mask: bit i is set if the object of group index i is there."""
-        self._shown: dict[bytes, _ShownChunk] = {}
-        self._hidden: OrderedDict[bytes, None] = OrderedDict()
+        self.shown: dict[bytes, _ShownChunk] = {}
+        self.hidden: OrderedDict[bytes, None] = OrderedDict()
         """Chunks that are known and not shown. A chunk is added by the first `show` that leaves it
         out."""
-        self._full, window = 0, 0
+        self.full, window = 0, 0
         for index, group in enumerate(geometry.groups):
             if group.kind is GroupKind.FULL:
-                self._full |= 1 << index
+                self.full |= 1 << index
             elif group.kind is not GroupKind.RECURRENT:
                 window = max(window, group.window_tokens + group.extra_retained_tokens)
         self._reach = -(-window // geometry.chunk_tokens)
@@ -53,27 +53,27 @@ class AnnouncedChunks:
 
     def __len__(self) -> int:
         """The number of chunks that are shown."""
-        return len(self._shown)
+        return len(self.shown)
 
     def __contains__(self, chunk_hash: bytes) -> bool:
-        return chunk_hash in self._shown
+        return chunk_hash in self.shown
 
     def learn(self, chunk_hash: bytes, group_index: int) -> bool:
         """Note that an object is there. Returns True if that is new and there is room for it."""
-        known, bit = self._present.get(chunk_hash, 0), 1 << group_index
+        known, bit = self.present.get(chunk_hash, 0), 1 << group_index
         if known & bit:
             return False
-        if not known and len(self._present) >= self._chunks_max:
-            if not self._hidden:
+        if not known and len(self.present) >= self._chunks_max:
+            if not self.hidden:
                 return False
-            oldest, _ = self._hidden.popitem(last=False)
-            del self._present[oldest]
-        self._present[chunk_hash] = known | bit
+            oldest, _ = self.hidden.popitem(last=False)
+            del self.present[oldest]
+        self.present[chunk_hash] = known | bit
         return True
 
     def knows(self, chunk_hash: bytes) -> bool:
         """Return True if some object of the chunk is known to be there."""
-        return chunk_hash in self._present
+        return chunk_hash in self.present
 
     def show(self, hashes: Sequence[bytes], first: int = 0) -> list[int]:
         """Show the useful chunks of a prompt. Returns the numbers of the new ones, ascending.
@@ -81,18 +81,18 @@ class AnnouncedChunks:
         The caller has learned nothing new about the chunks before number `first`.
         """
         groups = self._geometry.groups
-        present = [self._present.get(chunk_hash, 0) for chunk_hash in hashes]
+        present = [self.present.get(chunk_hash, 0) for chunk_hash in hashes]
         masks = [bytes(known >> index & 1 for known in present) for index in range(len(groups))]
         hit = largest_hit(self._geometry, masks, len(hashes))
         fresh: list[int] = []
         previous: _ShownChunk | None = None
         for chunk, chunk_hash in enumerate(hashes[:hit]):
-            shown = self._shown.get(chunk_hash)
+            shown = self.shown.get(chunk_hash)
             if shown is None:
-                shown = self._shown[chunk_hash] = _ShownChunk(chunk_hash, chunk, previous)
+                shown = self.shown[chunk_hash] = _ShownChunk(chunk_hash, chunk, previous)
                 if previous is not None:
                     previous.following.add(shown)
-                self._hidden.pop(chunk_hash, None)
+                self.hidden.pop(chunk_hash, None)
                 fresh.append(chunk)
                 first = min(first, chunk)
             if chunk >= first and not shown.is_end:
@@ -101,38 +101,38 @@ class AnnouncedChunks:
                 shown.is_end = all(mask.find(0, need.start, need.stop) < 0 for mask, need in pairs)
             previous = shown
         for chunk_hash, known in zip(hashes[hit:], present[hit:], strict=True):
-            if known and chunk_hash not in self._shown:
-                self._hidden.setdefault(chunk_hash)
+            if known and chunk_hash not in self.shown:
+                self.hidden.setdefault(chunk_hash)
         return fresh
 
     def lose(self, chunk_hash: bytes, group_index: int) -> list[bytes]:
         """Note that an object is gone. Returns the hashes of the chunks that this hides."""
-        known, bit = self._present.get(chunk_hash, 0), 1 << group_index
+        known, bit = self.present.get(chunk_hash, 0), 1 << group_index
         if not known & bit:
             return []
         if known == bit:
-            del self._present[chunk_hash]
-            self._hidden.pop(chunk_hash, None)
+            del self.present[chunk_hash]
+            self.hidden.pop(chunk_hash, None)
         else:
-            self._present[chunk_hash] = known & ~bit
-        if (shown := self._shown.get(chunk_hash)) is None:
+            self.present[chunk_hash] = known & ~bit
+        if (shown := self.shown.get(chunk_hash)) is None:
             return []
         # Every hit that ends with this chunk or a later one needs an object of full attention.
-        is_full = bool(bit & self._full)
+        is_full = bool(bit & self.full)
         near = list(_with_following(shown, math.inf if is_full else self._reach))
         for later in near:
-            later.is_end = later.is_end and not is_full and self._may_end(later)
+            later.is_end = later.is_end and not is_full and self.may_end(later)
         return [hidden for later in reversed(near) for hidden in self._prune(later)]
 
     def forget_all(self) -> list[bytes]:
         """Forget all chunks. Returns the hashes of those that were shown."""
-        hashes = list(self._shown)
-        self._shown.clear()
-        self._hidden.clear()
-        self._present.clear()
+        hashes = list(self.shown)
+        self.shown.clear()
+        self.hidden.clear()
+        self.present.clear()
         return hashes
 
-    def _may_end(self, shown: _ShownChunk) -> bool:
+    def may_end(self, shown: _ShownChunk) -> bool:
         """Return True if groups with windows and states have what a hit that ends there needs."""
         for index, group in enumerate(self._geometry.groups):
             if group.kind is GroupKind.FULL:
@@ -140,7 +140,7 @@ class AnnouncedChunks:
             needed: _ShownChunk | None = shown
             for _ in needed_chunks(self._geometry, group, shown.chunk + 1):
                 assert needed is not None, "a chunk before a shown one is not shown"
-                if not self._present.get(needed.chunk_hash, 0) >> index & 1:
+                if not self.present.get(needed.chunk_hash, 0) >> index & 1:
                     return False
                 needed = needed.previous
         return True
@@ -152,10 +152,10 @@ class AnnouncedChunks:
         """
         last: _ShownChunk | None = shown
         while last is not None and not last.is_end and not last.following:
-            if self._shown.pop(last.chunk_hash, None) is None:
+            if self.shown.pop(last.chunk_hash, None) is None:
                 break
-            if last.chunk_hash in self._present:
-                self._hidden[last.chunk_hash] = None
+            if last.chunk_hash in self.present:
+                self.hidden[last.chunk_hash] = None
             yield last.chunk_hash
             if last.previous is not None:
                 last.previous.following.remove(last)

@@ -244,7 +244,7 @@ class Audits:
             is_over = tracked.state is RequestState.DONE or audit.steps > AUDIT_STEPS_MAX
             if not is_over and not audit.is_complete(len(self._geometry.groups)):
                 return
-        self._finish(audit, verdict, now)
+        self.finish(audit, verdict, now)
 
     def on_reset(self, now: float) -> None:
         """Drop the audit, because the engine may compute with other weights from here on."""
@@ -265,7 +265,7 @@ class Audits:
         cached_tokens = (tracked.local_seen or 0) + tracked.load.loaded_tokens
         self.budget.prefilled_tokens += max(0, tracked.request.num_prompt_tokens - cached_tokens)
 
-    def _finish(self, audit: Audit, verdict: AuditVerdict, now: float) -> None:
+    def finish(self, audit: Audit, verdict: AuditVerdict, now: float) -> None:
         tracked = audit.tracked
         outcome, detail = verdict.outcome, verdict.sentence
         self.budget.on_outcome(audit.identity, outcome)

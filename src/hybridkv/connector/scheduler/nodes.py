@@ -112,10 +112,10 @@ class NodesLink:
         self._retry_at = 0.0
         self._is_closed = False
         self._last_lease = 0
-        self._leases: dict[int, list[int]] = {}
+        self.leases: dict[int, list[int]] = {}
         """Each node's lease, by the number of the scheduler role's; 0 = the node has none."""
-        self._questions: dict[int, _Question] = {}  # By the node's lease.
-        self._lookups: dict[int, _NodesLookup] = {}  # Unanswered, by the scheduler role's lease.
+        self.questions: dict[int, _Question] = {}  # By the node's lease.
+        self.lookups: dict[int, _NodesLookup] = {}  # Unanswered, by the scheduler role's lease.
         self._slots = NodeSlots(0, geometry.nodes)
         self._reports = 0  # The number of the last plan whose report has come.
 
@@ -204,7 +204,7 @@ class NodesLink:
     def plan_nodes(self, plan: StepPlan) -> NodePlans:
         """Return a step's plan for each node. It is called once for each plan, which must leave."""
         nodes = range(self._geometry.nodes)
-        for lookup in self._lookups.values():
+        for lookup in self.lookups.values():
             if lookup.plan_number is None:
                 lookup.plan_number = plan.number
         return NodePlans(tuple(self._plan_on(node, plan) for node in nodes))
@@ -220,7 +220,7 @@ class NodesLink:
 
         The time of a step is not the daemon's delay.
         """
-        lookup = self._lookups.get(lease)
+        lookup = self.lookups.get(lease)
         if lookup is None:
             return True
         number = lookup.plan_number
@@ -369,7 +369,7 @@ class NodesLink:
         self.welcome = None
         self._nodes = []
         self._slots = NodeSlots(0, self._geometry.nodes)
-        for container in (self._leases, self._questions, self._lookups):
+        for container in (self.leases, self.questions, self.lookups):
             container.clear()
 
     # Messages
@@ -384,25 +384,25 @@ class NodesLink:
         before = lookup.leases or [0] * count
         lookup.leases, lookup.plan_number = [*before], None
         lookup.answers = lookup.answers or [None] * count
-        self._leases[lookup.lookup.lease] = lookup.leases
-        self._lookups[lookup.lookup.lease] = lookup
+        self.leases[lookup.lookup.lease] = lookup.leases
+        self.lookups[lookup.lookup.lease] = lookup
         for node in nodes:
             lease = lookup.leases[node] = self._new_lease()
             audit = self._new_lease() if message.audit_lease else 0
             lookup.answers[node] = None
-            self._questions[lease] = _Question(lookup, node)
+            self.questions[lease] = _Question(lookup, node)
             asked = structs.replace(message, id=lease, lease=lease, audit_lease=audit)
             self._nodes[node].messages.append(asked)
             if before[node]:
                 self._nodes[node].messages.append(wire.Release(before[node]))
 
     def _release(self, release: wire.Release) -> None:
-        lookup = self._lookups.pop(release.lease, None)
+        lookup = self.lookups.pop(release.lease, None)
         if lookup is not None:
             self._drop_audits(lookup)
-        leases = self._leases.pop(release.lease, ())
+        leases = self.leases.pop(release.lease, ())
         for node, lease in enumerate(leases):
-            self._questions.pop(lease, None)
+            self.questions.pop(lease, None)
             if lease:
                 share = release.loaded_bytes // len(leases)
                 ended = structs.replace(release, lease=lease, loaded_bytes=share)
@@ -413,7 +413,7 @@ class NodesLink:
         if isinstance(reply, wire.Found):
             return self._on_found(node, reply)
         if isinstance(reply, wire.Pending):
-            question = self._questions.get(reply.lease)
+            question = self.questions.get(reply.lease)
             if question is None:
                 return []
             # What one node has in RAM another one may lack. So it is stored again.
@@ -425,7 +425,7 @@ class NodesLink:
         if isinstance(reply, wire.Removed):
             # What one node has lost is not hit, wherever it is on the others.
             removed = structs.replace(reply, below=b"")
-            for lookup in self._lookups.values():
+            for lookup in self.lookups.values():
                 if any(lookup.answers):
                     lookup.removed.append(removed)
             return [removed]
@@ -453,7 +453,7 @@ class NodesLink:
     # Lookups
 
     def _on_found(self, node: int, found: wire.Found) -> list[wire.Reply]:
-        question = self._questions.pop(found.lease, None)
+        question = self.questions.pop(found.lease, None)
         if question is None:
             # The scheduler role does not wait for it any more.
             self._release_found(node, found)
@@ -488,13 +488,13 @@ class NodesLink:
     ) -> wire.Found:
         """Return the answer of all nodes: their common hit, or a miss."""
         asked = lookup.lookup
-        del self._lookups[asked.lease]
+        del self.lookups[asked.lease]
         slots = [wire.PackedSlots(answer.offsets, answer.generations) for answer in answers]
         is_hit = is_hit and len({len(columns.offsets) for columns in slots}) == 1
         if not is_hit:
             # Objects of one node alone are no hit, so no audit compares them either.
             self._drop_audits(lookup)
-            for node, lease in enumerate(self._leases.pop(asked.lease, ())):
+            for node, lease in enumerate(self.leases.pop(asked.lease, ())):
                 if lease:
                     self._nodes[node].messages.append(wire.Release(lease))
             why = lookup.why[: wire.FACT_MAX]
@@ -538,7 +538,7 @@ class NodesLink:
         ]
         for slots in (stored, shorter):
             self._slots.add(slots)
-        self._leases[lookup.lookup.audit_lease] = [offer.lease for offer in offers]
+        self.leases[lookup.lookup.audit_lease] = [offer.lease for offer in offers]
         return structs.replace(offers[0], lease=lookup.lookup.audit_lease)
 
     def _drop_audits(self, lookup: _NodesLookup) -> None:

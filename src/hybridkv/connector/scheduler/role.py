@@ -205,7 +205,7 @@ class SchedulerRole:
         `output` is vLLM's SchedulerOutput. `tables` returns a request's present block tables, one
         for each of the engine's groups.
         """
-        plan = self._make_plan(output, tables)
+        plan = self.make_plan(output, tables)
         loads_for = plan.eras if plan.loads else ()
         self.weights.on_step_planned(plan.number, loads_for=loads_for, computes=not plan.is_idle)
         self._adapters.on_step_planned(plan.number, output.num_scheduled_tokens)
@@ -219,7 +219,7 @@ class SchedulerRole:
         nodes = self.session.nodes
         return plan if nodes is None else nodes.plan_nodes(plan)
 
-    def _make_plan(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
+    def make_plan(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
         now = time.monotonic()
         if self._drafted is not None:
             self._drafted.on_step(output, self.requests.by_id, tables)

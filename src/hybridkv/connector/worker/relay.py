@@ -27,7 +27,7 @@ class Relay:
         self._greeting = 0
         self._next_mail = 0
         self._answered = 0  # Answers of this connection that were taken.
-        self._replies: list[Reply] = []
+        self.replies: list[Reply] = []
         self._welcome: Welcome | None = None  # Until it is reported.
         self._lost = ""
         self._has_news = False
@@ -46,24 +46,24 @@ class Relay:
             hello = replace(mail.hello, engine_id=self._engine_id, session=mail.greeting - 1)
             self.link = Link(self._socket_path, hello, self._on_lost, self._group)
         self._send(mail.messages, now)
-        self._receive(now)
+        self.receive(now)
         # After a fault above the next mail is not the expected one, which ends the connection.
         self._next_mail += 1
 
     def take_answers(self, now: float) -> Answers | None:
         """Return what the daemon has answered since the last call; None = there is no news."""
-        self._receive(now)
+        self.receive(now)
         if not self._has_news:
             return None
         answers = Answers(
             greeting=self._greeting,
             number=self._answered,
             welcome=self._welcome,
-            replies=tuple(self._replies),
+            replies=tuple(self.replies),
             lost=self._lost,
         )
         self._answered += 1
-        self._replies, self._welcome, self._has_news = [], None, False
+        self.replies, self._welcome, self._has_news = [], None, False
         return answers
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Relay:
     def _begin(self, mail: Mail) -> None:
         self.close()
         self._greeting, self._next_mail, self._answered = mail.greeting, 0, 0
-        self._replies, self._welcome, self._has_news = [], None, False
+        self.replies, self._welcome, self._has_news = [], None, False
         self._lost = ""
 
     def _send(self, messages: tuple[Request, ...], now: float) -> None:
@@ -83,14 +83,14 @@ class Relay:
         if link is not None and all(link.queue(message, now) for message in messages):
             link.flush(now)
 
-    def _receive(self, now: float) -> None:
+    def receive(self, now: float) -> None:
         """Take what the daemon has sent, and notice the end of the connection."""
         link = self.link
         if link is None:
             return
         was_welcome = link.welcome is not None
         replies = link.poll(now)
-        self._replies += replies
+        self.replies += replies
         if link.welcome is not None and not was_welcome:
             self._welcome = link.welcome
         self._has_news |= bool(replies or self._welcome)

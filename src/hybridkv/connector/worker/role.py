@@ -93,7 +93,7 @@ class WorkerRole:
             for shard in settings.own_shards
         ]
         hello = Hello(1, PROTOCOL_VERSION, "worker", settings.engine_id, lock=new_lock())
-        self._link = Link(settings.socket_path, hello, lambda why: None, settings.group)
+        self.link = Link(settings.socket_path, hello, lambda why: None, settings.group)
         self.relay: Relay | None = None
         """Passes messages on, in the first worker of each of several nodes."""
         if settings.has_relay:
@@ -103,7 +103,7 @@ class WorkerRole:
         self._disabled_greeting = 0
         """The greeting in which the daemon heard that this worker copies nothing any more."""
         self.layout: WorkerLayout | None = None
-        self._weights: EngineWeights | None = None  # None until the tensors are registered.
+        self.weights: EngineWeights | None = None  # None until the tensors are registered.
         self.adapters: LoadedAdapters | None = None  # As for the weights.
         self.auditor: Auditor | None = None  # None until the tensors are registered.
         self.boot = ""  # The daemon's life that welcomed this worker and whose arena is mapped.
@@ -132,9 +132,9 @@ class WorkerRole:
         """Take the engine's tensors. Raises GeometryError where a layout is not understood."""
         config = self._config
         shards, layout = self._read_layers(kv_caches)
-        self._weights = EngineWeights.of_caller(self.detach_arena)
-        self.adapters = LoadedAdapters(self._weights.runner)
-        weights = self._weights.read().digest
+        self.weights = EngineWeights.of_caller(self.detach_arena)
+        self.adapters = LoadedAdapters(self.weights.runner)
+        weights = self.weights.read().digest
         self.layout = replace(layout, weights=weights)
         blocks = [
             ShardBlocks(part, self._physical_groups(views))
@@ -151,7 +151,7 @@ class WorkerRole:
             self.layout = replace(self.layout, staging_bytes=pipeline.staging_bytes)
         self.factory = CopierFactory(blocks, pipeline)
         self.auditor = Auditor(numbers, self._parts, self.layout.device == "cpu")
-        self._link.poll(time.monotonic())
+        self.link.poll(time.monotonic())
 
     def _read_layers(
         self, kv_caches: Mapping[str, torch.Tensor]
@@ -213,12 +213,12 @@ class WorkerRole:
         adapters = self.adapters.digests_now() if self.adapters is not None else {}
         if adapters:
             self._report.adapters = {self._settings.rank: adapters}
-        if self._weights is not None:
+        if self.weights is not None:
             is_idle = plan.is_idle and not plan.loads
-            self._weights.step(plan.number, plan.question, is_idle=is_idle)
+            self.weights.step(plan.number, plan.question, is_idle=is_idle)
             if plan.is_idle:
-                self._weights.give_way()
-        self._attach(plan)
+                self.weights.give_way()
+        self.attach_arena(plan)
         refused: list[str] = []
         if plan.loads and not self._has_weights_of(plan):
             self._report.counters[metrics.LOADS_OTHER_WEIGHTS] += len(plan.loads)
@@ -232,16 +232,16 @@ class WorkerRole:
             self._failed.update(plan.failed, refused)
         for request_id, load in plan.loads.items():
             if request_id not in refused:
-                self._load(request_id, load, plan.number)
+                self.load_request(request_id, load, plan.number)
         if plan.audits and self.auditor is not None:
             mapped = self.mapped.get(plan.boot)
             self.auditor.compare_pairs(None if mapped is None else mapped.arena, plan.audits)
 
     def start_stores(self, plan: StepPlan) -> None:
         """Copy out what the plan says. On return the blocks are the engine's again."""
-        self._expect_stores(plan)
-        if self._weights is not None:
-            self._weights.computed()
+        self.expect_stores(plan)
+        if self.weights is not None:
+            self.weights.computed()
         mapped = self.mapped.get(plan.boot)
         # What is stored while the weights are not known is not committed before they are.
         agrees = self._has_weights_of(plan) or self._awaits_answer(plan)
@@ -258,18 +258,18 @@ class WorkerRole:
             for position, op in enumerate(run.copies()):
                 if NULL_BLOCK in op.blocks:
                     self._report.counters[metrics.stores_shed(metrics.Shed.HOLE)] += 1
-                    self._on_stored(run_number, position, False)
+                    self.on_store_done(run_number, position, False)
                 elif any(part.writes(op) for part in self._parts):
                     ops.append(op)
                     run_numbers[op.slot] = run_number
                 else:
-                    self._on_stored(run_number, position, True)
+                    self.on_store_done(run_number, position, True)
 
         first_chunks = {number: run.span.first_chunk for number, run in plan.stores.items()}
 
         def done(op: CopyOp, is_stored: bool) -> None:
             run_number = run_numbers[op.slot]
-            self._on_stored(run_number, op.chunk - first_chunks[run_number], is_stored)
+            self.on_store_done(run_number, op.chunk - first_chunks[run_number], is_stored)
 
         mapped.copier.store(ops, done)
         self._copier_has_stores = True
@@ -285,8 +285,8 @@ class WorkerRole:
 
         The weights are watched as in `start_loads`, because the engine computes in this step too.
         """
-        if self._weights is not None:
-            self._weights.look_at_step(plan.number, is_idle=plan.is_idle)
+        if self.weights is not None:
+            self.weights.look_at_step(plan.number, is_idle=plan.is_idle)
         with self._lock:
             lost = {*plan.loads, *plan.failed} - self._loading.keys() - self._finished
             self._finished |= lost
@@ -296,28 +296,28 @@ class WorkerRole:
 
     def fail_stores(self, plan: StepPlan) -> None:
         """After a fault in `start_stores`: report as not stored what no copier has."""
-        self._expect_stores(plan)
+        self.expect_stores(plan)
         if self._copier_has_stores:
             return
         for run_number in plan.stores:
             for position in list(self._storing.get(run_number, ())):
-                self._on_stored(run_number, position, False)
+                self.on_store_done(run_number, position, False)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return (finished, failed) requests since the last call. Failed ones are in both."""
         with self._lock:
             finished, self._finished = self._finished, set()
             failed, self._failed = self._failed, set()
-        if self._weights is not None:
-            self._weights.compare()
+        if self.weights is not None:
+            self.weights.compare()
             for request_id in finished - failed:
                 start = self._load_starts[request_id]
-                if self._weights.settled < start.step:
+                if self.weights.settled < start.step:
                     # A device has not said yet which weights it had when the load began.
                     finished.remove(request_id)
                     with self._lock:
                         self._finished.add(request_id)
-                elif self._weights.era != start.era:
+                elif self.weights.era != start.era:
                     self._report.counters[metrics.LOADS_OTHER_WEIGHTS] += 1
                     failed.add(request_id)
         for request_id in finished:
@@ -339,8 +339,8 @@ class WorkerRole:
             report.audits = {
                 number: {rank: verdict} for number, verdict in self.auditor.take_verdicts().items()
             }
-        if self._weights is not None:
-            report.weights[rank] = self._weights.take_step_answer()
+        if self.weights is not None:
+            report.weights[rank] = self.weights.take_step_answer()
         if self.relay is not None:
             answers = self.relay.take_answers(time.monotonic())
             if answers is not None:
@@ -359,20 +359,20 @@ class WorkerRole:
 
     def close(self) -> None:
         """Finish the copies and end the connection. The daemon hears that nothing is copied."""
-        if self._weights is not None:
-            self._weights.close()
+        if self.weights is not None:
+            self.weights.close()
         self.detach_arena()
         if self.factory is not None:
             self.factory.close()
             # An engine of the same process may outlive this role, and its memory must not.
             self.factory = None
-        self._link.close(Drained(GREETING_NEVER))
+        self.link.close(Drained(GREETING_NEVER))
         if self.relay is not None:
             self.relay.close()
 
     def _has_weights_of(self, plan: StepPlan) -> bool:
         """Return True if the plan was made for the weights that this worker has."""
-        weights, rank = self._weights, self._settings.rank
+        weights, rank = self.weights, self._settings.rank
         if weights is None:
             return True
         is_known = weights.digest and plan.question == weights.question
@@ -388,13 +388,13 @@ class WorkerRole:
 
         That is the answer to the question which weights this worker has.
         """
-        is_last = self._weights is not None and self._weights.question == plan.question
+        is_last = self.weights is not None and self.weights.question == plan.question
         return is_last and not plan.eras
 
-    def _load(self, request_id: str, load: LoadPlan, step: int) -> None:
+    def load_request(self, request_id: str, load: LoadPlan, step: int) -> None:
         started = time.perf_counter()
         self._loading[request_id] = load
-        self._load_starts[request_id] = LoadStart(step, self._weights.era if self._weights else 0)
+        self._load_starts[request_id] = LoadStart(step, self.weights.era if self.weights else 0)
 
         def done(error: HybridKVError | None) -> None:
             with self._lock:
@@ -423,7 +423,7 @@ class WorkerRole:
                 logger.exception("hybridkv: a load failed")
                 done(HybridKVError(str(error)))
 
-    def _expect_stores(self, plan: StepPlan) -> None:
+    def expect_stores(self, plan: StepPlan) -> None:
         """Note that every object of the plan must be reported, and each only once."""
         with self._lock:
             if self._store_plan is not plan:
@@ -431,7 +431,7 @@ class WorkerRole:
                 for run_number, run in plan.stores.items():
                     self._storing[run_number] = set(range(run.objects))
 
-    def _on_stored(self, run_number: int, position: int, is_stored: bool) -> None:
+    def on_store_done(self, run_number: int, position: int, is_stored: bool) -> None:
         """Report the object at this position in the run, and the run with its last object."""
         with self._lock:
             missing = self._storing.get(run_number)
@@ -444,13 +444,13 @@ class WorkerRole:
                 del self._storing[run_number]
                 self._report.done[run_number] = {self._settings.rank}
 
-    def _attach(self, plan: StepPlan) -> None:
+    def attach_arena(self, plan: StepPlan) -> None:
         """Greet the daemon and map the arena of its present life, without waiting."""
         now = time.monotonic()
-        self._link.poll(now)
-        self._send_drained(plan.session, now)
+        self.link.poll(now)
+        self.send_drained(plan.session, now)
         self._send_disabled(now)
-        welcome, factory = self._link.welcome, self.factory
+        welcome, factory = self.link.welcome, self.factory
         if factory is None:
             return
         if welcome is not None and self._may_map(welcome, now):
@@ -471,7 +471,7 @@ class WorkerRole:
 
     def _may_map(self, welcome: Welcome, now: float) -> bool:
         """Return True if the arena of this life is to be mapped now."""
-        is_asleep = self._weights is not None and self._weights.is_asleep
+        is_asleep = self.weights is not None and self.weights.is_asleep
         return welcome.boot != self.boot and now >= self._attach_at and not is_asleep
 
     def _map_arena(self, welcome: Welcome, now: float) -> Arena | None:
@@ -482,23 +482,23 @@ class WorkerRole:
                 welcome.arena_bytes,
                 welcome.slots_bytes,
                 pid=welcome.pid,
-                group=self._link.group,
-                lock=self._link.lock,
+                group=self.link.group,
+                lock=self.link.lock,
             )
         except HybridKVError as error:
             self._report.counters[metrics.ATTACH_FAILED] += 1
             if not self._attach_at:
                 text = "hybridkv: nothing is loaded or stored: %s; engine and daemon need one %s"
                 logger.warning(text, error, Path(welcome.arena_path).parent)
-            self._link.send(ReportMapping(False), now)
+            self.link.send(ReportMapping(False), now)
             self._attach_at = now + ATTACH_SECONDS
             return None
-        if not self._link.is_open:
+        if not self.link.is_open:
             # The daemon may have looked for the lock before it was there.
             arena.close()
             return None
         if self._attach_at and not self.is_disabled:
-            self._link.send(ReportMapping(True), now)
+            self.link.send(ReportMapping(True), now)
         self._attach_at = 0.0
         return arena
 
@@ -512,22 +512,22 @@ class WorkerRole:
 
     def _send_disabled(self, now: float) -> None:
         """Tell the daemon, once for each greeting, that this worker copies nothing any more."""
-        greeting = self._link.greetings
+        greeting = self.link.greetings
         is_due = self.is_disabled and self._disabled_greeting != greeting
-        if is_due and self._link.send(ReportMapping(False), now):
+        if is_due and self.link.send(ReportMapping(False), now):
             self._disabled_greeting = greeting
             self._report.counters[metrics.WORKERS_DISABLED] += 1
 
-    def _send_drained(self, session: int, now: float) -> None:
+    def send_drained(self, session: int, now: float) -> None:
         """Send Drained once no copy runs that was planned before the engine's last greeting."""
         with self._lock:
             running: set[int | str] = {*self._storing, *self._loading}
         if session != self._session:
             self._session, self._draining = session, running
         self._draining &= running
-        drained = DrainedGreetings(self._link.greetings, self._session)
+        drained = DrainedGreetings(self.link.greetings, self._session)
         is_due = not self._draining and self._session and drained != self._drained
-        if is_due and self._link.send(Drained(session), now):
+        if is_due and self.link.send(Drained(session), now):
             self._drained = drained
 
 

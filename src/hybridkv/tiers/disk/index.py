@@ -53,15 +53,15 @@ class FileIndex:
         self.ours: dict[bytes, OwnFile] = {}
         self.others: dict[bytes, str] = {}
         """Path by key, of all other writers. No key is in `ours` as well."""
-        self._doubled: set[bytes] = set()
+        self.doubled: set[bytes] = set()
         """Keys of `ours` and `others` that one more writer has."""
         self._shards_to_list: set[str] = set()
         """Names of shards, two digits, that may hold another copy of a record that is gone."""
-        self._order: EvictionQueue[bytes] = EvictionQueue(EvictionPolicy.TWO_QUEUES, 0)
-        self._children: Counter[bytes] = Counter()
+        self.order: EvictionQueue[bytes] = EvictionQueue(EvictionPolicy.TWO_QUEUES, 0)
+        self.children: Counter[bytes] = Counter()
         """By short key, how many records must be evicted before that record."""
         self._keys: dict[bytes, bytes] = {}  # Key by short key.
-        self._taken_bytes = 0  # Bytes of the files in `ours`, and of the strays.
+        self.taken_bytes = 0  # Bytes of the files in `ours`, and of the strays.
         self.writing_bytes = 0  # The most bytes of the files that are being written.
         self.strays: dict[str, int] = {}
         """Bytes by path, of this daemon's files that could not be removed yet."""
@@ -71,7 +71,7 @@ class FileIndex:
     @property
     def held_bytes(self) -> int:
         """Bytes that count against the bound."""
-        return self._taken_bytes + self.writing_bytes
+        return self.taken_bytes + self.writing_bytes
 
     def path_of(self, key: bytes) -> str | None:
         """Returns the path of a record's file. None = the record is not there."""
@@ -87,13 +87,13 @@ class FileIndex:
             before = b""
         self.ours[key] = OwnFile(path, size_bytes, before, touched_at)
         if self.others.pop(key, None) is not None:
-            self._doubled.add(key)
+            self.doubled.add(key)
         # The new file may have replaced one that could not be removed.
-        self._taken_bytes += size_bytes - self.strays.pop(path, 0)
+        self.taken_bytes += size_bytes - self.strays.pop(path, 0)
         self._keys[short] = key
-        self._children[before] += 1
+        self.children[before] += 1
         eviction_class = EvictionClass.INTERIOR if interior else EvictionClass.PROMPT
-        self._order.add_item(key, size_bytes, eviction_class, key)
+        self.order.add_item(key, size_bytes, eviction_class, key)
 
     def drop_record(self, key: bytes) -> None:
         """Drop a record whose file is gone."""
@@ -102,17 +102,17 @@ class FileIndex:
         file = self.ours.pop(key, None)
         if file is None:
             return
-        self._taken_bytes -= file.taken_bytes
-        self._order.remove(key)
+        self.taken_bytes -= file.taken_bytes
+        self.order.remove(key)
         short = _short_key(key)
         if self._keys.get(short) == key:
             del self._keys[short]
-        self._children[file.parent] -= 1
-        if not self._children[file.parent]:
-            del self._children[file.parent]
+        self.children[file.parent] -= 1
+        if not self.children[file.parent]:
+            del self.children[file.parent]
             parent = self._keys.get(file.parent)
             if parent is not None:
-                self._order.offer(parent)
+                self.order.offer(parent)
 
     def touch(self, key: bytes) -> None:
         """Count a record as used, because it was read."""
@@ -121,9 +121,9 @@ class FileIndex:
             file = self.ours.get(key)
             if file is None:
                 return
-            self._order.mark_used((key,))
-            if self._may_go(key):
-                self._order.offer(key)
+            self.order.mark_used((key,))
+            if self.may_go(key):
+                self.order.offer(key)
             if now - file.touched_at <= TOUCH_SECONDS:
                 return
             self.ours[key] = file._replace(touched_at=now)
@@ -140,8 +140,8 @@ class FileIndex:
 
     def evict_bytes(self, size: int) -> None:
         """Evict `size` bytes, or all records. Raises OSError."""
-        goal = self._taken_bytes - size
-        while self.ours and self._taken_bytes > goal:
+        goal = self.taken_bytes - size
+        while self.ours and self.taken_bytes > goal:
             self._evict()
 
     def remove_file(self, path: str, size_bytes: int) -> None:
@@ -152,11 +152,11 @@ class FileIndex:
         except OSError:
             self.add_stray(path, size_bytes)
         else:
-            self._taken_bytes -= self.strays.pop(path, 0)
+            self.taken_bytes -= self.strays.pop(path, 0)
 
     def add_stray(self, path: str, size_bytes: int) -> None:
         """Count a file that could not be removed, until `sweep` removes it."""
-        self._taken_bytes += size_bytes - self.strays.pop(path, 0)
+        self.taken_bytes += size_bytes - self.strays.pop(path, 0)
         self.strays[path] = size_bytes
 
     def sweep(self) -> None:
@@ -167,12 +167,12 @@ class FileIndex:
                 if path in self.strays:
                     self.remove_file(path, self.strays[path])
 
-    def _may_go(self, key: bytes) -> bool:
-        return _short_key(key) not in self._children
+    def may_go(self, key: bytes) -> bool:
+        return _short_key(key) not in self.children
 
     def _evict(self) -> None:
         """Remove the next victim's file. Raises OSError where no file seems to be removable."""
-        victim = self._order.victim(self._may_go)
+        victim = self.order.victim(self.may_go)
         # Two records may name each other as parents, and then neither may go first.
         key = victim if victim is not None else next(iter(self.ours))
         file = self.ours[key]
@@ -188,7 +188,7 @@ class FileIndex:
                 raise
             self._stuck += 1
             self.add_stray(file.path, file.taken_bytes)
-        self._order.remember(key, key)
+        self.order.remember(key, key)
         self.drop_record(key)
 
     def index_directory(self, home: Path) -> None:
@@ -201,14 +201,14 @@ class FileIndex:
                 with contextlib.suppress(FileNotFoundError), errors:
                     found.append(found_file(path, name))
             self.ours, self.others, self._keys = {}, {}, {}
-            self._doubled, self._shards_to_list, self._children = set(), set(), Counter()
+            self.doubled, self._shards_to_list, self.children = set(), set(), Counter()
             self.strays = {path: n for path, n in self.strays.items() if os.path.lexists(path)}
-            self._stuck, self._taken_bytes = 0, sum(self.strays.values())
+            self._stuck, self.taken_bytes = 0, sum(self.strays.values())
             if not self.max_bytes:
                 system = os.statvfs(home)
                 free = system.f_bavail * system.f_frsize + sum(file.taken_bytes for file in found)
                 self.max_bytes = free // 2 // SLOT_ALIGN * SLOT_ALIGN
-            self._order = EvictionQueue(EvictionPolicy.TWO_QUEUES, self.max_bytes)
+            self.order = EvictionQueue(EvictionPolicy.TWO_QUEUES, self.max_bytes)
             for file in sorted(found):
                 if file.name.key not in self.ours:
                     self.insert_file(file.name, file.path, file.taken_bytes, file.changed)
@@ -235,7 +235,7 @@ class FileIndex:
                     self._list_shard_again(key)
             for key, path in found.items():
                 if key in self.ours or not self.others.get(key, here).startswith(here):
-                    self._doubled.add(key)
+                    self.doubled.add(key)
                 if key not in self.ours:
                     self.others[key] = path
 
@@ -246,8 +246,8 @@ class FileIndex:
         return shards
 
     def _list_shard_again(self, key: bytes) -> None:
-        if key in self._doubled:
-            self._doubled.remove(key)
+        if key in self.doubled:
+            self.doubled.remove(key)
             self._shards_to_list.add(os.path.dirname(FileName(key).path))
 
 

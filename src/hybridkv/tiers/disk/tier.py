@@ -270,7 +270,7 @@ class DiskTier(Tier):
                 return _translated(error)
             index.writing_bytes += reserved
         try:
-            file_bytes = self._write(temporary, item.pieces, size)
+            file_bytes = self.write_record(temporary, item.pieces, size)
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
@@ -293,7 +293,7 @@ class DiskTier(Tier):
                 index.insert_file(name, path, file_bytes, time.time())
         return None
 
-    def _write(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
+    def write_record(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
         """Write a new file. Returns the bytes that it takes. Raises OSError."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._direct
         fd = os.open(path, flags, 0o600)
@@ -319,7 +319,7 @@ class DiskTier(Tier):
         path = self.writers.home / TMP / "probe"
         for self._direct in (os.O_DIRECT, 0):
             try:
-                self._write(str(path), [page], len(page))
+                self.write_record(str(path), [page], len(page))
                 return
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:

@@ -212,7 +212,7 @@ class MooncakeTier(Tier):
                     del self._discarded[key]
         if damaged:
             with contextlib.suppress(TierError):
-                self._remove(damaged, self._deadline())
+                self.remove_keys(damaged, self._deadline())
         refused = {
             key: TierError("a damaged one is in its place")
             for key in damaged
@@ -229,7 +229,7 @@ class MooncakeTier(Tier):
             for key in list(itertools.islice(self._discarded, excess)):
                 del self._discarded[key]
             self._forgotten += excess
-        self._remove(keys, self._deadline())
+        self.remove_keys(keys, self._deadline())
 
     def keys(self) -> Iterator[bytes]:
         """Yields the keys that the master lists on its HTTP port. Raises TierError."""
@@ -246,7 +246,7 @@ class MooncakeTier(Tier):
         with self._discarded_lock:
             discarded = list(self._discarded)
         if discarded:
-            self._remove(discarded, self._deadline())
+            self.remove_keys(discarded, self._deadline())
 
     def gauges(self) -> Mapping[str, float]:
         """Returns this node's share. Only the master knows how full the store is.
@@ -379,7 +379,7 @@ class MooncakeTier(Tier):
             for done, size, code in zip(is_done, sizes, codes, strict=True)
         ]
 
-    def _remove(self, keys: Sequence[bytes], deadline: float) -> None:
+    def remove_keys(self, keys: Sequence[bytes], deadline: float) -> None:
         """Remove those of `keys` that are discarded. Forget the keys that are removed."""
         for force in (False, True):
             with self._discarded_lock:
