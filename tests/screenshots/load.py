@@ -162,7 +162,7 @@ class Player(threading.Thread):
         loaded = found.chunks * served.geometry.chunk_tokens
         size = sum(self._sizes(found))
         if found.chunks:
-            client._tell(Release(number, loaded, size))
+            client.tell(Release(number, loaded, size))
         stored = self._store(client, prompt, chunks, found)
         asked = b"".join(hashes(prompt, chunks))
         tracked = TrackedRequest(
@@ -174,7 +174,7 @@ class Player(threading.Thread):
         )
         explanation = explain_request(served.geometry, tracked)
         self._requests += 1
-        client._tell(
+        client.tell(
             ReportRequest(f"chatcmpl-{rng.getrandbits(64):016x}-{self._requests}", explanation)
         )
 
@@ -205,7 +205,7 @@ class Player(threading.Thread):
             for slot, chunk in zip(slots, missing, strict=False):
                 client.fill(slot, index, names[chunk], size, 1)
                 parent = names[chunk - 1] if chunk else bytes(HASH_BYTES)
-                client._tell(
+                client.tell(
                     Commit(
                         offsets=pack_u64([slot.offset]),
                         generations=pack_u64([slot.generation]),

@@ -121,7 +121,7 @@ class Client:
                 slot = self._slot(size, parts, patience)
                 self.fill(slot, index, name, size, parts)
                 packed = pack_refs([slot])
-                self._tell(
+                self.tell(
                     Commit(
                         offsets=packed.offsets,
                         generations=packed.generations,
@@ -149,12 +149,12 @@ class Client:
     def abandon(self, slots: Sequence[Ref]) -> None:
         """Give write slots back unused."""
         packed = pack_refs(slots)
-        self._tell(Free(packed.offsets, packed.generations))
+        self.tell(Free(packed.offsets, packed.generations))
 
     def ask(self, prompt: int, chunks: int, wait_ms: int = 0, rate: int = 0) -> int:
         """Send a lookup. Returns its id, which is also that of its lease."""
         number = self._id()
-        self._tell(Lookup(number, number, b"".join(hashes(prompt, chunks)), wait_ms, rate))
+        self.tell(Lookup(number, number, b"".join(hashes(prompt, chunks)), wait_ms, rate))
         return number
 
     def answer(self, number: int, seconds: float = DEADLINE_SECONDS) -> Found:
@@ -178,7 +178,7 @@ class Client:
 
     def release(self, lease: int) -> None:
         """End a lease."""
-        self._tell(Release(lease))
+        self.tell(Release(lease))
 
     def prove(self, found: Found, prompt: int) -> None:
         """Every slot of an answer has the bytes of its name, signed. Raises AssertionError."""
@@ -213,10 +213,10 @@ class Client:
         return self._ids
 
     def _call(self, request: Request) -> Reply:
-        self._tell(request)
+        self.tell(request)
         return self._reply(getattr(request, "id", 0), time.monotonic() + DEADLINE_SECONDS)
 
-    def _tell(self, request: Request) -> None:
+    def tell(self, request: Request) -> None:
         if not self._link.send(request, time.monotonic()):
             raise DaemonUnreachableError("the daemon is gone")
 
