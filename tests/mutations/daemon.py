@@ -272,9 +272,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "without-room-nothing-shorter",
         "a lookup whose room others took is answered as far as it came, without its windows",
-        "Promotion._step",
-        "self._plan(lookup, sum(slot.size_bytes for slot in set(lookup.held)), now)",
-        "lookup.needs.clear()",
+        "WaitingLookup.next_actions",
+        "return self._plan(sum(slot.size_bytes for slot in set(self.held)), facts.now)",
+        "self.needs.clear()",
         ("D18",),
         (f"{LARGE_HITS}::test_what_others_read_is_left_to_them",),
     ),
@@ -406,9 +406,12 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "waits-at-the-place-of-another",
         "a lookup that joins a read takes the object's place in the other prompt for its own",
-        "Promotion._read",
-        "read.waiters.append(ReadWaiter(lookup, need))",
-        "read.waiters.append(ReadWaiter(lookup, read.waiters[0].need))",
+        "Promotion._perform",
+        "self.reads[need.key].waiters.append(ReadWaiter(lookup, need))",
+        """
+        waiters = self.reads[need.key].waiters
+        waiters.append(ReadWaiter(lookup, waiters[0].need))
+        """,
         ("B35",),
         (f"{TIER_TAILS}::test_who_waits_for_a_tail_that_is_read_for_another_knows_its_own_place",),
     ),

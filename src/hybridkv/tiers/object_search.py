@@ -44,6 +44,11 @@ class NeededObject(NamedTuple):
     place: ObjectPlace
     record: Record  # Its name and its shape.
 
+    @property
+    def key(self) -> bytes:
+        """The bytes that name the object in tiers."""
+        return self.record.name.key
+
 
 class LookupKey(NamedTuple):
     """The name of a lookup that waits."""
@@ -335,5 +340,4 @@ class ObjectSearch:
         request = self.request
         hits = (request.resident, *hits)
         places = dict.fromkeys(place for hit in hits for place in request.needed_places(hit))
-        slots = (request.slot_of(place) for place in places)
-        return [slot for slot in slots if slot is not None]
+        return [*filter(None, map(request.slot_of, places))]

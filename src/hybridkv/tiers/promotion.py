@@ -9,14 +9,14 @@ deadline at the latest (tiers.waiting_lookup has the table). The daemon then ans
 In between it is decided up to which boundary reading is worth it (tiers.load_or_compute). Where
 there is no room for what was decided, it is decided once more, for a shorter hit.
 
-`tick` goes on with all lookups, and returns those that ended. From its first step on a lookup pins
-the hit that RAM has already, and then the objects that come (`held`), until the daemon has answered
-it and unpins the slots: waiting costs no hit.
+A lookup decides from facts what is to be done next, and it is done here: `tick` goes on with all
+lookups, and returns those that ended. From its first step on a lookup pins the hit that RAM has
+already, and then the objects that come (`held`), until the daemon has answered it and unpins the
+slots: waiting costs no hit.
 """
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridkv.store.index import NewObject, Slot
@@ -25,9 +25,21 @@ from hybridkv.tiers.contract import DamagedError, TierError
 from hybridkv.tiers.health import JOB_ITEMS_MAX, TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
 from hybridkv.tiers.load_or_compute import Shortfall, ShortfallKind
-from hybridkv.tiers.object_search import LookupKey, NeededObject, ObjectPlace
+from hybridkv.tiers.object_search import LookupKey, ObjectPlace
 from hybridkv.tiers.record import Record
-from hybridkv.tiers.waiting_lookup import LookupEvent, ReadAction, ReadFacts, WaitingLookup
+from hybridkv.tiers.waiting_lookup import (
+    Ask,
+    Hold,
+    Join,
+    LookupAction,
+    LookupEvent,
+    LookupFacts,
+    ObjectRead,
+    Read,
+    ReadWaiter,
+    TierFacts,
+    WaitingLookup,
+)
 
 WAITING_MAX = 1024  # Lookups that wait at the same time. More are answered from RAM.
 READING_SHARE = 8  # At most 1/8 of the arena is being read into from one tier.
@@ -42,22 +54,6 @@ class TierQuestion(NamedTuple):
 
     lookup: WaitingLookup
     places: list[ObjectPlace]  # In the order of the job's items.
-
-
-class ReadWaiter(NamedTuple):
-    """A lookup that waits for a read, and the object as it needs it."""
-
-    lookup: WaitingLookup
-    need: NeededObject
-
-
-@dataclass(eq=False)
-class ObjectRead:
-    """An object that is being read."""
-
-    tier: TierState
-    slot: Slot
-    waiters: list[ReadWaiter]  # The first one began the read.
 
 
 class ReadResult(NamedTuple):
@@ -100,13 +96,12 @@ class Promotion:
             lookup.shortfalls.append(Shortfall(kind, {}))
             self._count_shortfalls(lookup)
             return False
-        if not self._step(lookup, now):
+        self._step(lookup, self._facts(now))
+        if lookup.is_complete:
             self._advance(lookup, LookupEvent.COMPLETED)
             self._count_shortfalls(lookup)
             return False
         self.lookups[lookup.request.key] = lookup
-        if lookup.is_finding:
-            self._hold(lookup, lookup.search.resident_slots(()))
         return True
 
     def is_waiting(self, connection_id: int, lease: int) -> bool:
@@ -176,8 +171,10 @@ class Promotion:
         for tier in self._tiers:
             self._take_turns(tier, now)
             self._discard_damaged(tier, now)
+        facts = self._facts(now)
         for lookup in list(self.lookups.values()):
-            if not self._step(lookup, now):
+            facts = self._step(lookup, facts)
+            if lookup.is_complete:
                 ended.append(self._end(lookup, LookupEvent.COMPLETED, now))
         return ended
 
@@ -186,38 +183,74 @@ class Promotion:
         deadlines = (lookup.request.deadline for lookup in self.lookups.values())
         return min(deadlines, default=float("inf"))
 
-    def _step(self, lookup: WaitingLookup, now: float) -> bool:
-        """Take a lookup as far as it can come now. Returns whether it waits for more."""
-        self._ask_tiers(lookup, now)
-        if lookup.finds:
-            return True
-        if lookup.is_finding:
-            lookup.planned_at = now
-            # Slots that are being read into become objects, of this prompt or of others.
-            reading_bytes = sum(self.reading_bytes.values())
-            room_bytes = len(self._store) - self._store.writing_bytes + reading_bytes
-            self._plan(lookup, room_bytes, now)
-        while not self._read(lookup, now):
-            # A shorter hit has room in that of what is held. What only the longer one needs may be
-            # evicted from now on.
-            self._plan(lookup, sum(slot.size_bytes for slot in set(lookup.held)), now)
-        return not lookup.is_complete
+    # Actions
+
+    def _step(self, lookup: WaitingLookup, facts: LookupFacts) -> LookupFacts:
+        """Do what the lookup decides, until it waits for more or is complete.
+
+        Returns the facts as they are afterwards.
+        """
+        is_going_on = True
+        while is_going_on and (actions := lookup.next_actions(facts)):
+            for action in actions:
+                is_going_on = self._perform(lookup, action, facts.now)
+            facts = self._facts(facts.now)
+        return facts
+
+    def _facts(self, now: float) -> LookupFacts:
+        """Returns what lookups need to know of RAM, tiers and reads."""
+        share_bytes = len(self._store) // READING_SHARE
+        # Slots that are being read into become objects, of any prompt.
+        reading_bytes = sum(self.reading_bytes.values())
+        room_bytes = len(self._store) - self._store.writing_bytes + reading_bytes
+        tiers = {
+            tier: TierFacts(
+                is_readable=tier.may_read(now),
+                is_hung=tier.is_hung,
+                has_thread=tier.has_thread(JobKind.READ),
+                job_bytes=tier.job_bytes(JobKind.READ, now),
+                reading_bytes=self.reading_bytes[tier],
+            )
+            for tier in self._tiers
+        }
+        return LookupFacts(now, tiers, self.reads, room_bytes, share_bytes)
+
+    def _perform(self, lookup: WaitingLookup, action: LookupAction, now: float) -> bool:
+        """Do one action. Returns False where a read has no slot and one may come later."""
+        match action:
+            case Ask(tiers):
+                for tier in tiers:
+                    self.turns[tier][lookup] = None
+                    lookup.finds += 1
+                    self._take_turns(tier, now)
+            case Hold(slots, unpinned):
+                self._store.hold(slots)
+                self._store.unpin(unpinned)
+            case Join(needs):
+                for need in needs:
+                    self.reads[need.key].waiters.append(ReadWaiter(lookup, need))
+            case Read(tier, needs):
+                items: list[JobItem] = []
+                for need in needs:
+                    record = need.record
+                    slot = next(iter(self._store.grant(record.shape, 1)), None)
+                    if slot is None:
+                        break
+                    self.reads[need.key] = ObjectRead(tier, slot, [ReadWaiter(lookup, need)])
+                    items.append(JobItem(record._replace(seed=slot.generation), slot))
+                    self.reading_bytes[tier] += record.size_bytes
+                    lookup.begun_bytes[tier] += record.size_bytes
+                    lookup.reads += 1
+                    lookup.needs.popleft()
+                if items:
+                    tier.submit_job(TierJob(JobKind.READ, tier.number, items), now)
+                    return True
+                # A slot may come, or else a shorter hit has room.
+                lookup.is_cramped = not (self._store.is_growing or lookup.reads)
+                return lookup.is_cramped
+        return True
 
     # Finding
-
-    def _ask_tiers(self, lookup: WaitingLookup, now: float) -> None:
-        """Begin the next round of a lookup about which no tier is being asked, if there is one."""
-        while lookup.is_finding and not lookup.finds:
-            tiers = [tier for tier in self._tiers if tier.may_read(now)]
-            if not lookup.search.next_round(tiers):
-                break
-            if not tiers:
-                lookup.shortfalls.append(Shortfall(ShortfallKind.TIERS_AWAY, {}))
-                lookup.search.unknown.clear()
-            for tier in tiers:
-                self.turns[tier][lookup] = None
-                lookup.finds += 1
-                self._take_turns(tier, now)
 
     def _take_turns(self, tier: TierState, now: float) -> None:
         """Ask the tier about lookups in turn while it has threads. Give up all if it is ill."""
@@ -245,88 +278,6 @@ class Promotion:
 
     # Reading
 
-    def _plan(self, lookup: WaitingLookup, room_bytes: int, now: float) -> None:
-        """Decide which objects are read into `room_bytes`, and pin what RAM has of their hits."""
-        self._advance(lookup, LookupEvent.PLANNED)
-        hits, held = lookup.hits, lookup.held
-        lookup.held = lookup.plan_reads(room_bytes, now)
-        self._store.hold(lookup.held)
-        self._store.unpin(held)
-        if lookup.hits == hits:
-            # The hit has no room although it seems to fit, because objects without a slot counted.
-            # Planning it once more would never end.
-            lookup.needs.clear()
-
-    def _read(self, lookup: WaitingLookup, now: float) -> bool:
-        """Go through what the lookup needs, prefix first. Start the reads that can start.
-
-        Returns False where there is no slot for the next object, and none is on its way.
-        """
-        while lookup.needs:
-            need = lookup.needs[0]
-            slot = lookup.request.slot_of(need.place)
-            read = self.reads.get(need.record.name.key)
-            tier = need.tier if read is None else read.tier
-            facts = ReadFacts(
-                is_in_ram=slot is not None,
-                is_being_read=read is not None,
-                is_tier_hung=tier.is_hung,
-                may_read_tier=tier.may_read(now),
-                is_tier_busy=not tier.has_thread(JobKind.READ) or self._is_busy(tier, need.record),
-            )
-            match facts.action():
-                case ReadAction.HOLD:
-                    assert slot is not None
-                    self._hold(lookup, (slot,))
-                    lookup.needs.popleft()
-                case ReadAction.JOIN:
-                    assert read is not None
-                    read.waiters.append(ReadWaiter(lookup, need))
-                    lookup.reads += 1
-                    lookup.needs.popleft()
-                case ReadAction.START:
-                    if self._start_reads(lookup, tier, tier.job_bytes(JobKind.READ, now), now):
-                        continue
-                    return self._store.is_growing or lookup.reads > 0
-                case ReadAction.WAIT:
-                    break
-                case ReadAction.GIVE_UP:
-                    lookup.shortfalls.append(Shortfall(ShortfallKind.SILENT, {"tier": tier.name}))
-                    lookup.needs.clear()
-        return True
-
-    def _is_busy(self, tier: TierState, record: Record) -> bool:
-        """Returns whether a record would exceed the share of the arena that is read into."""
-        reading = self.reading_bytes[tier]
-        return reading > 0 and reading + record.size_bytes > len(self._store) // READING_SHARE
-
-    def _start_reads(
-        self, lookup: WaitingLookup, tier: TierState, job_bytes_max: int, now: float
-    ) -> bool:
-        """Read the next few objects from `tier`. Returns False where the first has no slot."""
-        items: list[JobItem] = []
-        room_bytes = len(self._store) // READING_SHARE - self.reading_bytes[tier]
-        job_bytes, job_bytes_max = 0, min(job_bytes_max, room_bytes)
-        while lookup.needs and lookup.needs[0].tier is tier and len(items) < JOB_ITEMS_MAX:
-            need = lookup.needs[0]
-            record = need.record
-            key, size = record.name.key, record.size_bytes
-            job_bytes += size
-            if items and (job_bytes > job_bytes_max or key in self.reads):
-                break
-            slot = next(iter(self._store.grant(record.shape, 1)), None)
-            if slot is None:
-                break
-            self.reads[key] = ObjectRead(tier, slot, [ReadWaiter(lookup, need)])
-            items.append(JobItem(record._replace(seed=slot.generation), slot))
-            self.reading_bytes[tier] += size
-            lookup.begun_bytes[tier] += size
-            lookup.reads += 1
-            lookup.needs.popleft()
-        if items:
-            tier.submit_job(TierJob(JobKind.READ, tier.number, items), now)
-        return bool(items)
-
     def _enter(self, read: ObjectRead, tenant: int) -> Slot | None:
         """Make an object of the slot that was read into. Returns the slot that has the object."""
         (lookup, need), slot = read.waiters[0], read.slot
@@ -351,7 +302,8 @@ class Promotion:
             return
         tier, slot, error = result
         if slot is not None:
-            self._hold(lookup, (slot,))
+            self._store.hold((slot,))
+            lookup.held.append(slot)
             lookup.read_bytes[tier] += slot.size_bytes
             lookup.origins.setdefault(lookup.request.chunk_of(need.place.position), tier.name)
             return
@@ -392,11 +344,6 @@ class Promotion:
         """Take the lookup to its next state. Count an event that its state does not have."""
         if not lookup.transition(event):
             self.counters["lookup_events_ignored", f"{lookup.state}_{event}"] += 1
-
-    def _hold(self, lookup: WaitingLookup, slots: Sequence[Slot]) -> None:
-        """Pin objects until the lookup is answered."""
-        self._store.hold(slots)
-        lookup.held += slots
 
     def _count_shortfalls(self, lookup: WaitingLookup) -> None:
         """Count each kind of reason for which the lookup gets less than the tiers have."""

@@ -1,10 +1,13 @@
 """The states of a lookup that waits for tiers, and what is done about the next object it needs."""
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
 from hybridkv.core.coverage import whole_hit
+from hybridkv.core.speed import Speed
 from hybridkv.store.index import Namespace
 from hybridkv.store.store import Store
 from hybridkv.tiers.load_or_compute import Shortfall, ShortfallKind
@@ -12,10 +15,15 @@ from hybridkv.tiers.object_search import LookupRequest, ObjectSearch
 from hybridkv.tiers.promotion import Promotion
 from hybridkv.tiers.waiting_lookup import (
     TRANSITIONS,
+    Ask,
+    Hold,
     LookupEvent,
+    LookupFacts,
     LookupState,
-    ReadAction,
+    Read,
     ReadFacts,
+    ReadStep,
+    TierFacts,
     WaitingLookup,
 )
 from tests.layouts import LAYOUTS
@@ -73,22 +81,22 @@ def test_an_event_that_the_state_does_not_have_is_counted() -> None:
 
 @pytest.mark.parametrize("facts", ALL_FACTS, ids=str)
 def test_what_is_done_about_the_next_object(facts: ReadFacts) -> None:
-    match facts.action():
-        case ReadAction.HOLD:
+    match facts.step():
+        case ReadStep.HOLD:
             assert facts.is_in_ram
             return
-        case ReadAction.GIVE_UP:
+        case ReadStep.GIVE_UP:
             is_silent = not facts.is_being_read and not facts.may_read_tier
             assert facts.is_tier_hung or is_silent
-        case ReadAction.JOIN:
+        case ReadStep.JOIN:
             assert facts.is_being_read
             assert not facts.is_tier_hung
-        case ReadAction.START:
+        case ReadStep.START:
             assert facts.may_read_tier
             assert not facts.is_tier_busy
             assert not facts.is_tier_hung
             assert not facts.is_being_read, "an object is read once"
-        case ReadAction.WAIT:
+        case ReadStep.WAIT:
             assert facts.may_read_tier
             assert facts.is_tier_busy
             assert not facts.is_being_read
@@ -117,3 +125,94 @@ def test_a_lookup_does_not_wait_where_no_tier_can_be_asked() -> None:
     assert promotion.counters == {ShortfallKind.TIERS_AWAY.counter: 1}
     assert lookup.why == "no tier can be asked at the moment"
     assert len(promotion) == 0
+
+
+class FakeTier:
+    """A tier that knows at once that it has everything, or has to be asked."""
+
+    name = "disk"
+    number = 0
+    speed = Speed(1e9)
+
+    def __init__(self, is_there: bool | None = True) -> None:
+        self._is_there = is_there
+
+    def peek(self, key: bytes) -> bool | None:
+        return self._is_there
+
+
+READY = TierFacts(
+    is_readable=True, is_hung=False, has_thread=True, job_bytes=1 << 40, reading_bytes=0
+)
+ROOM = 1 << 40
+
+
+def facts_of(tier: Any, known: TierFacts = READY, room_bytes: int = ROOM) -> LookupFacts:
+    return LookupFacts(0.0, {tier: known}, {}, room_bytes=room_bytes, share_bytes=ROOM)
+
+
+def finding() -> WaitingLookup:
+    lookup = lookup_in(LookupState.FINDING)
+    masks = [bytes(lookup.request.chunks) for _ in lookup.request.geometry.groups]
+    return replace(lookup, search=ObjectSearch(lookup.request, masks))
+
+
+def test_what_a_tier_knows_at_once_is_planned_and_read_without_a_question() -> None:
+    lookup, tier = finding(), FakeTier()
+    assert lookup.next_actions(facts_of(tier)) == [Hold([], [])]
+    assert lookup.state is LookupState.READING
+    (read,) = lookup.next_actions(facts_of(tier))
+    assert isinstance(read, Read)
+    assert list(read.needs) == list(lookup.needs)
+    assert len(read.needs) == 2
+
+
+def test_a_tier_that_has_to_be_asked_is_asked_before_anything_is_planned() -> None:
+    lookup, tier = finding(), FakeTier(None)
+    hold, ask = lookup.next_actions(facts_of(tier))
+    assert hold == Hold([])
+    assert isinstance(ask, Ask)
+    assert len(lookup.search.asked) == 2
+    lookup.finds = 1
+    assert lookup.next_actions(facts_of(tier)) == [], "it waits for the answer"
+    lookup.finds = 0
+    lookup.next_actions(facts_of(tier))
+    assert lookup.is_complete, "no tier has anything"
+
+
+def test_one_job_reads_no_more_than_its_tier_should_move_and_its_share_has_room_for() -> None:
+    lookup, tier = finding(), FakeTier()
+    lookup.next_actions(facts_of(tier))
+    size = lookup.needs[0].record.size_bytes
+    for known, count in (
+        (READY._replace(job_bytes=1), 1),  # One object may have more.
+        (READY._replace(job_bytes=2 * size), 2),
+        (READY._replace(reading_bytes=ROOM - size), 1),
+        (READY._replace(reading_bytes=ROOM - 2 * size), 2),
+    ):
+        (read,) = lookup.next_actions(facts_of(tier, known))
+        assert isinstance(read, Read)
+        assert len(read.needs) == count, known
+
+
+@pytest.mark.parametrize(
+    "known",
+    [READY._replace(has_thread=False), READY._replace(reading_bytes=ROOM)],
+    ids=["no thread", "the share is used"],
+)
+def test_nothing_is_read_from_a_busy_tier(known: TierFacts) -> None:
+    lookup, tier = finding(), FakeTier()
+    lookup.next_actions(facts_of(tier))
+    assert lookup.next_actions(facts_of(tier, known)) == []
+    assert not lookup.is_complete, "it waits"
+
+
+def test_where_the_next_object_has_no_slot_a_hit_in_the_room_of_what_is_held_is_planned() -> None:
+    lookup, tier = finding(), FakeTier()
+    lookup.next_actions(facts_of(tier))
+    assert lookup.hits
+    lookup.is_cramped = True
+    assert lookup.next_actions(facts_of(tier)) == [Hold([], [])]
+    assert lookup.hits == (), "nothing is held, so nothing has room"
+    assert lookup.is_complete
+    assert [shortfall.kind for shortfall in lookup.shortfalls] == [ShortfallKind.NO_ROOM]
