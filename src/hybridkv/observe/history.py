@@ -232,7 +232,7 @@ class Snapshot:
         """Returns the begin and the end of the last `seconds`, or of all that is known."""
         samples = self.hour
         if not samples or samples[-1].at < self.now:
-            values = tuple(self.values.of(*column) for column in self.columns)
+            values = tuple(self.values.of(metric, label) for metric, label in self.columns)
             samples = (*samples, Sample(self.now, values))
         return Past(self.columns, samples).since(self.now - seconds)
 

@@ -329,7 +329,8 @@ class ObjectSearch:
             if place in self.located
         )
         for place in places:
-            record = Record(self.request.name_of(place), *self._shape_of(place), seed=0)
+            part_bytes, parts = self._shape_of(place)
+            record = Record(self.request.name_of(place), part_bytes, parts, seed=0)
             yield NeededObject(self.located[place], place, record)
 
     def resident_slots(self, hits: Iterable[PromptHit]) -> list[Slot]:

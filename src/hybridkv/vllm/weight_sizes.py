@@ -76,8 +76,7 @@ def emptied_parameter(module: torch.nn.Module) -> torch.Tensor | None:
 
 def _expert_sizes(module: torch.nn.Module) -> tuple[WeightSize, ...]:
     """Return the sizes of vLLM's routed experts, whose gate and up matrices are one tensor."""
-    names = ("local_num_experts", "hidden_size", "intermediate_size_per_partition")
-    sides = _numbers(module, *names)
+    sides = _numbers(module, "local_num_experts", "hidden_size", "intermediate_size_per_partition")
     if not sides or quantization_method(module) is None:
         return ()
     experts, hidden, intermediate = sides
