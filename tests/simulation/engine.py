@@ -798,7 +798,8 @@ class Engine:
             if is_pending:
                 patience += tracked.lookup.pending.wait_ms / 1e3
             waited = CLOCK.now - first_asked.since
-            assert waited <= patience, f"{name} waits for its lookup past the deadline"
+            story = self.side.requests.story(name)
+            assert waited <= patience, f"{name} waits for its lookup past the deadline: {story}"
         else:
             self._asked.pop(request.request_id, None)
         tracked = self.side.requests.by_id.get(request.request_id)

@@ -766,7 +766,8 @@ class _Life:
             )
             requests, staging = side.requests, side.stores.staging
             assert not any(staging.used_bytes), f"staging is never given back: {staging.used_bytes}"
-            assert not requests.by_id, f"requests are tracked for ever: {list(requests.by_id)}"
+            stories = {name: requests.story(name) for name in requests.by_id}
+            assert not stories, f"requests are tracked for ever: {stories}"
             assert not requests.by_lease, f"leases are tracked for ever: {list(requests.by_lease)}"
             assert not side.stores.storing, f"stores are never settled: {list(side.stores.storing)}"
             for saboteur in engine.saboteurs:

@@ -1,19 +1,23 @@
 """The life of a request: states by a table, and what a transition does to its lease."""
 
 import itertools
+import logging
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connector.metrics import transition_ignored
 from hybridkv.connector.scheduler.requests import (
+    STORY_MAX,
     TRANSITIONS,
     RequestEvent,
     RequestRegistry,
     RequestState,
+    StoryEvent,
     TrackedRequest,
 )
 from hybridkv.vllm.block_room import BlockRoom
@@ -116,3 +120,27 @@ def test_a_failed_request_is_never_offered_again(events: list[RequestEvent]) -> 
     tracking.after(RequestEvent.FAILED)
     for event in events:
         assert tracking.after(event) in (RequestState.BYPASS, RequestState.DONE)
+
+
+def test_a_request_has_a_story(caplog: pytest.LogCaptureFixture) -> None:
+    """The first event of a kind that its state does not have is logged with it."""
+    tracking = Tracking()
+    for event in (RequestEvent.ALLOCATED, RequestEvent.PLANNED):
+        tracking.after(event)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            tracking.after(RequestEvent.ALLOCATED)
+    assert tracking.requests.story("r") == [
+        StoryEvent(RequestEvent.ALLOCATED, RequestState.WAITING_FOR_LOAD, 0.0),
+        StoryEvent(RequestEvent.PLANNED, RequestState.LOADING, 0.0),
+    ]
+    assert caplog.messages == [
+        "hybridkv: r: event allocated is ignored in state loading, "
+        "after: allocated -> waiting_for_load, planned -> loading"
+    ]
+    for _ in range(STORY_MAX):
+        tracking.after(RequestEvent.LOADED)
+        tracking.after(RequestEvent.RESUMED)
+        tracking.after(RequestEvent.SETTLED)
+    assert len(tracking.requests.story("r")) == STORY_MAX, "the last events are kept"
+    assert tracking.requests.story("another") == []

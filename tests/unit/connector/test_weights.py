@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridkv.connector.messages import LoadPlan, StepPlan
-from hybridkv.connector.scheduler.weights import STEPS_MAX, WeightsWatch
+from hybridkv.connector.scheduler.weights import STEPS_MAX, WeightsState, WeightsWatch
 from hybridkv.connector.worker.copiers import MappedArena
 from hybridkv.connector.worker.role import WorkerRole
 from hybridkv.connector.worker.worker_settings import WorkerSettings
@@ -368,6 +368,7 @@ class SimulatedEngine:
         self._counts["held"] += len(self._held)
         self._counts["committed"] += len(proven)
         assert watch.is_identified or not proven
+        self._counts[f"state_{watch.state.name}"] += 1
         assert all(stored.content == set(watch.identity_digests) for stored in proven), "a lie"
 
     def _abort(self) -> None:
@@ -397,6 +398,7 @@ def test_no_order_of_events_names_blocks_after_other_weights() -> None:
             rng.choice(events)()
     print(dict(counts))
     assert min(counts.values()) > 50
+    assert {f"state_{state.name}" for state in WeightsState} <= counts.keys()
 
 
 class Copier:

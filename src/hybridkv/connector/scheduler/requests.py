@@ -10,7 +10,8 @@
 TRANSITIONS is the table. An event that it does not list for a state changes nothing and is counted.
 """
 
-from collections import Counter
+import logging
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,6 +31,10 @@ from hybridkv.vllm.adapters import Adapter, AdapterWeights
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.hashing import ChunkHashChain, extra_keys_at
 from hybridkv.wire import messages as wire
+
+logger = logging.getLogger("vllm.hybridkv")
+
+STORY_MAX = 32  # Events of a request that are kept, the last ones.
 
 
 class RequestState(StrEnum):
@@ -80,6 +85,20 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.READY, RequestEvent.SETTLED): RequestState.READY,
     (RequestState.BYPASS, RequestEvent.SETTLED): RequestState.BYPASS,
 }
+
+
+class StoryEvent(NamedTuple):
+    """An event in a request's life, and the state after it."""
+
+    event: RequestEvent
+    state: RequestState
+    at: float  # In monotonic seconds.
+
+    def __str__(self) -> str:
+        """The event and the state, such as "planned -> loading"."""
+        return f"{self.event} -> {self.state}"
+
+
 STATES_WITHOUT_LEASE = (RequestState.READY, RequestState.BYPASS, RequestState.DONE)
 """A request that enters one of these states releases its lease."""
 
@@ -167,6 +186,8 @@ class TrackedRequest:
     adapter_hash: bytes = b""  # The identity of the weights that the last hashes were of.
     tenant: int = 0  # The number of `core.keys.tenant_of`.
     state: RequestState = RequestState.PREFETCHING
+    story: deque[StoryEvent] = field(default_factory=lambda: deque(maxlen=STORY_MAX))
+    """The events that led to its state, the last one last."""
     lookup: RequestLookup = field(default_factory=RequestLookup)
     load: RequestLoad = field(default_factory=RequestLoad)
     preemptions: int = 0  # The engine's count when the request was last looked up.
@@ -244,20 +265,32 @@ class RequestRegistry:
     def advance(self, tracked: TrackedRequest, event: RequestEvent, now: float) -> None:
         """Take the request to the state after `event`, and do what the new state asks for.
 
-        An event that TRANSITIONS does not list for the present state is counted, and ignored.
+        An event that TRANSITIONS does not list for the present state is counted and ignored. The
+        first of its kind is logged with the request's story.
         """
         state = tracked.state
         next_state = TRANSITIONS.get((state, event))
         if next_state is None:
-            self.counters[transition_ignored(state, event)] += 1
+            metric = transition_ignored(state, event)
+            self.counters[metric] += 1
+            if self.counters[metric] == 1:
+                story = ", ".join(map(str, tracked.story)) or "nothing"
+                text = "hybridkv: %s: event %s is ignored in state %s, after: %s"
+                logger.warning(text, tracked.request.request_id, event, state, story)
             return
         tracked.state = next_state
+        tracked.story.append(StoryEvent(event, next_state, now))
         if next_state in STATES_WITHOUT_LEASE:
             self.end_lease(tracked, now)
         if next_state is RequestState.DONE:
             self.send_explanation(tracked, now)
             self.by_id.pop(tracked.request.request_id, None)
             self.room.on_running((tracked.request.request_id,))
+
+    def story(self, request_id: str) -> list[StoryEvent]:
+        """Return the last events of a request that is tracked; empty for any other."""
+        tracked = self.by_id.get(request_id)
+        return [*tracked.story] if tracked is not None else []
 
     def decline(self, tracked: TrackedRequest, reason: wire.Decline, detail: str = "") -> None:
         """Count why a request is not served, and keep the reason for `hybridkv explain`."""

@@ -18,6 +18,7 @@ weights that the identity names (requirements D16).
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from hybridkv.vllm.weights import WeightsAnswer
 
@@ -80,11 +81,32 @@ class RankLooks:
             self.era = self.by_step.pop(number)
 
 
+class WeightsState(Enum):
+    """States of the watch. Only in CURRENT is anything offered, or a stored object committed.
+
+    ======= ========================================== =====================================
+    state   the engine's blocks are                    it ends with
+    ======= ========================================== =====================================
+    CURRENT of the weights that the identity names     a reset, or a step with other weights
+    ASKED   of weights about which workers were asked  the answers of all workers
+    UNREAD  of weights that are not read yet           their digest; STALE if their era ends
+    RENAMED of weights that the daemon does not know   the caller, once it has told the daemon
+    STALE   of several weights, or may be              a reset that leaves no block
+    ======= ========================================== =====================================
+    """
+
+    CURRENT = auto()
+    ASKED = auto()
+    UNREAD = auto()
+    RENAMED = auto()
+    STALE = auto()
+
+
 @dataclass(eq=False)
 class WeightsWatch:
     """The reports of one engine's workers about their weights, and what follows from them.
 
-    Without ranks nothing is ever in doubt.
+    Without ranks nothing is ever in doubt. `state` follows from what is known.
     """
 
     identity_digests: Digests = ()  # The weights that the engine's identity names.
@@ -113,10 +135,23 @@ class WeightsWatch:
         self._read = ReadWeights(digests, self._eras(), 0)
 
     @property
+    def state(self) -> WeightsState:
+        """The state, which decides whether anything is offered and committed."""
+        if self.is_stale:
+            return WeightsState.STALE
+        digests = self._present()
+        if self.identity_digests and not digests:
+            return WeightsState.ASKED
+        if self._unread is not None:
+            return WeightsState.UNREAD
+        if not self.is_identified or digests != self.identity_digests:
+            return WeightsState.RENAMED
+        return WeightsState.CURRENT
+
+    @property
     def is_current(self) -> bool:
         """Whether all that the engine computes and loads belongs to its identity."""
-        is_named = self.is_identified and self._present() == self.identity_digests
-        return is_named and not self.is_stale and self._unread is None
+        return self.state is WeightsState.CURRENT
 
     @property
     def has_unasked_workers(self) -> bool:
