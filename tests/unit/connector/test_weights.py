@@ -397,8 +397,8 @@ def test_no_order_of_events_names_blocks_after_other_weights() -> None:
         for _ in range(rng.randrange(2, 60)):
             rng.choice(events)()
     print(dict(counts))
+    assert all(counts.pop(f"state_{state.name}") > 10 for state in WeightsState)
     assert min(counts.values()) > 50
-    assert {f"state_{state.name}" for state in WeightsState} <= counts.keys()
 
 
 class Copier:

@@ -88,16 +88,16 @@ class WeightsState(Enum):
     state   the engine's blocks are                    it ends with
     ======= ========================================== =====================================
     CURRENT of the weights that the identity names     a reset, or a step with other weights
-    ASKED   of weights about which workers were asked  the answers of all workers
     UNREAD  of weights that are not read yet           their digest; STALE if their era ends
+    ASKED   of weights about which workers were asked  the answers of all workers
     RENAMED of weights that the daemon does not know   the caller, once it has told the daemon
     STALE   of several weights, or may be              a reset that leaves no block
     ======= ========================================== =====================================
     """
 
     CURRENT = auto()
-    ASKED = auto()
     UNREAD = auto()
+    ASKED = auto()
     RENAMED = auto()
     STALE = auto()
 
@@ -139,11 +139,11 @@ class WeightsWatch:
         """The state, which decides whether anything is offered and committed."""
         if self.is_stale:
             return WeightsState.STALE
+        if self._unread is not None:
+            return WeightsState.UNREAD
         digests = self._present()
         if self.identity_digests and not digests:
             return WeightsState.ASKED
-        if self._unread is not None:
-            return WeightsState.UNREAD
         if not self.is_identified or digests != self.identity_digests:
             return WeightsState.RENAMED
         return WeightsState.CURRENT
