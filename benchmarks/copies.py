@@ -154,7 +154,7 @@ class LinkDevice:
     def enter_thread(self) -> None:
         pass
 
-    def wait(self, waitable: Waitable) -> None:
+    def wait_for(self, waitable: Waitable) -> None:
         while not waitable.is_over():
             waitable.wait()
 

@@ -160,9 +160,9 @@ class Day:
             manager.settimeout(SECONDS_MAX)
             environment = {**self.environment, "NOTIFY_SOCKET": name}
             service = subprocess.Popen(words, env=environment, cwd=self.home)
-            said = manager.recv(100).decode()
+            notice = manager.recv(100).decode()
         os.unlink(name)
-        self.write(f"```\n$ {' '.join(words)}\n```", f"It notifies the manager: `{said}`.")
+        self.write(f"```\n$ {' '.join(words)}\n```", f"It notifies the manager: `{notice}`.")
         return service
 
 

@@ -203,7 +203,7 @@ def pieces(message: str) -> list[str]:
     return [piece for piece in found if len(piece) > 3]
 
 
-def said() -> Iterator[str]:
+def quoted_texts() -> Iterator[str]:
     """Yields the code's warnings and errors of the log, and the text of each decline."""
     yield from DECLINES.values()
     for tree in trees():
@@ -230,7 +230,7 @@ def test_every_warning_of_the_log_is_on_the_page() -> None:
     page = " ".join(quoted())
     missing = [
         message
-        for message in (_PLACE.sub("…", text).removeprefix("hybridkv: ") for text in said())
+        for message in (_PLACE.sub("…", text).removeprefix("hybridkv: ") for text in quoted_texts())
         if not all(piece in page for piece in pieces(message))
     ]
     assert missing == []

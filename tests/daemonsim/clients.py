@@ -712,7 +712,7 @@ class Worker(Client):
         except HybridKVError:
             self.scene.counts["attach_failed"] += 1
             return
-        if not self._calls.link.is_open:
+        if not self._calls.link.has_connection:
             self.scene.counts["closed_before_lock"] += 1
             if file is not old:
                 del file.locks[self._calls.link.lock]

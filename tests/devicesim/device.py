@@ -80,7 +80,7 @@ class Event:
 
     def wait(self) -> None:
         """Let the device run until the event has fired. Lanes do not call it: they yield."""
-        self.device.wait(self)
+        self.device.wait_for(self)
 
 
 @dataclass
@@ -435,7 +435,7 @@ class SimulatedDevice:
         self._call("enter_thread")
         self._entered.add(self._actor)
 
-    def wait(self, waitable: Waitable) -> None:
+    def wait_for(self, waitable: Waitable) -> None:
         self._hold("an event")
         while not waitable.is_over():
             if not self.turn() and not self.wake():
@@ -540,7 +540,7 @@ class AddressKernels:
         tables = MoveTables(entries_address, launch.rows_address, self._word)
         move_words(self._touch, grid, tables, is_gather)
 
-    def digest(
+    def digest_pieces(
         self, entries_address: int, objects: int, pieces_max: int, digests_address: int
     ) -> None:
         grid = DigestGrid(pieces_max, objects)

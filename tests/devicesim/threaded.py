@@ -62,6 +62,6 @@ class ThreadedDevice(SimulatedDevice):
             self.settle()
             return result
 
-    def wait(self, waitable: Any) -> None:
+    def wait_for(self, waitable: Any) -> None:
         while not waitable.is_over():
             waitable.wait()

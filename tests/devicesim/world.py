@@ -199,12 +199,12 @@ class World:
         assert not self.device.held, f"the engine's thread waited for {self.device.held}"
         assert not self.device.wrongs, self.device.wrongs
         assert not self._wrongs, self._wrongs
-        assert self.pipeline.is_alive or self._has_failed(), "the copier ended without a reason"
+        assert self.pipeline.can_copy or self._has_failed(), "the copier ended without a reason"
         assert self.device.refusals <= len(self.lives), "a refused registration is tried again"
         assert not self.device.registered_twice, "memory is pinned twice"
         self.counts["seeds"] += 1
         self.counts["broken"] += bool(self.device.broken)
-        self.counts["dead"] += not self.pipeline.is_alive
+        self.counts["dead"] += not self.pipeline.can_copy
         self.counts["unpinning_failed"] += bool(self.device.stuck)
         counters = self.pipeline.take_counters()
         for name, metric in COUNTED.items():

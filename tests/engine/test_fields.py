@@ -180,7 +180,7 @@ def identity(vllm_config: Any) -> bytes:
     return fingerprint(json.loads(json.dumps(facts)))
 
 
-def other(value: Any) -> Any:
+def altered(value: Any) -> Any:
     """Returns another value: none for a configuration, a text for what is no plain value."""
     if isinstance(value, bool):
         return not value
@@ -241,7 +241,7 @@ def test_every_fact_changes_the_identity_and_nothing_else_does(config: Any) -> N
                 seen.add(name)
                 if type(value) in classes().values():
                     continue  # Its own fields are changed.
-                object.__setattr__(held, each.name, other(value))
+                object.__setattr__(held, each.name, altered(value))
                 is_other = identity(whole) != before
                 object.__setattr__(held, each.name, value)
                 hashed = name == "CacheConfig.prefix_caching_hash_algo"  # By the fact `hash`.

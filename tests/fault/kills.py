@@ -366,7 +366,7 @@ class Client(tierclient.Client):
         classes = bytes(self._rng.choices(list(EvictionClass), k=len(slots)))
         tenants = pack_u64(self._rng.choices((0, 0, 0, 0, 1, 2), k=len(slots)))
         parent_hashes = b"".join(parents)
-        self._tell(replace(commit, parents=parent_hashes, classes=classes, tenants=tenants))
+        self.tell(replace(commit, parents=parent_hashes, classes=classes, tenants=tenants))
 
     def _store_where_room(self, prompt: int) -> None:
         """Store the objects of a prompt for which there are slots at once."""
@@ -385,7 +385,7 @@ class Client(tierclient.Client):
         self._counts["hits"] += found.chunks
         if found.chunks and self._rng.random() < 0.2:
             self._counts["condemned"] += 1
-            self._tell(wire.ReportCorrupt(found.offsets[:8], found.generations[:8]))
+            self.tell(wire.ReportCorrupt(found.offsets[:8], found.generations[:8]))
         self._leases.append(lease)
         if self._rng.random() < 0.8:
             self.release(self._leases.pop())

@@ -260,10 +260,10 @@ class DaemonMachine(RuleBasedStateMachine):
         self.known.add(identity)
         self.lines[number] = Line(name, held)
         for _ in range(workers):
-            self.other("worker", name)
+            self.connect_client("worker", name)
 
     @rule(role=st.sampled_from(("worker", "control")), name=st.sampled_from(ENGINES))
-    def other(self, role: str, name: str) -> None:
+    def connect_client(self, role: str, name: str) -> None:
         number, reply = self.greet(Hello(1, PROTOCOL_VERSION, role, name))
         assert isinstance(reply, Welcome)
         self.lines[number].engine = name

@@ -27,7 +27,7 @@ FAULTS: tuple[Mutation, ...] = (
         "adapters-over-old-blocks",
         "other weights go on where the engine's own blocks are of the old ones",
         "AdapterBlocks.note_blocks",
-        'self.computed_by in (b"", weights.identity)',
+        'self.computed_by in (b"", weights.content_hash)',
         "True",
         ("D16",),
         (

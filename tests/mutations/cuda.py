@@ -220,7 +220,7 @@ FAULTS: tuple[Mutation, ...] = (
         "unmapped-under-copies",
         "the engine sleeps while copies use its memory",
         "CopyPipeline.drain",
-        "self._device.wait(latch)",
+        "self._device.wait_for(latch)",
         "",
         ("D6",),
         (DEVICES,),

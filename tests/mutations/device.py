@@ -32,7 +32,7 @@ FAULTS: tuple[Mutation, ...] = (
         "gathered = device.record(stream)",
         """
         gathered = device.record(stream)
-        device.wait(gathered)
+        device.wait_for(gathered)
         """,
         ("D18",),
         (DEVICES,),
@@ -233,7 +233,7 @@ FAULTS: tuple[Mutation, ...] = (
         "memory-that-is-still-written",
         "what is allocated may be written by the engine's earlier work",
         "CopyPipeline.__init__",
-        "device.wait(device.record(device.current_stream()))",
+        "device.wait_for(device.record(device.current_stream()))",
         "",
         ("A33",),
         (f"{PIPELINE}::test_memory_is_used_once_the_engines_work_with_it_is_over",),
@@ -344,7 +344,7 @@ FAULTS: tuple[Mutation, ...] = (
         "dead-but-attached",
         "a worker whose device failed still says that it maps the arena",
         "WorkerRole.take_step_report",
-        "if self.boot and (self.factory is None or self.factory.is_alive):",
+        "if self.boot and (self.factory is None or self.factory.can_copy):",
         "if self.boot:",
         ("C11",),
         ("tests/unit/connector/test_worker.py::test_a_worker_whose_device_failed_offers_nothing",),

@@ -145,7 +145,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "speed-by-the-next-report",
         "the speed of a prefill is measured up to the next report, which is of an earlier step",
-        "PrefillSpeed.on_step_end",
+        "PrefillSpeed.on_step_reported",
         """
         while self.planned and self.planned[0].number <= number:
             step = self.planned.popleft()
@@ -162,7 +162,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "speed-from-the-plan",
         "a step that was planned ahead is measured from its plan, not from the report before it",
-        "PrefillSpeed.on_step_end",
+        "PrefillSpeed.on_step_reported",
         "now - max(since, step.planned_at)",
         "now - step.planned_at",
         ("D18",),
@@ -172,7 +172,7 @@ FAULTS: tuple[Mutation, ...] = (
         "the-last-store-is-nobodys",
         "an engine without requests does not step on for the ends of its stores",
         "SchedulerRole.has_pending_work",
-        "is_unsent = self.stores.is_awaited or self.session.link.has_unsent",
+        "is_unsent = self.stores.has_open_stores or self.session.link.has_unsent",
         "is_unsent = False",
         ("C29",),
         (f"{SCHEDULER}::test_an_engine_steps_until_its_last_stores_are_committed",),
@@ -189,7 +189,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "no-cap",
         "load_timeout_seconds bounds nothing",
-        "Patience.wait_for",
+        "Patience.tier_wait",
         "min(self.seconds_max, self.prefill.seconds(tokens))",
         "self.prefill.seconds(tokens)",
         ("B39", "D18"),

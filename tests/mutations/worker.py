@@ -41,7 +41,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "closed-connection-unseen",
         "a worker uses an arena whose daemon did not see its lock",
-        "Link.is_open",
+        "Link.has_connection",
         "return not poller.poll(0)",
         "return True",
         ("B38",),
@@ -333,7 +333,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "late-within-a-step",
         "an answer is late although the step that brings it has not ended",
-        "NodesLink.is_due",
+        "NodesLink.is_answer_due",
         "number + REPORTS_OF_AN_ANSWER - 1",
         "number",
         ("C5",),
@@ -508,7 +508,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "weights-read-once",
         "the weights are not read again after a reset",
-        "EngineWeights.step",
+        "EngineWeights.begin_step",
         "self.question = max(self.question, question)",
         "",
         ("D16",),

@@ -437,7 +437,7 @@ class Rank:
 
     def block_bytes(self) -> BlockBytes:
         """Returns what the worker tells the other stages."""
-        return worker_layout(self.config, block_views(self.config, self.tensors)).block_bytes
+        return worker_layout(self.config, block_views(self.config, self.tensors)).padded_block_bytes
 
     def register(self, everyones: Sequence[BlockBytes] = ()) -> None:
         """Let the connector take the tensors. `everyones` are the `block_bytes` of all stages."""
@@ -794,7 +794,7 @@ class Engine:
             patience = self._patience + ROOM_SECONDS * bool(self.side.room)
             if watch.question or self.connector.counters.get(BEGUN_ANEW):
                 # A role that begins anew asks for the weights too.
-                patience += self.side.lookups.patience.wait_for(request.num_tokens).seconds
+                patience += self.side.lookups.patience.tier_wait(request.num_tokens).seconds
             if is_pending:
                 patience += tracked.lookup.pending.wait_ms / 1e3
             waited = CLOCK.now - first_asked.since

@@ -376,7 +376,7 @@ HANDLERS = (
         "failures",
     ),
     Handler(
-        "IsolatedProcess.connect",
+        "IsolatedProcess.load_library",
         "except BaseException",
         "The process is killed whatever went wrong.",
         RAISED,

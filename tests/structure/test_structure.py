@@ -1,4 +1,4 @@
-"""Error handlers are listed with their reason, and no two names are easily confused."""
+"""Error handlers are listed with their reason, and a name of a class or method means one thing."""
 
 import ast
 from collections import Counter, defaultdict
@@ -11,9 +11,13 @@ from typing import NamedTuple
 import pytest
 
 from tests.structure.handlers import HANDLERS, NO, RAISED
+from tests.structure.shared_names import SHARED_NAMES
 
 SOURCES = Path(__file__).parents[2] / "src" / "hybridkv"
 CATCH_ALL = {"Exception", "BaseException"}
+# Bases that say how a class is made, and not what its methods mean.
+NO_CONTRACT = {"ABC", "Enum", "Exception", "Generic", "NamedTuple", "Protocol", "StrEnum", "Struct"}
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -75,6 +79,33 @@ def repeated_classes(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]:
     return {name: places for name, places in paths.items() if len(places) > 1}
 
 
+def shared_methods(modules: Iterable[ast.Module]) -> dict[str, set[str]]:
+    """Return the public method names of classes without a common base, with these classes."""
+    classes = [
+        node for tree in modules for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    ]
+    bases = {
+        owner.name: {ast.unparse(base).partition("[")[0].split(".")[-1] for base in owner.bases}
+        for owner in classes
+    }
+    owners = defaultdict(set)
+    for owner in classes:
+        for node in owner.body:
+            if isinstance(node, _Function) and not node.name.startswith("_"):
+                owners[node.name].add(owner.name)
+    return {
+        method: names
+        for method, names in owners.items()
+        if any(a.isdisjoint(b) for a, b in combinations([family(name, bases) for name in names], 2))
+    }
+
+
+def family(name: str, bases: Mapping[str, set[str]]) -> set[str]:
+    """Return a class and the bases above it that say what its methods mean."""
+    above = bases.get(name, set()) - NO_CONTRACT - {name}
+    return {name}.union(*(family(base, bases) for base in above))
+
+
 def similar_names(paths: Iterable[str]) -> list[tuple[str, str]]:
     """Return the pairs of modules or packages in one package that differ by one letter.
 
@@ -124,6 +155,16 @@ def test_no_two_classes_have_one_name() -> None:
     assert repeated_classes(trees()) == {}
 
 
+def test_a_public_method_name_means_one_thing() -> None:
+    present = shared_methods(trees().values())
+    listed = Counter(name for row in SHARED_NAMES for name in row.names.split())
+    assert present.keys() - listed == set(), "rename it, or say in shared_names.py what it means"
+    assert listed - Counter(present.keys()) == Counter(), "listed twice, or shared no longer"
+    for row in SHARED_NAMES:
+        classes = set().union(*(present[name] for name in row.names.split()))
+        assert not row.classes or classes == set(row.classes.split()), row.meaning
+
+
 def test_no_two_modules_of_a_package_differ_by_one_letter() -> None:
     assert similar_names(trees()) == []
 
@@ -160,6 +201,26 @@ def test_clauses_are_found_with_their_function_and_whether_they_raise() -> None:
 def test_class_names_that_are_there_twice_are_found() -> None:
     first, second = ast.parse("class A: ...\nclass B: ..."), ast.parse("class A: ...")
     assert repeated_classes({"a.py": first, "b.py": second}) == {"A": ["a.py", "b.py"]}
+
+
+RELATED = """
+class Shape(Protocol):
+    def area(self): ...
+class Square(Shape):
+    def area(self): ...
+class Cube(Square, Generic[T]):
+    def area(self): ...
+    def _cut(self): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "expected"),
+    [("Protocol", "area", ["area"]), ("plane.Shape[T]", "area", []), ("Generic[T]", "_cut", [])],
+)
+def test_names_of_unrelated_classes_are_found(base: str, method: str, expected: list[str]) -> None:
+    park = ast.parse(f"class Park({base}):\n def {method}(self): ...")
+    assert [*shared_methods([ast.parse(RELATED), park])] == expected
 
 
 @pytest.mark.parametrize(

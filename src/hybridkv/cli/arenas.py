@@ -151,7 +151,7 @@ class _ArenaRow(NamedTuple):
     socket: str | None  # Where its daemons serve; None where that is not known.
     removed: bool
     kept_seconds: float | None
-    """How long it is kept for a next daemon; None where a daemon has it, or without a bound."""
+    """How long it is kept for a next daemon. None where a daemon has it, or without a bound."""
 
 
 def _kept_for(seconds: float | None) -> str:

@@ -85,7 +85,7 @@ def model_arguments(
 
 
 def setting_of(arguments: argparse.Namespace, key: str) -> Any:
-    """Returns a setting of the daemon that a command needs too; None = it was not given."""
+    """Returns a setting of the daemon that a command needs too. None = it was not given."""
     file = settings_file(arguments)
     return resolve_one(key, vars(arguments), os.environ, file.keys, file.path)
 

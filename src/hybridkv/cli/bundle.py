@@ -94,7 +94,7 @@ _KEY = option("--key file:PATH", "the key of encrypted objects, as in a tier's U
 
 
 def _coding(arguments: argparse.Namespace) -> Coding:
-    """How objects are decoded. Raises ConfigError where --key names no key."""
+    """Returns how objects are decoded. Raises ConfigError where --key names no key."""
     if arguments.key is None:
         return PLAIN
     return Coding(key=read_key(parse_key(arguments.key, "--key"), "--key"), takes_plain=True)

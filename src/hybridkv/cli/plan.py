@@ -61,7 +61,7 @@ class PlannedModel(NamedTuple):
 
     @property
     def is_refused(self) -> bool:
-        """Whether something of the model cannot be cached."""
+        """True if something of the model cannot be cached."""
         return any(finding.verdict is Verdict.FAIL for finding in self.findings)
 
 
@@ -303,7 +303,7 @@ def _daemon_settings(settings: Settings) -> DaemonSettings:
 
 
 def _mapping(settings: Settings, welcome: Welcome, group: int | None) -> Finding:
-    """Whether a process that runs where this one does can map the daemon's arena."""
+    """Returns the finding on whether a process like this one can map the daemon's arena."""
     try:
         path = arena.arena_seen(welcome.arena_path, settings.daemon.shm_dir)
         arena.attach_arena(path, welcome.arena_bytes, pid=welcome.pid, group=group).close()
@@ -315,7 +315,7 @@ def _mapping(settings: Settings, welcome: Welcome, group: int | None) -> Finding
 
 
 def _memory(settings: DaemonSettings, arena_bytes: int | None, directory: Path) -> Finding:
-    """Whether the machine has the memory that a daemon to be started would take."""
+    """Returns the finding on whether the machine has the memory that a new daemon would take."""
     machine, free = map(
         format_size, (arena.machine_memory_bytes(), arena.shm_free_bytes(directory))
     )

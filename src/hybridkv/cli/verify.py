@@ -173,7 +173,7 @@ def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
 
 
 class VerifyRequest(NamedTuple):
-    """The options of a proof."""
+    """The engine and the daemons of a proof, and how it is made."""
 
     model: str  # A model directory, a hub name, or the name of a bundled model.
     vllm_arguments: Sequence[str]
@@ -184,7 +184,7 @@ class VerifyRequest(NamedTuple):
 
 
 class _Daemons:
-    """The daemons of one engine's nodes; a context manager, as a daemon is."""
+    """The daemons of one engine's nodes. They are a context manager, as a daemon is."""
 
     def __init__(self, directory: Path, name: str, request: VerifyRequest) -> None:
         """The sockets are in `directory`."""

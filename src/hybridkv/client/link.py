@@ -91,7 +91,7 @@ class Link:
         return self._hello.lock
 
     @property
-    def is_open(self) -> bool:
+    def has_connection(self) -> bool:
         """True unless the daemon has closed the connection, also while replies are unread."""
         if self.sock is None:
             return False

@@ -95,9 +95,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self.worker_role: WorkerRole | None = None
         self._context: SchedulerContext | None = None  # Set when the layouts are known.
         self.life: EngineLife | None = None
-        """The state that outlives a scheduler role; set when the layouts are known."""
+        """The state that outlives a scheduler role. It is set when the layouts are known."""
         self.tails: Finding | None = None
-        """Whether hits can end inside a block; set when the layouts are known."""
+        """The finding on hits that end inside a block. It is set when the layouts are known."""
         self._blocks_of: Callable[[str], Any] | None = None
         """The engine's function that returns a request's blocks."""
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
@@ -131,7 +131,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     @property
     def counters(self) -> Mapping[Metric, int]:
-        """The counters of this role."""
+        """The counters of this role since its process began, by metric."""
         return dict(self.guard.counters)
 
     # Worker role
@@ -166,7 +166,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     @property
     def _plan(self) -> StepPlan | None:
-        """The plan of this step for this worker; None = there is none."""
+        """The plan of this step for this worker. None = there is none."""
         plan, worker = self._connector_metadata, self.worker_role
         if isinstance(plan, NodePlans) and worker is not None:
             return plan.plans[worker.node]
@@ -336,7 +336,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plan the load into the blocks that the engine has for it; 0 tokens = it loads nothing."""
+        """Plan the load into the blocks that the engine has for it. 0 tokens = it loads nothing."""
         tables = partial(block_tables, blocks)
         self._run(
             "update_state_after_alloc",
@@ -373,7 +373,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Return a load's tokens by source; they add up to `num_external_tokens` (B30)."""
+        """Return a load's tokens by source. They add up to `num_external_tokens` (B30)."""
         hook, tokens = "get_external_cache_hit_sources", max(0, num_external_tokens)
         by_tier = self._run(hook, lambda role: role.load_sources(request.request_id, tokens))
         return hit_sources(by_tier, tokens)
@@ -497,7 +497,7 @@ SOURCES = (
 
 
 def hit_sources(by_tier: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
-    """Return tokens by vLLM's sources; their sum is `tokens`.
+    """Return tokens by vLLM's sources. Their sum is `tokens`.
 
     The source is unspecified for tiers without a source, and for all tokens where the tiers do not
     add up to `tokens`. `hit_sources({"ram": 100, "disk2": 50}, 150) -> {HOST: 100, DISK: 50}`

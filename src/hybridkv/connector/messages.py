@@ -53,7 +53,7 @@ class Mail:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a node's relay has heard of the daemon since its last answers."""
+    """All that a node's relay has heard of the daemon since its last answers."""
 
     greeting: int
     number: int  # As in Mail.
@@ -78,7 +78,7 @@ class StepPlan(base.KVConnectorMetadata):
     is_idle: bool = False  # True if the step computes nothing.
     question: int = 0  # Workers read their weights once for each number.
     eras: tuple[int, ...] = ()
-    """The eras of the weights that loads and stores are for, by rank; empty = not known yet."""
+    """The eras of the weights that loads and stores are for, by rank. Empty = not known yet."""
     audits: dict[int, ObjectPair] = field(default_factory=dict)
     """The pairs to compare, by the number under which the workers report their verdict. The slots
     are those of the life `boot`."""
@@ -98,7 +98,7 @@ class NodePlans(base.KVConnectorMetadata):
 
 @dataclass
 class StepReport(base.KVConnectorWorkerMetadata):
-    """The results of one step of some workers; `aggregate` joins the reports of all workers.
+    """The results of one step of some workers. `aggregate` joins the reports of all workers.
 
     Loads and stores that end may be those of any earlier step. With asynchronous scheduling the
     scheduler makes the next plan before it has the report of this one.
@@ -124,7 +124,7 @@ class StepReport(base.KVConnectorWorkerMetadata):
     adapters: dict[int, dict[int, bytes]] = field(default_factory=dict)
     """The digests of the LoRA adapters that each rank had loaded in the step, by lora_int_id."""
     answers: dict[int, Answers] = field(default_factory=dict)
-    """The news of each node's relay, by node; empty where all workers are on one node."""
+    """The news of each node's relay, by node. Empty where all workers are on one node."""
 
     def aggregate(self, report: "StepReport") -> "StepReport":
         """Return the report of the workers of both reports."""

@@ -95,7 +95,7 @@ FAMILIES: Mapping[str, MetricFamily] = {
         "Loads that had not ended 10 s after their request had blocks. It waits for them."
     ),
 }
-"""The metrics; PREFIX stands before their names."""
+"""The metrics. PREFIX stands before their names."""
 
 
 LOOKUPS_ASKED = Metric("lookups_asked")

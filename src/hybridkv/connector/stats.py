@@ -36,7 +36,7 @@ class StatsCollector:
         self._observed.setdefault(family, []).append(value)
 
     def take_payload(self, gauges: Mapping[str, float]) -> "HybridKVStats | None":
-        """Return what is new since the last call and the gauges that changed; None = nothing."""
+        """Return what is new since the last call and the gauges that changed. None = nothing."""
         counters = [[*metric, added] for metric, added in self._deltas.take_increments().items()]
         changed = {name: value for name, value in gauges.items() if self._gauges.get(name) != value}
         if not counters and not changed and not self._observed:

@@ -18,7 +18,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are declined, except for one probe in each pause."""
+        """True while requests are declined, except for one probe in each pause."""
         return self.failures >= FAILURES_TO_OPEN
 
     def allows(self, now: float) -> bool:

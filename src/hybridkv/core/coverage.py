@@ -129,7 +129,7 @@ def _missing(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
 
 
 class PromptHit(NamedTuple):
-    """A hit of a prompt."""
+    """The chunks at the start of a prompt that are hit, perhaps with a tail."""
 
     chunks: int  # The last of them is a tail where `tail` counts one.
     tail: int  # The tail that the hit ends with, counted from 1. 0 = it ends with a chunk.
@@ -196,7 +196,7 @@ class LoadableHit(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The tokens of the hit."""
+        """The number of tokens of the longest hit."""
         return self.hits[-1].tokens
 
 

@@ -51,7 +51,7 @@ class Group:
     extra_retained_tokens: int = 0
     """Tokens before the window that speculative modules read. 0 except for sliding groups."""
     replicated: bool = False
-    """Whether all tensor parallel ranks of a stage keep the same bytes (MLA): an object has one
+    """True if all tensor parallel ranks of a stage keep the same bytes (MLA): an object has one
     part for each stage (C5)."""
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ class Geometry:
 
     @property
     def node_ranks(self) -> int:
-        """The ranks on each node."""
+        """The number of ranks on each node."""
         return self.ranks // self.nodes
 
     @property

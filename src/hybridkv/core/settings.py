@@ -52,7 +52,7 @@ class Settings:
 
     server: str = _setting("auto", _server)
     """The daemon to use. "auto" is your own daemon, which is started if none runs.
-    "unix:///path" is the daemon that listens at that socket; it is not started. An engine on
+    "unix:///path" is the daemon that listens at that socket. It is not started. An engine on
     several nodes has a daemon on each, and `{node}` in the path is the number of the node."""
     nodes: int | None = _setting(
         None, option_parsers.number(1, RANKS_MAX, "2", kind=int, what="a whole number")
@@ -67,7 +67,7 @@ class Settings:
     daemon_options: tuple[str, ...] = ()  # Arguments of `serve` for what is given of `daemon`.
     load_policy: LoadPolicy = _setting(LoadPolicy.FASTER, option_parsers.choice(LoadPolicy))
     """Whether objects that only a tier below RAM has are loaded. "faster" loads as far as that is
-    expected to be faster than computing; "always" and "never" do not weigh it."""
+    expected to be faster than computing. "always" and "never" do not weigh it."""
     hybrid_chunk_size: int | None = _setting(
         None, option_parsers.number(1, 1 << 24, "1024", kind=int, what="a whole number")
     )
@@ -89,7 +89,7 @@ class Settings:
     """Whether hits may end inside a block, at a multiple of vLLM's `--prefix-match-unit`, so that a
     later turn computes less than a block of the earlier ones again. It is for models with recurrent
     layers on vLLM 0.32, and is not proven on other versions. By default ("auto") they may wherever
-    that is served; with `true` a warning says why, where it is not."""
+    that is served. With `true` a warning says why, where it is not."""
     checksum: str = _setting("on", option_parsers.choice(("on", "off", "paranoid")))
     """With "on", the bytes of an object are verified each time they are loaded. With "paranoid",
     the engine's blocks are read back and compared as well. With "off", neither is done."""
@@ -109,7 +109,7 @@ class Settings:
     """The number of shards of KV heads in which attention layers are stored, so that engines of any
     tensor parallel size that divides it share. By default each rank stores one part, and engines of
     other sizes share nothing. Needs `weights_identity`, the same for all of them, since their ranks
-    have other weights. The stored bytes are loaded bit for bit; an engine of another size would
+    have other weights. The stored bytes are loaded bit for bit. An engine of another size would
     have computed them with other last bits. Recurrent layers, pipelines, several nodes and
     speculation are refused, as are several shards for each rank of a GPU."""
 

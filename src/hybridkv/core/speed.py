@@ -62,7 +62,7 @@ class PrefillSpeed:
         if tokens >= PREFILL_TOKENS_MIN:
             self.planned.append(PrefillStep(number, tokens, now))
 
-    def on_step_end(self, number: int, now: float) -> None:
+    def on_step_reported(self, number: int, now: float) -> None:
         """The workers have reported a step, and with it all steps before.
 
         A step that was planned ahead begins when the one before it is reported.

@@ -146,7 +146,7 @@ class Daemon(DaemonState):
         self.now = now
         connection = self.sessions.connections[connection_id]
         self.labelled["requests", type(request).__name__.lower()] += 1
-        self.subscriptions.on_request(connection_id)
+        self.subscriptions.on_message(connection_id)
         try:
             if (code := refused(connection.state, type(request))) is not None:
                 raise RequestError(code)
@@ -262,7 +262,7 @@ class Daemon(DaemonState):
         for waiting in ended:
             request = waiting.request
             resident = resident_chunks(request.namespace, request.geometry, request.hashes)
-            self.waits.add(self.now - request.asked_at)
+            self.waits.add_duration(self.now - request.asked_at)
             found = self._answer_lookup(request, resident, waiting.origins, waiting.why)
             self.outgoing.append(OutgoingMessage(request.connection_id, found))
             self.store.unpin(waiting.held)
@@ -395,7 +395,7 @@ class Daemon(DaemonState):
             for slot in lease.slots:
                 slot.is_doubted = release.failed
             seconds = self.now - lease.asked_at
-            self.saved.add(release.tokens, lease.tokens_per_second, seconds)
+            self.saved.add_load(release.tokens, lease.tokens_per_second, seconds)
         self.store.unpin(lease.slots)
         if self.spans is not None and lease.span is not None:
             times = lease.opened_at, self.now

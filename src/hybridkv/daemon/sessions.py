@@ -375,7 +375,7 @@ class Subscriptions:
         """The connection has ended, and its subscription with it."""
         self._subscribers.pop(connection_id, None)
 
-    def on_request(self, connection_id: int) -> None:
+    def on_message(self, connection_id: int) -> None:
         """The session sent a message, so it reads."""
         if self._subscribers and connection_id in self._subscribers:
             self._subscribers[connection_id].unheard = 0

@@ -85,7 +85,7 @@ class DaemonView:
             values = self.metric_values()
             sample = Sample(now, tuple(values.of(name, label) for name, label in self._columns))
             for series in due:
-                series.add(sample)
+                series.append(sample)
 
     def wakes_at(self) -> float:
         """Return when the next sample is due."""

@@ -84,7 +84,7 @@ class CapacityPlan:
     groups: tuple[GroupPlan, ...]
     totals: CapacityTotals | None
     state_period_tokens: int | None
-    """Tokens between recurrent states; 0 = only the last boundary; None = no group is recurrent."""
+    """Tokens between recurrent states. 0 = only the last boundary. None = no group is recurrent."""
     stages: int = 1  # Of a pipeline.
     nodes: int = 1  # Over which the ranks are spread, each with a daemon.
     shards: int = 0  # Of the KV heads, with `Settings.share_tp`; the groups' bytes are of one.

@@ -30,7 +30,7 @@ class ConfigReport:
     preview: ConfigPreview | None = None
     settings: Settings = Settings()
     identity: str = ""
-    """The namespace that the engine will have, in hex, if `weights_identity` is set; else the
+    """The namespace that the engine will have, in hex, if `weights_identity` is set, else the
     fingerprint of all its facts but the weights.
     """
     facts: dict[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def inspect_arguments(
 
 
 def _model_of(arguments: Sequence[str]) -> str:
-    """Return the model that vLLM's arguments name; empty where they name none in a usual way."""
+    """Return the model that vLLM's arguments name. Empty where they name none in a usual way."""
     for word, next_word in pairwise([*arguments, ""]):
         if word == "--model":
             return next_word

@@ -95,7 +95,7 @@ class CachePreview(NamedTuple):
     kv_cache_config: KVCacheConfig
     """As the scheduler role gets it."""
     layouts: dict[int, built.WorkerLayout]
-    """By rank; the same for each rank of a stage."""
+    """By rank, and the same for each rank of a stage."""
 
 
 class KVCacheConfigs(NamedTuple):
@@ -189,7 +189,7 @@ def _served_configs(config: Any, is_named: bool, report: ConfigReport) -> list[S
 
 
 def _guarded(check: str, report: ConfigReport, make: Callable[[], Result]) -> Result | None:
-    """Return `make()`; where that raises, add a FAIL in vLLM's words and return None."""
+    """Return `make()`. Where that raises, add a FAIL in vLLM's words and return None."""
     try:
         return make()
     except Exception as error:
@@ -286,16 +286,17 @@ def preview_engine(vllm_config: Any, settings: Settings) -> CachePreview:
         with set_current_vllm_config(vllm_config):
             configs = _kv_cache_configs(vllm_config, stage_layers)
             layouts = [_worker_layout(vllm_config, config, settings) for config in configs.workers]
-    everyones = [layout.block_bytes for layout in layouts]
+    everyones = [layout.padded_block_bytes for layout in layouts]
     padded = [
-        replace(layout, padding=stage_padding(layout.block_bytes, everyones)) for layout in layouts
+        replace(layout, padding=stage_padding(layout.padded_block_bytes, everyones))
+        for layout in layouts
     ]
     by_rank = {rank: padded[rank // ranks] for rank in range(ranks * stages)}
     return CachePreview(configs.scheduler, by_rank)
 
 
 def _served_drafter(vllm_config: Any) -> Drafter | None:
-    """Return the drafter of the configuration; None where it has none or speculation is refused."""
+    """Return the drafter of the configuration. None where it has none or speculation is refused."""
     findings = speculation_findings(vllm_config)
     is_refused = any(finding.verdict is Verdict.FAIL for finding in findings)
     return None if is_refused else drafter_of(vllm_config)

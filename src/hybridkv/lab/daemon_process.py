@@ -31,7 +31,7 @@ def ending_with_parent(command: Sequence[str]) -> list[str]:
 
 
 class DaemonProcess:
-    """A daemon on a socket, which can be killed and started again; a context manager.
+    """A daemon on a socket, which can be killed and started again. It is a context manager.
 
     The daemon ends with the process that started it, and its cache is lost then.
     """
@@ -89,7 +89,7 @@ class DaemonProcess:
         self.process.wait()
 
     def stop(self) -> int:
-        """End the daemon as a service manager does, which keeps its cache; returns its status."""
+        """End the daemon as a service manager does, which keeps its cache. Returns its status."""
         assert self.process is not None
         self.process.terminate()
         return self.process.wait(STOP_SECONDS)

@@ -45,7 +45,7 @@ class ChildEnvironment(NamedTuple):
 
 
 class AnsweringChild:
-    """A module of this package as a child process; a context manager. What it prints is logged."""
+    """A module of this package as a child process, whose prints are logged. A context manager."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], log: IO[bytes], environment: ChildEnvironment
@@ -74,7 +74,7 @@ class AnsweringChild:
     def receive_answer(
         self, limit_seconds: float, waiting: Callable[[float], None] = lambda seconds: None
     ) -> bytes | None:
-        """Return the next answer, as JSON; None where the child has ended.
+        """Return the next answer, as JSON. None where the child has ended.
 
         `waiting` is called every PROGRESS_SECONDS. Raises TimeoutError after `limit_seconds`.
         """
@@ -107,7 +107,7 @@ def log_tail(log: bytes, *wanted: str) -> str:
 
 
 class EngineError(HybridKVError):
-    """The engine ended or did not answer; the message ends with the tail of its log."""
+    """The engine ended or did not answer. The message ends with the tail of its log."""
 
     exit_status = 1
 
@@ -123,7 +123,7 @@ class NotServedError(EngineError):
 
 
 class EngineProcess(AnsweringChild):
-    """One engine process; a context manager."""
+    """One engine process, as a context manager."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class EngineProcess(AnsweringChild):
     def generate(
         self, *prompts: list[int], max_tokens: int, starve: bool = False
     ) -> list[dict[str, Any]]:
-        """Generate for all prompts at once; returns what `EngineRunner.generate` returns."""
+        """Generate for all prompts at once. Returns what `EngineRunner.generate` returns."""
         self.begin_command("generate", prompts=prompts, max_tokens=max_tokens, starve=starve)
         answer: list[dict[str, Any]] = self.end_command()
         return answer

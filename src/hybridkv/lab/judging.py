@@ -40,7 +40,7 @@ class VerifyArm:
     is within a tolerance."""
     same_bytes: bool | None = None  # None where nothing was restored.
     same_drafts: bool | None = None
-    """Whether each step drafted and accepted the same tokens; None where nothing is drafted."""
+    """True if each step drafted and accepted the same tokens. None where nothing is drafted."""
     ok: bool = False
     preemptions: int = 0
     not_served: str | None = None  # Why it was not served; nothing was measured or compared then.
@@ -162,7 +162,7 @@ def judge_preempted(measured: Measured, reference: ReferenceAnswers) -> VerifyAr
 
 
 def judge_repeated(measured: Measured, reference: ReferenceAnswers) -> VerifyArm:
-    """Return how many prompts had the expected hit and the answer of their oracle; all must."""
+    """Return how many prompts had the expected hit and the answer of their oracle. All must."""
     return _judge_several(measured, reference.repeated)
 
 

@@ -45,7 +45,7 @@ The draft model of qwen3_draft is a copy of its target, so every draft is accept
 DRAFTS = 2  # Tokens that these models draft in one step.
 
 V2_RUNNER_ENV = "VLLM_USE_V2_MODEL_RUNNER"
-"""vLLM's variable; "1" asks for the model runner that is the default on GPUs."""
+"""vLLM's variable. "1" asks for the model runner that is the default on GPUs."""
 _ROOT = Path(str(files("hybridkv") / "models"))
 WIDEN_SEED = 20260901
 _WIDTH = 0.08
@@ -60,7 +60,7 @@ BUNDLED_ENVIRONMENT = {  # What the processes of every bundled model's engine ne
 
 
 def bundled_environment(name: str) -> dict[str, str]:
-    """Return the variables that a bundled model's engine needs; see hybridkv.lab.shims."""
+    """Return the variables that a bundled model's engine needs. See hybridkv.lab.shims."""
     target, _ = SPECULATION.get(name, DraftingModel(name, {}))
     width = _WIDTHS.get(target, _WIDTH)
     own = {"HYBRIDKV_SHIMS": name, "HYBRIDKV_WIDEN": f"{WIDEN_SEED}:{width}"}

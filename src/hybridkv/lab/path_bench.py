@@ -166,7 +166,7 @@ class HostBench:
         return {"copy": copy}
 
     def close(self) -> None:
-        """End the copier's threads; copy nothing afterwards."""
+        """End the copier's threads. Copy nothing afterwards."""
         self.copier.close()
 
 
@@ -199,7 +199,7 @@ class DeviceBench:
 
         def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             self._device.copy(target.data_ptr(), source.data_ptr(), self._bytes, stream)
-            self._device.wait(self._device.record(stream))
+            self._device.wait_for(self._device.record(stream))
 
         return {
             "copy_out": partial(copy, self._on_host, self._on_device),
@@ -207,7 +207,7 @@ class DeviceBench:
         }
 
     def close(self) -> None:
-        """End the copier and its pipeline; copy nothing afterwards."""
+        """End the copier and its pipeline. Copy nothing afterwards."""
         self.copier.close()
         self._pipeline.close()
 
@@ -275,7 +275,7 @@ def _views(memory: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _wait(done: "Queue[HybridKVError | None]", count: int) -> None:
-    """Wait for the ends of so many copies; raises the error of one that failed."""
+    """Wait for the ends of so many copies. Raises the error of one that failed."""
     for _ in range(count):
         try:
             failure = done.get(timeout=DONE_SECONDS)

@@ -112,7 +112,7 @@ class LongestHit(NamedTuple):
     chunks: int
     """The whole chunks of the hit."""
     tail: bytes
-    """The name of the tail after these chunks; empty = none is hit."""
+    """The name of the tail after these chunks. Empty = none is hit."""
 
 
 class ReplayModel:
@@ -261,7 +261,7 @@ class UnlimitedCache:
         self.stored_bytes = 0
 
     def serve(self, prompt: TracePrompt) -> ReplayHits:
-        """Look the prompt up, then store it; returns its hit."""
+        """Look the prompt up, then store it. Returns its hit."""
         model = self._model
         hashes = model.hashes(prompt)
         masks = [bytes(chunk_hash in seen for chunk_hash in hashes) for seen in self._seen]
@@ -330,7 +330,7 @@ class ForesightCache:
         self.kept_bytes = 0
 
     def serve(self, prompt: TracePrompt) -> ReplayHits:
-        """Look the next prompt of the trace up, then store it; returns its hit."""
+        """Look the next prompt of the trace up, then store it. Returns its hit."""
         self._number += 1
         model = self._model
         hashes = model.hashes(prompt)
@@ -345,7 +345,7 @@ class ForesightCache:
         return replace(model.hit(prompt, masks), evicted=self._evict())
 
     def _evict(self) -> int:
-        """Evict objects until the others fit; returns how many were evicted."""
+        """Evict objects until the others fit. Returns how many were evicted."""
         evicted = 0
         while self.kept_bytes > self._ram_bytes:
             candidate = heapq.heappop(self._heap)
@@ -372,7 +372,7 @@ class ForesightCache:
 
 
 class TraceReplay:
-    """A cache of `ram_bytes` with the real store; a context manager."""
+    """A cache of `ram_bytes` with the real store, as a context manager."""
 
     def __init__(
         self, model: ReplayModel, ram_bytes: int, policy: EvictionPolicy = EvictionPolicy.TWO_QUEUES
@@ -403,7 +403,7 @@ class TraceReplay:
             self._memory.close()
 
     def serve(self, prompt: TracePrompt) -> ReplayHits:
-        """Look the prompt up, then store it; returns its hit."""
+        """Look the prompt up, then store it. Returns its hit."""
         model, store, groups = self._model, self.store, self._model.geometry.groups
         geometry, hashes = model.geometry, model.hashes(prompt)
         entries = [self._namespace.entries.get(chunk_hash) for chunk_hash in hashes]

@@ -131,7 +131,7 @@ class EngineRunner:
                 raise TimeoutError(f"a connector is not done after {STEP_SECONDS_MAX:g} s")
 
     def _add(self, prompts: list[list[int]], max_tokens: int) -> dict[str, dict[str, Any]]:
-        """Add a request for each prompt; returns their results, still empty, by request."""
+        """Add a request for each prompt. Returns their results, still empty, by request."""
         greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
         params = SamplingParams(max_tokens=max_tokens, logprobs=LOGPROBS, **greedy)
         results: dict[str, dict[str, Any]] = {}
@@ -182,7 +182,7 @@ class _BlockPool:
             self.release()
 
     def release(self) -> int:
-        """Give all blocks back; returns how often requests were preempted."""
+        """Give all blocks back. Returns how often requests were preempted."""
         self._over = True
         self._blocks.free_blocks(self._held)
         self._held = []

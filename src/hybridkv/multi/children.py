@@ -73,7 +73,7 @@ class MultiSettings:
 
 
 class ChildState(Enum):
-    """States of a child in one role. A pause ends with SERVING; all other changes lead downwards.
+    """States of a child in one role. A pause ends with SERVING. All other changes lead downwards.
 
     ======== ==================================== ===========================================
     state    begins with                          hooks that are called
@@ -121,7 +121,7 @@ class ChildConnector:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is SERVING or PAUSED. Its guard decides then which hooks are called."""
+        """True while it is SERVING or PAUSED. Its guard decides then which hooks are called."""
         return not self.guard.is_over
 
     def attempt(
@@ -177,7 +177,7 @@ class ChildConnectors:
             )
         ]
         self._counters: Counter[CounterKey] = Counter()
-        """MultiConnector's own and those that workers reported; see `totals`."""
+        """MultiConnector's own and those that workers reported. See `totals`."""
         self._taken: Counter[CounterKey] = Counter()  # The totals at the last `take_counts`.
 
     @property

@@ -74,7 +74,7 @@ class MultiConnector(multi_connector.MultiConnector):
 
     @property
     def counters(self) -> Mapping[CounterKey, int]:
-        """The counts of this role."""
+        """All counts that this role knows, by connector and event."""
         return self.children.totals()
 
     def _forward(self, hook: str, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class MultiConnector(multi_connector.MultiConnector):
         self._forward("clear_connector_metadata")
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Returns the handshakes of a worker's children; None = none has one."""
+        """Returns the handshakes of a worker's children. None = none has one."""
         parts = tuple(child.connector.get_handshake_metadata() for child in self.children.all)
         return MultiHandshake(parts) if any(part is not None for part in parts) else None
 

@@ -70,14 +70,14 @@ class MultiReport(KVConnectorWorkerMetadata):
         )
 
     def message_of(self, child: int) -> KVConnectorWorkerMetadata | None:
-        """Returns a child's message, merged by the child's code, which may raise; None = none."""
+        """Returns a child's message, merged by the child's code, which may raise. None = none."""
         messages = [entry.message for entry in self.messages if entry.child == child]
         if not messages:
             return None
         return reduce(lambda merged, message: merged.aggregate(message), messages)
 
     def events_of(self, child: int) -> KVConnectorKVEvents | None:
-        """Returns a child's events, merged by the child's code, which may raise; None = none."""
+        """Returns a child's events, merged by the child's code, which may raise. None = none."""
         events_of_workers = [entry.events for entry in self.events if entry.child == child]
         if not events_of_workers:
             return None

@@ -256,7 +256,7 @@ class MultiScheduler:
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, MultiReport) else MultiReport()
         self.children.add_counts(report.counters)
-        self._prefill.on_step_end(report.number, self.clock())
+        self._prefill.on_step_reported(report.number, self.clock())
         failed = set(output.failed_recving or ())
         ended = self._end(output, failed)
         # A child that loaded into invalid blocks is not asked again for that request.
@@ -290,13 +290,13 @@ class MultiScheduler:
         for child in self.children.all:
             if loading[child.index] != self._pending_shown[child.name]:
                 self._pending_shown[child.name] = loading[child.index]
-                self._choices.add(child.name, PENDING, loading[child.index])
+                self._choices.add_count(child.name, PENDING, loading[child.index])
         if not self._choices.is_empty():
             stats.data[SELECTION], self._choices = self._choices, ConnectorCounts()
         if added := self.children.take_counts():
             stats.data[EVENTS] = counts = ConnectorCounts()
             for key, count in added.items():
-                counts.add(key.child, key.event, count)
+                counts.add_count(key.child, key.event, count)
         return stats if stats.data else None
 
     def take_events(self) -> list[Any]:
@@ -349,7 +349,7 @@ class MultiScheduler:
             lookup.hit_at = now
 
     def _wait_times(self, lookup: MultiLookup, most: int, now: float) -> WaitTimes:
-        """How long the request may wait, which would compute at most `most` tokens, and has."""
+        """Returns how long a request that would compute up to `most` tokens may wait, and has."""
         return WaitTimes(
             grace_seconds=self.settings.grace_ms / 1e3,
             patience_seconds=ranking.patience(
@@ -395,7 +395,7 @@ class MultiScheduler:
     def _note_late(self, lookup: MultiLookup, failed_at: float | None) -> None:
         """Count the children that did not answer.
 
-        They failed at `failed_at`; None = they did not have time enough to answer.
+        They failed at `failed_at`. None = they did not have time enough to answer.
         """
         for index, answer in lookup.answers.items():
             if answer.tokens is None and answer.awaited and index not in lookup.late:

@@ -57,7 +57,7 @@ FAMILIES = {
 
 
 class ConnectorCounts(KVConnectorStats):
-    """Counts of an interval as {connector: {name: count}}; "" is MultiConnector itself.
+    """Counts of an interval as {connector: {name: count}}. "" is MultiConnector itself.
 
     PENDING is a level: two intervals together have the later value.
     """
@@ -69,10 +69,10 @@ class ConnectorCounts(KVConnectorStats):
         for connector, counts in data.items():
             for name, value in counts.items():
                 if (count := max(0, int(value))) or name == PENDING:
-                    valid.add(str(connector), str(name), count)
+                    valid.add_count(str(connector), str(name), count)
         return valid
 
-    def add(self, connector: str, name: str, count: int = 1) -> None:
+    def add_count(self, connector: str, name: str, count: int = 1) -> None:
         """Add to one count, or replace a level."""
         counts = self.data.setdefault(connector, {})
         counts[name] = count if name == PENDING else counts.get(name, 0) + count
@@ -91,12 +91,12 @@ class ConnectorCounts(KVConnectorStats):
         less than the chosen one, or did not answer in time, gets a query alone.
         """
         for index, answer in answers.items():
-            self.add(names[index], "queries")
+            self.add_count(names[index], "queries")
             if index == chosen and tokens:
-                self.add(names[index], "hits")
-                self.add(names[index], "hit_tokens", tokens)
+                self.add_count(names[index], "hits")
+                self.add_count(names[index], "hit_tokens", tokens)
             elif answer.tokens == 0:
-                self.add(names[index], "misses")
+                self.add_count(names[index], "misses")
 
     def reset(self) -> None:
         """Begin a new interval, without counts."""
@@ -106,7 +106,7 @@ class ConnectorCounts(KVConnectorStats):
         """Add the counts of a later interval to this one. Returns this one."""
         for connector, counts in later.data.items():
             for name, count in counts.items():
-                self.add(connector, name, count)
+                self.add_count(connector, name, count)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -155,7 +155,7 @@ class MultiKVConnectorStats(multi_connector.MultiKVConnectorStats):
     def count_fault(self, name: str) -> None:
         """Count a fault of the statistics under this name: a child's, or our own."""
         child = "" if name in (SELECTION, EVENTS) else name
-        self.data.setdefault(EVENTS, ConnectorCounts()).add(child, FAULT)
+        self.data.setdefault(EVENTS, ConnectorCounts()).add_count(child, FAULT)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the payload that travels to the API server, of plain values."""

@@ -65,7 +65,7 @@ class TransferLedger:
             self.on_saves_reported(child, saves)
 
     def is_owed_by(self, child: int) -> bool:
-        """Whether the child has transfers to report."""
+        """Returns True if the child has transfers to report."""
         holds = any(child in holders for holders in self.saves.values())
         return holds or child in self.loads.values()
 

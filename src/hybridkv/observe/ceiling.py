@@ -67,7 +67,7 @@ class HitRateCeiling:
 
     @property
     def has_work(self) -> bool:
-        """Whether `work` has an event to count."""
+        """True while `work` has an event to count."""
         return bool(self._queue)
 
     def on_stored(self, identity: bytes, groups: Sequence[int], hashes: bytes) -> None:

@@ -56,7 +56,7 @@ class Past(NamedTuple):
         return levels[-1] - levels[0]
 
     def share(self, part: str, whole: str) -> float | None:
-        """Returns the growth of `part` / that of `whole`; None where the whole did not grow."""
+        """Returns the growth of `part` / that of `whole`. None where the whole did not grow."""
         return _ratio(self.growth(part), self.growth(whole))
 
     def shares(self, part: str, whole: str, window_seconds: float) -> list[float | None]:
@@ -95,7 +95,7 @@ class Series:
         """The time of the next sample, which is minus infinity before the first."""
         return self.samples[-1].at + self.step_seconds if self.samples else -math.inf
 
-    def add(self, sample: Sample) -> None:
+    def append(self, sample: Sample) -> None:
         """Add a sample if it is later than the last. A full ring drops its oldest sample."""
         if not self.samples or sample.at > self.samples[-1].at:
             self.samples.append(sample)
@@ -116,7 +116,7 @@ class Histogram:
         self._counts = [0] * len(self._bounds)
         self.total = 0.0  # The sum of all durations.
 
-    def add(self, seconds: float) -> None:
+    def add_duration(self, seconds: float) -> None:
         """Add a duration to its bucket and to the total."""
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self.total += max(0.0, seconds)
@@ -134,7 +134,7 @@ class TimeSaved:
     computing_seconds: float = 0.0  # Of what was loaded, at the engine's measured speed.
     loading_seconds: float = 0.0  # From each lookup to the end of its load.
 
-    def add(self, tokens: int, tokens_per_second: int, seconds: float) -> None:
+    def add_load(self, tokens: int, tokens_per_second: int, seconds: float) -> None:
         """Add a load of `tokens` that ended `seconds` after its lookup.
 
         A load that failed has no tokens. A load of an engine of unknown speed (0) is left out.
@@ -197,7 +197,7 @@ class RequestHistory:
         return list(islice(reversed(self._requests.values()), count))
 
     def differences(self, here: bytes, there: bytes) -> list[IdentityDifference]:
-        """Returns the facts in which two identities differ; none where one of them is unknown."""
+        """Returns the facts in which two identities differ. None where one of them is unknown."""
         facts_here, facts_there = self._identities.get(here), self._identities.get(there)
         if facts_here is None or facts_there is None:
             return []

@@ -314,7 +314,7 @@ def outcome_of(explanation: RequestExplanation) -> OutcomeText:
 
 
 def limit_of(explanation: RequestExplanation) -> str:
-    """Returns why the hit was not longer; "" where it could not be."""
+    """Returns why the hit was not longer. "" where it could not be."""
     return ", ".join(
         f"group {group.gid} ({group.kind}) lacks chunk {group.lacks}"
         for group in explanation.groups
@@ -375,7 +375,7 @@ def sentences_of_reply(reply: Explained) -> dict[str, str]:
 
 
 def _window(snapshot: Snapshot, seconds: float) -> wire.WindowStatus:
-    """How counters grew in the last `seconds`, or since the daemon began."""
+    """Returns how counters grew in the last `seconds`, or since the daemon began."""
     past = snapshot.last_seconds(seconds)
     length = past.samples[-1].at - past.samples[0].at
     waits = past.growth("lookups_waited")

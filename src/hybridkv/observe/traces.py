@@ -64,7 +64,7 @@ class SpanExporter:
     ) -> SpanContext | None:
         """Add a span. `times` are its begin and end in monotonic seconds.
 
-        Returns the context that its children name as `parent`; None = the span was dropped.
+        Returns the context that its children name as `parent`. None = the span was dropped.
         """
         if self._entered - self._exporter.left >= self._spans_max:
             # The library's queue would drop its oldest span instead, and count nothing.

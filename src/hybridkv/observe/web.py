@@ -349,7 +349,7 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for the client."""
+        """Returns True, and notes the client's time limit, if there is room for the client."""
         with self._lock:
             has_room = len(self._until) < CONNECTIONS_MAX
             if has_room:

@@ -107,7 +107,7 @@ class Coding:
 
     @property
     def encodes(self) -> bool:
-        """Whether `encode` encodes records at all."""
+        """True if `encode` encodes records at all."""
         return self.codec is not Codec.NONE or self.key is not None
 
     def encode(self, pieces: Sequence[memoryview]) -> memoryview | None:

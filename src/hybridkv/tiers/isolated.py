@@ -154,7 +154,7 @@ class IsolatedProcess:
             reaper.start()
             ours.pop_all()
 
-    def connect(self, seconds: float, *arguments: object) -> list[int]:
+    def load_library(self, seconds: float, *arguments: object) -> list[int]:
         """Load the library and call its `setup`. Returns the codes.
 
         Raises ImportError where the library cannot be loaded, and TierError. Kills the child then.
@@ -171,8 +171,8 @@ class IsolatedProcess:
             raise
 
     @property
-    def is_alive(self) -> bool:
-        """Whether the child may still answer calls."""
+    def can_answer(self) -> bool:
+        """True while the child may still answer calls."""
         if self.process.poll() is not None:
             self.kill_child()
         return not self._dead

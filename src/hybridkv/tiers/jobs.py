@@ -79,7 +79,7 @@ class TierJob:
 
 @dataclass(slots=True)
 class JobOutcome:
-    """The result of a job."""
+    """The results of a tier's job, as a whole and for each of its items."""
 
     error: TierError | None = None  # The error of the whole job, which then did nothing.
     errors: Sequence[TierError | None] = field(default_factory=list)

@@ -68,7 +68,7 @@ class RecordName(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The header of a record."""
+    """The facts of an object that the header of its record has."""
 
     name: RecordName
     part_bytes: int

@@ -49,7 +49,7 @@ class AdapterWeights(NamedTuple):
     digests: tuple[bytes, ...]  # HASH_BYTES of each rank, in the order of the ranks.
 
     @property
-    def identity(self) -> bytes:
+    def content_hash(self) -> bytes:
         """HASH_BYTES that name these weights, whatever the adapter's number is."""
         if len({*self.digests}) == 1:
             return self.digests[0]
@@ -66,9 +66,9 @@ class AdapterBlocks:
     is_mixed: bool = False  # True if different weights computed them, or may have.
 
     def note_blocks(self, weights: AdapterWeights | None) -> None:
-        """Note blocks that `weights` computed; None = it is not known which weights did."""
-        if weights is not None and self.computed_by in (b"", weights.identity):
-            self.computed_by = weights.identity
+        """Note blocks that `weights` computed. None = it is not known which weights did."""
+        if weights is not None and self.computed_by in (b"", weights.content_hash):
+            self.computed_by = weights.content_hash
         elif not self.is_mixed:
             self.is_mixed = True
             logger.warning(
@@ -90,22 +90,22 @@ class Adapter:
     """True if the engine loads it in each step of the request. Then nobody knows beforehand which
     weights will compute with what is loaded from outside."""
     awaited: int = 0
-    """The plan whose report says whether it is loaded; 0 = the last report says it."""
+    """The plan whose report says whether it is loaded. 0 = the last report says it."""
 
     @property
     def loaded(self) -> AdapterWeights | None:
-        """The weights that all ranks had in the last reported step; None = some rank had none."""
+        """The weights that all ranks had in the last reported step. None = some rank had none."""
         ranks = range(self.reports.ranks)
         digests = [self.reports.loaded.get(rank, {}).get(self.number, b"") for rank in ranks]
         return AdapterWeights(self.number, tuple(digests)) if all(digests) else None
 
     @property
     def weights(self) -> AdapterWeights | None:
-        """The weights that name its chunks now; None = its requests are computed and not stored."""
+        """The weights that name its chunks now. None = its requests are computed and not stored."""
         loaded, blocks = self.loaded, self.blocks
         if loaded is None or blocks.is_mixed:
             return None
-        return loaded if blocks.computed_by in (b"", loaded.identity) else None
+        return loaded if blocks.computed_by in (b"", loaded.content_hash) else None
 
     @property
     def is_awaited(self) -> bool:
@@ -156,7 +156,7 @@ class Adapters:
         self.unreported_steps: deque[_PlannedStep] = deque()
 
     def on_new_request(self, request: Any) -> Adapter | None:
-        """Return the adapter of a new request; None = the request has none."""
+        """Return the adapter of a new request. None = the request has none."""
         lora = getattr(request, "lora_request", None)
         if lora is None:
             return None
@@ -191,7 +191,7 @@ class Adapters:
             self._settle(self.unreported_steps.popleft(), is_reported=False)
 
     def on_report(self, number: int, loaded: LoadedDigests) -> None:
-        """Take the report of the step with this number; 0 = some rank did not begin it."""
+        """Take the report of the step with this number. 0 = some rank did not begin it."""
         reports = self.reports
         reports.loaded, reports.heard = loaded, max(reports.heard, number)
         while self.unreported_steps and self.unreported_steps[0].number <= reports.heard:

@@ -35,7 +35,7 @@ class BlockRoom:
     """
 
     def __init__(self, groups: Sequence[Retention], pool_blocks: int, inflight_tokens: int) -> None:
-        """`groups` are what each group of the engine keeps; `pool_blocks` are all blocks.
+        """`groups` are what each group of the engine keeps. `pool_blocks` are all blocks.
 
         `inflight_tokens` are the most tokens of all steps that are planned and not reported. vLLM
         runs a request only where its window and all of these tokens have room.

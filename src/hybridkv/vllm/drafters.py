@@ -73,7 +73,7 @@ class _ProvenVersions(NamedTuple):
 
 
 def drafter_of(vllm_config: Any) -> Drafter | None:
-    """Return the drafter of a VllmConfig; None where speculation has no layers, or is off.
+    """Return the drafter of a VllmConfig. None where speculation has no layers, or is off.
 
     The configuration is one that `speculation_findings` lets pass.
     """
@@ -115,7 +115,7 @@ def speculation_findings(vllm_config: Any) -> Iterator[Finding]:
 
 
 def _unproven(vllm_config: Any, speculative: Any) -> ConfigRefusal | None:
-    """Return what was not proven of a drafter; None = it is served."""
+    """Return what was not proven of a drafter. None = it is served."""
     method = speculative.method
     if method not in METHODS:
         what = f"speculative_config: restoring the cache of a {method!r} drafter is not proven yet"
@@ -134,7 +134,7 @@ def _unproven(vllm_config: Any, speculative: Any) -> ConfigRefusal | None:
 
 
 def unproven_states(vllm_config: Any, spec: Any) -> ConfigRefusal | None:
-    """Return what was not proven of recurrent states under speculation; None = they are served.
+    """Return what was not proven of recurrent states under speculation. None = they are served.
 
     `spec` is vLLM's MambaSpec of a group. The states after a step's drafts are in blocks of their
     own (`num_speculative_blocks`), and vLLM copies the state at a block's end once it is verified.
@@ -195,7 +195,7 @@ def padding_finding(vllm_config: Any) -> Finding:
 def _unproven_engine(
     vllm_config: Any, versions: _ProvenVersions, restored: str, remedy: str
 ) -> ConfigRefusal | None:
-    """Return what was not proven of the engine itself; None = it was proven on `versions`.
+    """Return what was not proven of the engine itself. None = it was proven on `versions`.
 
     `restored` is what the engine would restore, and `remedy` what works on every version.
     """

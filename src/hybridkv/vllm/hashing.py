@@ -53,7 +53,7 @@ def is_hashable(request: Any, by_us: bool, ahead_tokens: int = 0) -> bool:
 
 
 def adapter_key(request: Any) -> AdapterKey:
-    """Return by what the engine's hashes name the request's adapter; () = it has none.
+    """Return by what the engine's hashes name the request's adapter. () = it has none.
 
     Requests whose adapters have one key share blocks of the engine's own prefix cache.
     """

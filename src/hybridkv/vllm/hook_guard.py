@@ -79,7 +79,7 @@ class HookGuard:
         tells: bool = False,
         pauses: bool = True,
     ) -> Result:
-        """Return `work()`; where that raises or the hook does not run, return `otherwise()`.
+        """Return `work()`. Where that raises or the hook does not run, return `otherwise()`.
 
         `otherwise` never raises. Which hooks run::
 

@@ -42,7 +42,7 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
     layers: dict[int, tuple[LayerLayout, ...]]
     device: str
     staging_bytes: int | None = None
-    """The most bytes of stores that are copied and not reported yet; None = no bound (CPU)."""
+    """The most bytes of stores that are copied and not reported yet. None = no bound (CPU)."""
     weights: str = ""  # The digest of the rank's weights; empty where none are loaded.
     padding: Mapping[int, int] = field(default_factory=dict)
     """Bytes of one block after its layers, by gid (vllm.stages)."""
@@ -57,7 +57,7 @@ class WorkerLayout(KVConnectorHandshakeMetadata):
         return sizes
 
     @property
-    def block_bytes(self) -> dict[int, int]:
+    def padded_block_bytes(self) -> dict[int, int]:
         """Bytes of one block in all layers, by gid, with those of the padding."""
         return {gid: sum(layers) for gid, layers in self.sizes.items()}
 
@@ -75,7 +75,7 @@ RUNS_MAX = 1024  # Contiguous pieces that one block of one layer may consist of.
 
 
 def group_geometry(gid: int, spec: Any, layer_bytes: tuple[int, ...]) -> Group:
-    """Return the Group of a vLLM spec; raises GeometryError or ConfigError.
+    """Return the Group of a vLLM spec. Raises GeometryError or ConfigError.
 
     `layer_bytes` are the bytes of one block in each of the group's layers.
     """
@@ -170,7 +170,10 @@ def build_geometry(
     sharers = len(layouts) // parallelism.stages
     for rank, layout in layouts.items():
         first = layouts[rank // sharers * sharers]
-        if layout.sizes != first.sizes or layout.block_bytes != layouts[0].block_bytes:
+        if (
+            layout.sizes != first.sizes
+            or layout.padded_block_bytes != layouts[0].padded_block_bytes
+        ):
             what = f"rank {rank} has other KV cache layers than rank 0, which is not supported yet"
             raise GeometryError(what)
     groups = tuple(group_geometry(gid, specs[gid], sizes[gid]) for gid in gids)

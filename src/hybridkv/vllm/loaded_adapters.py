@@ -47,7 +47,7 @@ class LoadedAdapters:
         self._is_unread = False  # True once the log has that some adapter cannot be read.
 
     def digests_now(self) -> dict[int, bytes]:
-        """Return the digest of each adapter that is loaded now, by lora_int_id; HASH_BYTES each.
+        """Return the digest, HASH_BYTES long, of each adapter that is loaded now, by lora_int_id.
 
         An adapter that cannot be read has random bytes, which stay the same until it is loaded
         anew.

@@ -93,7 +93,7 @@ _logged: defaultdict[str, set[str]] = defaultdict(set)
 def attempt(
     owner: str, method: str, work: Callable[[], Result], failed: Callable[[], object]
 ) -> Result | None:
-    """Return `work()`; where it raises, call `failed` and return None.
+    """Return `work()`. Where it raises, call `failed` and return None.
 
     A failure is logged once for each owner and method.
     """

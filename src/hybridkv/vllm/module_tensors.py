@@ -51,7 +51,7 @@ class Place(NamedTuple):
     holder: Any
     """A mapping, a sequence, or an object with attributes."""
     key: Any
-    """The key or index of a mapping or a sequence; else the attribute's name."""
+    """The key or index of a mapping or a sequence, else the attribute's name."""
     value: object
     """The object that was there."""
 
@@ -75,10 +75,6 @@ class ReachedTensor:
     """From the module's own attributes inwards. The last value is the tensor, or a wrapper that
     was taken apart."""
 
-    def is_kept(self) -> bool:
-        """Return True if the module still reaches the same object, whatever its bytes are."""
-        return all(place.is_kept() for place in self.places)
-
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
@@ -91,7 +87,7 @@ class PackedMatrix:
     """Where the matrix is held, from the module's own dict inwards."""
     element_bytes: int
     probe: Probe | None
-    """How the matrix is read; None where it cannot be."""
+    """How the matrix is read. None where it cannot be."""
 
     @property
     def size_bytes(self) -> int:
@@ -146,7 +142,7 @@ def reached_tensors(
 
 
 def adapter_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes that a LoRA wrapper keeps for adapters beside its layer; 0 for others."""
+    """Return the bytes that a LoRA wrapper keeps for adapters beside its layer. 0 for others."""
     if not seams.is_lora_wrapper(module):
         return 0
     return sum(
@@ -169,7 +165,7 @@ def _content(
     for attribute, function in [*vars(module).items()]:  # Steps may set attributes meanwhile.
         for cell in _cells(function):
             places = Place(vars(module), attribute, function), cell
-            found.add(f"{name}.{attribute}()", places)
+            found.add_object(f"{name}.{attribute}()", places)
             kept = cell.value
             if sizes and emptied is not None and seams.is_packed_matrix(kept):
                 probe = linear_probe(kept, function, emptied)
@@ -179,7 +175,7 @@ def _content(
         for parent in parents:
             # The attention of MLA has both halves of its layer's weight.
             for place in _attributes(seams.attention_kernel(parent)):
-                found.add(f"{name}.impl.{place.key}", (place,))
+                found.add_object(f"{name}.impl.{place.key}", (place,))
     is_whole = True
     if not found.suffices(sizes) or (is_quantized(module) and not sizes):
         is_whole = _search(name, module, found)
@@ -199,7 +195,7 @@ class _FoundWeights:
         self._is_left_out = is_left_out
         self._seen: set[int] = set()
 
-    def add(self, name: str, places: tuple[Place, ...]) -> None:
+    def add_object(self, name: str, places: tuple[Place, ...]) -> None:
         """Add the object in the last place if it is a tensor, taken apart if it is a wrapper."""
         value = places[-1].value
         if isinstance(value, torch.Tensor):
@@ -247,7 +243,7 @@ class _FoundBytes(NamedTuple):
     """The size of something that can be weights."""
 
     name: str
-    """The name within the module; empty where it tells nothing."""
+    """The name within the module. Empty where it tells nothing."""
     size_bytes: int
 
 
@@ -280,7 +276,7 @@ def _search(name: str, module: torch.nn.Module, found: _FoundWeights) -> bool:
             probe = int8_probe(place.value, config, dtype) if is_known else None
             found.add_matrix(PackedMatrix(path, place.value, step.places, 1, probe))
         elif isinstance(place.value, torch.Tensor):
-            found.add(path, step.places)
+            found.add_object(path, step.places)
         else:
             children = _children(place.value)
             queue.extend(_Step(path, (*step.places, child)) for child in children)
@@ -358,7 +354,7 @@ def _own_tensors(where: str, module: torch.nn.Module) -> Iterator[ReachedTensor]
 
 
 def _plain_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (the rest of the name, tensor) of what a wrapper consists of; else ("", the tensor)."""
+    """Yield (the rest of the name, tensor) of what a wrapper consists of, else ("", the tensor)."""
     partitions = seams.shared_partitions(tensor)
     if partitions is not None:
         for key, part in partitions.items():

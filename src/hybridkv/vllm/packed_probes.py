@@ -45,7 +45,7 @@ def linear_probe(handler: Any, linear: Callable[..., torch.Tensor], unused: torc
 
 
 def int8_probe(handler: Any, config: Any, dtype: torch.dtype) -> Probe | None:
-    """Return the probe of a matrix of vLLM's INT8 kernel; None = no product tells it apart.
+    """Return the probe of a matrix of vLLM's INT8 kernel. None = no product tells it apart.
 
     `config` is the kernel's configuration, and `dtype` that of the layer's outputs. Each column is
     multiplied by its scale. Inputs are integers with a scale of one here, whatever the checkpoint's

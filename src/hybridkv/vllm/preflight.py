@@ -197,7 +197,7 @@ def tails_finding(vllm_config: Any, kv_cache_config: Any, geometry: Geometry) ->
 
 
 def settings_of(vllm_config: Any) -> Settings:
-    """Return the settings in vLLM's `kv_connector_extra_config`; raises ConfigError."""
+    """Return the settings in vLLM's `kv_connector_extra_config`. Raises ConfigError."""
     return parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
 

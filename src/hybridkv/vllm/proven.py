@@ -6,7 +6,7 @@ PROVEN = {
     "0.32": "all tests on its CPU build",
     "0.33": "the simulation; there is no CPU build of it yet",
 }
-"""What was run, by the minor version of vLLM; no other is served."""
+"""What was run, by the minor version of vLLM. No other is served."""
 TAILS_VERSION = "0.32"
 """The only version whose hits inside a block were proven with the connector."""
 STAGED = ("0.32", "0.33")

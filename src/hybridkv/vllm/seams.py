@@ -50,7 +50,7 @@ DRAFTED_STATES_MODULE = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 
 
 class Callers(NamedTuple):
-    """The objects of vLLM that called a connector; None for one that is not among the callers."""
+    """The objects of vLLM that called a connector. None for one that is not among the callers."""
 
     runner: Any
     """The model runner, which has the model."""
@@ -77,7 +77,7 @@ def callers() -> Callers:
 
 
 def runner_model(owner: Any) -> torch.nn.Module | None:
-    """Return the attribute `model` of a model runner; None where `owner` is no model runner.
+    """Return the attribute `model` of a model runner. None where `owner` is no model runner.
 
     All model runners have it. Without it the weights are unread.
     """
@@ -173,7 +173,7 @@ def restored_memory(method: str, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def _tags(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[str]:
-    """Return the argument `tags`, which may be the first one; MEMORY_TAGS where it is empty."""
+    """Return the argument `tags`, which may be the first one. MEMORY_TAGS where it is empty."""
     tags: Collection[str] = kwargs.get("tags", args[0] if args else None) or MEMORY_TAGS
     return tags
 
@@ -239,7 +239,7 @@ def multiply_int8(
 
 
 def attention_kernel(module: torch.nn.Module) -> Any:
-    """Return the object that an attention layer computes with, its attribute `impl`; else None.
+    """Return the object that an attention layer computes with, its attribute `impl`, else None.
 
     That of MLA keeps halves of the weight of a layer beside it. Where it does not have them, that
     layer is unread.
@@ -248,7 +248,7 @@ def attention_kernel(module: torch.nn.Module) -> Any:
 
 
 def shared_partitions(tensor: torch.Tensor) -> Mapping[Any, torch.Tensor] | None:
-    """Return the tensors that a SharedWeightParameter of vLLM consists of; None for other tensors.
+    """Return the tensors that a SharedWeightParameter of vLLM consists of. None for other tensors.
 
     Without its `partitions` the parameter itself is read, which is empty.
     """
@@ -257,7 +257,7 @@ def shared_partitions(tensor: torch.Tensor) -> Mapping[Any, torch.Tensor] | None
 
 
 def quantization_method(module: torch.nn.Module) -> Any:
-    """Return what vLLM computes a module's weights with, its `quant_method`; None = it has none.
+    """Return what vLLM computes a module's weights with, its `quant_method`. None = it has none.
 
     With LoRA that of experts is inside a wrapper (`old_quant_method`). Where a version hides it
     elsewhere, the module's weights count as those of an unquantized module.

@@ -122,7 +122,7 @@ def rank_shards(kv_cache_config: Any, vllm_config: Any, settings: Settings) -> i
 
 
 def _unsplit_reason(spec: Any, shards: int) -> str:
-    """Return why the heads that one rank has of a layer are no `shards` shards; empty = they are.
+    """Return why the heads that one rank has of a layer are no `shards` shards. Empty = they are.
 
     A recurrent state has dims of several kinds, and each backend splits them by rules of its own.
     """
@@ -138,7 +138,7 @@ def _unsplit_reason(spec: Any, shards: int) -> str:
 
 
 def _replication(spec: Any, vllm_config: Any) -> str:
-    """Return why a rank's heads are not its own; empty = they are.
+    """Return why a rank's heads are not its own. Empty = they are.
 
     Where there are fewer KV heads than ranks, vLLM gives several ranks the same head.
     """

@@ -24,7 +24,7 @@ class WeightSize:
     """The size of the weights of one kind that a module has."""
 
     name: str
-    """A part of the names of their tensors; empty where these may have any name."""
+    """A part of the names of their tensors. Empty where these may have any name."""
     elements: int
     vector_elements: int
     """Elements of the longest bias, which is also the longest scale by channel."""
@@ -41,7 +41,7 @@ class WeightSize:
 
 
 def weight_sizes(module: torch.nn.Module, own_elements: Sequence[int]) -> tuple[WeightSize, ...]:
-    """Return the sizes of the weights that must be found for `module`; empty where none are known.
+    """Return the sizes of the weights that must be found for `module`. Empty where none are known.
 
     `own_elements` are the elements of each of its parameters and buffers. An unquantized module
     computes with its parameters as they are, so nothing must be found where each kind of weights
@@ -69,7 +69,7 @@ def kind_of(module: torch.nn.Module) -> str:
 
 
 def emptied_parameter(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return a parameter of which vLLM's CPU kernels left only the dtype; None = there is none."""
+    """Return a parameter of which vLLM's CPU kernels left only the dtype. None = there is none."""
     own = module.parameters(recurse=False)
     return next((tensor for tensor in own if tensor.numel() == 0 and not tensor.is_meta), None)
 
@@ -91,7 +91,7 @@ def _expert_sizes(module: torch.nn.Module) -> tuple[WeightSize, ...]:
 
 
 def _linear_sizes(module: torch.nn.Module) -> tuple[WeightSize, ...]:
-    """Return the size of a linear layer's or an embedding's weight; empty for other modules."""
+    """Return the size of a linear layer's or an embedding's weight. Empty for other modules."""
     if isinstance(module, torch.nn.Linear):
         sides = _numbers(module, "in_features", "out_features")
     elif isinstance(module, torch.nn.Embedding):
@@ -108,7 +108,7 @@ def _linear_sizes(module: torch.nn.Module) -> tuple[WeightSize, ...]:
 
 
 def _numbers(module: torch.nn.Module, *names: str) -> tuple[int, ...]:
-    """Return the attributes of these names; empty unless each is a positive number."""
+    """Return the attributes of these names. Empty unless each is a positive number."""
     values = [getattr(module, name, None) for name in names]
     numbers = tuple(value for value in values if isinstance(value, int) and value > 0)
     return numbers if len(numbers) == len(names) else ()

@@ -51,7 +51,7 @@ class WeightsAnswer(NamedTuple):
     era: int
     """How often the sentinel saw other weights, or a method ran that may change them."""
     digest: str
-    """The digest of the era's weights, read after the question; empty while it is not known."""
+    """The digest of the era's weights, read after the question. Empty while it is not known."""
     steps: tuple[StepLook, ...] = ()
     """Steps whose era became known since the last report. A step in which the weights changed has
     an era of its own."""
@@ -108,7 +108,7 @@ class EngineWeights:
         """`runner` is vLLM's model runner, without which the weights cannot be read.
 
         `worker` is vLLM's worker, whose methods are followed. `before_sleep` ends what else uses
-        the engine's memory; it is called before that memory goes away.
+        the engine's memory. It is called before that memory goes away.
         """
         self.runner = runner
         self._before_sleep = before_sleep
@@ -119,7 +119,7 @@ class EngineWeights:
         self._version = 0  # How often a method ran that may change the weights.
         self._looks: deque[_PendingLook] = deque()
         self._seen: _SeenWeights | None = None
-        """What the last look saw that was compared; None = it is like no other."""
+        """What the last look saw that was compared. None = it is like no other."""
         self._era = -1
         self._eras: dict[int, int] = {}
         """The eras of steps that no report has had yet, by the plan's number."""
@@ -156,7 +156,7 @@ class EngineWeights:
 
     @property
     def digest(self) -> str:
-        """The digest of the present era, read after the last question; empty if none was read."""
+        """The digest of the present era, read after the last question. Empty if none was read."""
         reading = self._confirmed_reading
         if reading is None or reading.found is None or self._asleep:
             return ""
@@ -184,7 +184,7 @@ class EngineWeights:
         self._eras.clear()
         return found
 
-    def step(self, number: int, question: int, *, is_idle: bool = False) -> None:
+    def begin_step(self, number: int, question: int, *, is_idle: bool = False) -> None:
         """Look at the weights where a step begins, and read them beside it if they are not known.
 
         `number` is that of the step's plan, `question` the scheduler role's last question.
@@ -292,7 +292,7 @@ class EngineWeights:
                 self._confirmed_reading = reading
 
     def _words(self, pending: _PendingLook) -> bytes | None:
-        """Return the words that a look saw; None = they have not arrived yet.
+        """Return the words that a look saw. None = they have not arrived yet.
 
         A look that failed has random words, which are like no others.
         """

@@ -60,7 +60,7 @@ class WeightsDigest(NamedTuple):
     """2 * DIGEST_BYTES hexadecimal digits. No other engine has them if `unread` is not empty."""
     unread: tuple[UnreadModule, ...]
     size_bytes: int
-    """Bytes that were read; tensors that share memory count once."""
+    """Bytes that were read. Tensors that share memory count once."""
     seconds: float
 
     def unread_text(self) -> str:
@@ -123,7 +123,7 @@ class PackedWeights:
         return hashlib.blake2b(self._unread_token + name.encode(), digest_size=16).digest()
 
     def matrix_digest(self, matrix: PackedMatrix, stop: Callable[[], bool]) -> _MatrixDigest:
-        """Return the digest of a matrix; raises StoppedError on `stop`."""
+        """Return the digest of a matrix. Raises StoppedError on `stop`."""
         handler = matrix.handler
         if handler not in self._digests:
             content = self._read(matrix, stop)
@@ -132,7 +132,7 @@ class PackedWeights:
         return self._digests[handler]
 
     def _read(self, matrix: PackedMatrix, stop: Callable[[], bool]) -> bytes:
-        """Return the digest of the matrix's products; empty if it has none or they take too long.
+        """Return the digest of the matrix's products. Empty if it has none or they take too long.
 
         Raises StoppedError on `stop`.
         """
@@ -211,7 +211,7 @@ class _WholeDigest:
         """Where the tensors are that `size_bytes` counts."""
 
     def add_module(self, content: ModuleContent) -> None:
-        """Add a module's tensors and packed matrices; raises StoppedError."""
+        """Add a module's tensors and packed matrices. Raises StoppedError."""
         is_unread = content.is_unread
         parts: list[ReachedTensor | PackedMatrix] = [*content.tensors, *content.matrices]
         for part in parts:
@@ -238,7 +238,7 @@ class _WholeDigest:
         self._parts.append(_DigestPart(name, self.packed.unread_content(name)))
 
     def finished(self, started: float) -> WeightsDigest:
-        """Return the digest of all that was added; `started` is of time.perf_counter."""
+        """Return the digest of all that was added. `started` is of time.perf_counter."""
         whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for head, content in self._parts:
             whole.update(head.encode())
@@ -247,7 +247,7 @@ class _WholeDigest:
         return WeightsDigest(whole.hexdigest(), tuple(self._unread), self.size_bytes, seconds)
 
     def _add_matrix(self, matrix: PackedMatrix) -> bool:
-        """Add a packed matrix; returns True if it was read. Raises StoppedError."""
+        """Add a packed matrix. Returns True if it was read. Raises StoppedError."""
         found = self.packed.matrix_digest(matrix, self._stop)
         self.size_bytes += matrix.size_bytes
         form = f"{matrix.handler.k} {matrix.handler.n}"

@@ -32,7 +32,7 @@ class WeightsLook:
     arrivals: Sequence[torch.cuda.Event] = ()
 
     def words_digest(self) -> bytes | None:
-        """Return the same bytes for the same words; None while copies from a device go on.
+        """Return the same bytes for the same words. None while copies from a device go on.
 
         Raises an error of the device, also that of an earlier kernel.
         """

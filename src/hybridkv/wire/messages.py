@@ -19,13 +19,13 @@ from hybridkv.wire.status import Status, TierStatus
 
 PROTOCOL_VERSION = 10
 CHUNKS_MAX = 1 << 16
-"""Chunks in one lookup."""
+"""The most chunks in one lookup."""
 BATCH_MAX = 1 << 16
-"""Slots in one message."""
+"""The most slots in one message."""
 CHANGES_MAX = 256
 """Slots that one message may change. Each takes the daemon some 10 us."""
 REMOVED_MAX = 1024
-"""Objects in one Removed."""
+"""The most objects in one Removed."""
 MESSAGE_BYTES_MAX = 16 << 20
 WAIT_MS_MAX = 30_000
 
@@ -294,7 +294,7 @@ class Commit(_Message, frozen=True, tag="commit"):
 
     `parents` are the hashes of the chunks before (zeros: there is none). `classes` has the
     core.policies.EvictionClass of each object, a byte each. Both decide what is evicted first.
-    `tenants` are the tenants whose quota the objects count against (0: nobody's); where users have
+    `tenants` are the tenants whose quota the objects count against (0: nobody's). Where users have
     quotas, it is that of the engine's user instead. All three may be left out. A single number in
     `groups` or `tenants` is that of all objects. A single hash in `parents` is that of the chunk
     before the first object, and each further object comes after the one before it in `hashes`.
@@ -395,7 +395,7 @@ class AuditOffer(Struct, frozen=True, array_like=True):
     """The chunk that is computed: the hit's last, or the first after the hit."""
     offsets: Packed
     generations: Packed
-    """The slot of each group's object of the chunk; generation 0 = there is none."""
+    """The slot of each group's object of the chunk. Generation 0 = there is none."""
     shorter_offsets: Packed = b""
     shorter_generations: Packed = b""
     """The slots of the hit that ends before the chunk, as in Found. Empty unless the chunk is the
@@ -419,7 +419,7 @@ class Found(_Numbered, frozen=True, tag="found"):
     why: Fact = ""
     """The reason why tiers were not read further, for people."""
     tail: Count = 0
-    """The number, counted from 1, of the tail in Lookup that the hit ends with; 0 = none. Its
+    """The number, counted from 1, of the tail in Lookup that the hit ends with. 0 = none. Its
     objects are the last of each group's slots, as those of chunk number `chunks` - 1."""
     audit: AuditOffer | None = None
     """The objects that a live audit may compare. None without an `audit_lease`, or without any."""

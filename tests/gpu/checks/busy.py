@@ -125,7 +125,7 @@ class Bench:
                 slot, plain = self._arena.address + offset, plain_start + offset
                 to, source = (slot, plain) if is_store else (plain, slot)
                 device.copy(to, source, size, self._stream)
-        device.wait(device.record(self._stream))
+        device.wait_for(device.record(self._stream))
 
     def table(self) -> dict[str, list[float]]:
         """Measure GB/s by what was done, and beside what. All is stored in the end."""

@@ -303,7 +303,7 @@ def test_nobody_takes_away_what_is_being_imported(
     command(capsys, "export", file, "--disk", tmp_path / "from")
     tier = opened(tmp_path / "to", size="384KiB")
     during: list[list[str]] = []
-    real = DiskTier.write_record
+    real = DiskTier.write_file
 
     def write(self: DiskTier, *args: Any) -> int:
         tier.writers.look_due_at = 0
@@ -312,7 +312,7 @@ def test_nobody_takes_away_what_is_being_imported(
         return real(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiskTier, "write_record", write)
+        patch.setattr(DiskTier, "write_file", write)
         document = command(capsys, "import", file, "--disk", tmp_path / "to").document
     assert document["kept"] == 20
     assert all(names == ["here", "import-"] for names in during[1:])
@@ -332,7 +332,7 @@ def test_an_import_shows_that_it_lives(
     file = tmp_path / "all.tar"
     command(capsys, "export", file, "--disk", tmp_path / "from")
     monkeypatch.setattr("hybridkv.cli.bundle.TEND_SECONDS", 0.0)
-    real, silent = DiskTier.write_record, []
+    real, silent = DiskTier.write_file, []
 
     def write(self: DiskTier, *args: Any) -> int:
         alive = self.writers.home / "alive"
@@ -342,7 +342,7 @@ def test_an_import_shows_that_it_lives(
             os.utime(alive, (1, 1))
         return real(self, *args)
 
-    monkeypatch.setattr(DiskTier, "write_record", write)
+    monkeypatch.setattr(DiskTier, "write_file", write)
     assert command(capsys, "import", file, "--disk", tmp_path / "to").status == 0
     assert silent == [False] * 4, "it says so before each of them, when it is time"
 

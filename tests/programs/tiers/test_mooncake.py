@@ -293,7 +293,10 @@ def test_what_others_keep_in_the_store_is_none_of_ours(tier: MooncakeTier) -> No
     ]
     deadline = time.monotonic() + DEADLINE_SECONDS
     with client(tier).lane(deadline) as lane:
-        assert lane.call_method(deadline, "put", others, [lane.start] * 4, [4096] * 4) == [4096] * 4
+        assert (
+            lane.call_method(deadline, "put_objects", others, [lane.start] * 4, [4096] * 4)
+            == [4096] * 4
+        )
     assert list(tier.keys()) == [sample.key]
 
 
@@ -413,10 +416,10 @@ def test_a_stopped_master_holds_nobody_up(
     nobody_answers(tier, sample)
     with in_time(), pytest.raises(TierError):
         list(tier.keys())
-    assert client(tier).is_alive, "it was not the client that did not answer"
+    assert client(tier).can_answer, "it was not the client that did not answer"
     with in_time(), pytest.raises(TierError):
         tier.tend()
-    assert not client(tier).is_alive, "it might have been the client after all"
+    assert not client(tier).can_answer, "it might have been the client after all"
     second_tier = master.tier(timeout=HASTY_SECONDS)
     with in_time(), pytest.raises(TierError):
         second_tier.open()
@@ -475,7 +478,7 @@ def test_a_client_that_ends_or_hangs_is_replaced(end: signal.Signals, tier: Moon
     assert client(tier).process.pid != before.process.pid
     assert tier.gauges()["client_starts"] == 2
     os.kill(client(tier).process.pid, signal.SIGKILL)
-    until(lambda: not client(tier).is_alive, "the end of the client")
+    until(lambda: not client(tier).can_answer, "the end of the client")
     tier.tend()
     assert read(tier, sample) is None
 

@@ -170,16 +170,16 @@ def test_no_descriptor_for_a_moment_is_no_fault(tmp_path: Path) -> None:
 def test_a_closed_connection_is_seen_before_what_it_said_last_is_read(tmp_path: Path) -> None:
     """A worker looks once it has locked the arena, since the daemon looks for the lock then."""
     with daemon_end(tmp_path) as (link, accept):
-        assert not link.is_open
+        assert not link.has_connection
         link.poll(0.0)
         _, far = accept()
         far.sendall(encode(WELCOME))
         link.poll(0.0)
         assert link.welcome is not None
-        assert link.is_open
+        assert link.has_connection
         far.sendall(encode(Error(2, "internal", "")))
         far.close()
-        assert not link.is_open
+        assert not link.has_connection
         assert link.poll(0.0) == [Error(2, "internal", "")]
         link.close()
-        assert not link.is_open
+        assert not link.has_connection

@@ -141,7 +141,7 @@ def main() -> None:
     for number, pieces in enumerate(counts):
         entries[number, 0], entries[number, 7] = data[number].data_ptr(), pieces
     digests = torch.zeros(3, 3, dtype=torch.int64)
-    kernels.digest(entries.data_ptr(), 3, 3, digests.data_ptr())
+    kernels.digest_pieces(entries.data_ptr(), 3, 3, digests.data_ptr())
     for number, pieces in enumerate(counts):
         found = digests[number].numpy().tobytes()
         part = memoryview(data[number, : pieces * PIECE_BYTES].numpy())

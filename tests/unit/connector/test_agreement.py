@@ -103,10 +103,10 @@ class Faulty:
         else:
             self._kernels.copy_blocks(launch, is_gather)
 
-    def digest(
+    def digest_pieces(
         self, entries_address: int, objects: int, pieces_max: int, digests_address: int
     ) -> None:
-        self._kernels.digest(entries_address, objects, pieces_max, digests_address)
+        self._kernels.digest_pieces(entries_address, objects, pieces_max, digests_address)
 
 
 def tried(groups: Groups, wrapped: Callable[[Kernels], Kernels] = lambda kernels: kernels) -> bool:
@@ -153,12 +153,12 @@ def test_a_fault_is_found_on_memory_of_zeros(
 
 def test_wrong_digests_are_found() -> None:
     class Wrong(AddressKernels):
-        def digest(
+        def digest_pieces(
             self, entries_address: int, objects: int, pieces_max: int, digests_address: int
         ) -> None:
             for index in range(objects):
                 own_address = digests_address + 8 * index * pieces_max
-                super().digest(entries_address, 1, pieces_max, own_address)
+                super().digest_pieces(entries_address, 1, pieces_max, own_address)
 
     # The second part has a piece less than the first one.
     assert not tried(GROUPS["blocks"](), lambda _: Wrong(8, True))

@@ -271,7 +271,7 @@ def copies(device: CudaDevice) -> None:
     pinned = device.allocate(64, pinned=True)
     stream = device.new_stream()
     device.copy(memory.data_ptr(), pinned.data_ptr(), 64, stream)
-    device.wait(device.record(stream))
+    device.wait_for(device.record(stream))
 
 
 def unregisters(device: CudaDevice) -> None:
@@ -415,8 +415,8 @@ def test_kernels_of_triton_that_copy_other_bytes_are_not_used(
             self._kernels.copy_blocks(launch, is_gather)
             cuda.queue(lambda: spoil(launch.staging))
 
-        def digest(self, *addresses_and_counts: int) -> None:
-            self._kernels.digest(*addresses_and_counts)
+        def digest_pieces(self, *addresses_and_counts: int) -> None:
+            self._kernels.digest_pieces(*addresses_and_counts)
 
     def spoil(staging: torch.Tensor) -> None:
         torch.empty(0, dtype=torch.uint8).set_(staging.untyped_storage())[0] ^= 1

@@ -717,7 +717,7 @@ def test_a_worker_whose_device_fails_says_so_to_every_daemon(roles: Roles) -> No
     """Also to one that it is connected to later."""
     worker, path = roles.worker.worker_role, roles.scheduler.socket_path
     worker.factory.pipeline = SimpleNamespace(
-        is_alive=False, take_counters=dict, drain=lambda: None, close=lambda: None
+        can_copy=False, take_counters=dict, drain=lambda: None, close=lambda: None
     )
 
     def is_told() -> bool:

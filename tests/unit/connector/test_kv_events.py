@@ -68,7 +68,7 @@ def store(events: Any, tracked: Any, *chunks: int) -> list[Any]:
     """Commit every group's objects of some chunks; returns the events."""
     from hybridkv.connector.scheduler.stores import StoredObjects
 
-    events.on_stored(
+    events.on_committed(
         [StoredObjects(tracked, index, chunks) for index in range(len(GEOMETRY.groups))]
     )
     fresh: list[Any] = events.take_new()
@@ -138,9 +138,9 @@ def test_a_hit_needs_every_group() -> None:
 
     events, _ = make_events()
     tracked = make_request("r", [*range(2 * CHUNK)])
-    events.on_stored([StoredObjects(tracked, 1, (0, 1))])
+    events.on_committed([StoredObjects(tracked, 1, (0, 1))])
     assert events.take_new() == []
-    events.on_stored([StoredObjects(tracked, 0, (1,))])
+    events.on_committed([StoredObjects(tracked, 0, (1,))])
     (both,) = events.take_new()
     assert both.block_hashes == names_of(tracked, 0, 2 * BLOCKS), (
         "a window of 100 tokens is in the second chunk"
@@ -274,7 +274,7 @@ def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     broken = make_request("s", [*range(CHUNK)])
     broken.request = SimpleNamespace(num_tokens=CHUNK, block_hashes=[b"h" * 32] * BLOCKS)
     side.events.update(
-        lambda events: events.on_stored([StoredObjects(broken, index, (0,)) for index in (0, 1)])
+        lambda events: events.on_committed([StoredObjects(broken, index, (0,)) for index in (0, 1)])
     )
     assert counters[fault("kv_events")] == 1
     (gone,) = side.on_step_end()

@@ -23,7 +23,7 @@ def test_each_node_gets_its_own_slots_in_any_order() -> None:
     slots = NodeSlots(PLACES * SLOT_ALIGN, 3)
     of_nodes = [packed([0, 5, 63], [7, TOP, 9]), packed([9, 2, 1 << 40], [1, 2, TOP])]
     of_nodes.append(packed([3, 4, 5], [4, 5, 6]))
-    slots.add(of_nodes)
+    slots.match_slots(of_nodes)
     asked = packed([63, 0], [9, 7])
     assert slots.on_node(0, asked) == asked
     assert slots.on_node(1, asked) == packed([1 << 40, 9], [TOP, 1])
@@ -34,8 +34,8 @@ def test_each_node_gets_its_own_slots_in_any_order() -> None:
 def test_an_old_name_never_means_a_new_object() -> None:
     """Generation 0 is that of no slot, so a message about it is ignored and a load of it fails."""
     slots = NodeSlots(PLACES * SLOT_ALIGN, 2)
-    slots.add([packed([1, 2], [10, 11]), packed([4, 5], [20, 21])])
-    slots.add([packed([2], [12]), packed([6], [22])])
+    slots.match_slots([packed([1, 2], [10, 11]), packed([4, 5], [20, 21])])
+    slots.match_slots([packed([2], [12]), packed([6], [22])])
     assert slots.on_node(1, packed([1, 2], [10, 12])) == packed([4, 6], [20, 22])
     named_before = slots.on_node(1, packed([1, 2], [10, 11]))
     assert [*unpack_u64(named_before.generations)] == [20, 0]
@@ -56,7 +56,9 @@ def test_slots_are_those_of_a_plain_table(seed: int) -> None:
         places = rng.sample(range(PLACES), rng.randrange(1, 9))
         own = rng.sample(range(1000), len(places))
         generations = [generation] * len(places)
-        slots.add([packed(places, generations), packed(own, [TOP - at for at in generations])])
+        slots.match_slots(
+            [packed(places, generations), packed(own, [TOP - at for at in generations])]
+        )
         known |= {place: (at, generation) for place, at in zip(places, own, strict=True)}
         asked = rng.sample(sorted(known), rng.randrange(1, len(known) + 1))
         own_places, generations = map(list, zip(*(known[place] for place in asked), strict=True))

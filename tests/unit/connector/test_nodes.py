@@ -354,15 +354,15 @@ def test_a_report_that_comes_twice_changes_nothing(nodes: Nodes) -> None:
 
 def test_an_answer_is_late_only_after_the_reports_that_could_bring_it(nodes: Nodes) -> None:
     nodes.queue(wire.Lookup(3, 3, b"".join(NAMES)))
-    assert not nodes.link.is_due(3), "it has not left"
+    assert not nodes.link.is_answer_due(3), "it has not left"
     nodes.plan()
     nodes.link.on_report(nodes.number, {})
-    assert not nodes.link.is_due(3), "the daemon may have answered after the step's end"
+    assert not nodes.link.is_answer_due(3), "the daemon may have answered after the step's end"
     nodes.plan()
     nodes.link.on_report(nodes.number, {})
-    assert nodes.link.is_due(3)
+    assert nodes.link.is_answer_due(3)
     nodes.step()  # The mail that was lost ends the connection.
-    assert nodes.link.is_due(3)
+    assert nodes.link.is_answer_due(3)
 
 
 def test_one_daemon_cannot_be_that_of_two_nodes(both: list[DaemonProcess]) -> None:

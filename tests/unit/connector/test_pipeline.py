@@ -122,7 +122,7 @@ def test_a_ring_gives_nothing_away_that_is_cancelled() -> None:
     assert ring.reserve(60) == 0
     assert ring.reserve(40) == 60
     ring.undo_reserve(60, 40)
-    assert ring.reserved_bytes == 60
+    assert ring.used_bytes == 60
     assert ring.reserve(30) == 60
 
 
@@ -270,7 +270,7 @@ class Skipping:
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
         self.can_digest = kernels.can_digest
-        self.digest: Callable[..., None] = kernels.digest
+        self.digest_pieces: Callable[..., None] = kernels.digest_pieces
 
     def copy_blocks(self, launch: KernelLaunch, is_gather: bool) -> None:
         if is_gather:
@@ -335,7 +335,7 @@ def test_a_device_that_fails_ends_the_copier_and_hangs_nobody(arena: Arena) -> N
     rig.load(ops)
     rig.store(rig.ops(4, 9))
     rig.device.settle()
-    assert not rig.pipeline.is_alive
+    assert not rig.pipeline.can_copy
     assert len(rig.loaded) == 1
     assert isinstance(rig.loaded[0], HybridKVError)
     assert len(rig.stored) == 8
@@ -357,7 +357,7 @@ def test_an_error_that_no_device_should_raise_hangs_nobody(arena: Arena) -> None
 
     rig.device.record = record  # type: ignore[method-assign]
     rig.device.settle()
-    assert not rig.pipeline.is_alive
+    assert not rig.pipeline.can_copy
     assert [str(error) for error in rig.loaded] == ["ZeroDivisionError"]
 
 
@@ -376,7 +376,7 @@ def test_a_thread_that_cannot_choose_the_device_hangs_nobody(arena: Arena, broke
     rig.store(ops)
     rig.load(ops)
     rig.device.settle()
-    assert not rig.pipeline.is_alive
+    assert not rig.pipeline.can_copy
     assert len(rig.stored) == 4
     (error,) = rig.loaded
     assert isinstance(error, HybridKVError)
@@ -404,7 +404,7 @@ def test_an_error_of_an_object_that_cannot_begin_hangs_nobody(arena: Arena) -> N
     rig.load(ops[:1])
     rig.device.settle()
     assert len(rig.loaded) == 2
-    assert not rig.pipeline.is_alive
+    assert not rig.pipeline.can_copy
 
 
 def test_a_batch_is_queued_by_a_few_calls(arena: Arena) -> None:
@@ -500,7 +500,7 @@ def test_nothing_is_told_failed_while_the_device_still_copies(arena: Arena) -> N
     rig.device.habits.refuses_at = rig.device.calls + 3 + 5
     rig.store(ops)
     rig.device.settle()
-    assert not rig.pipeline.is_alive
+    assert not rig.pipeline.can_copy
     assert not rig.stored, "the first copies are still queued"
     rig.device.frozen.clear()
     rig.device.settle()

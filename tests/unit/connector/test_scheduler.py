@@ -467,11 +467,11 @@ def test_a_load_that_does_not_end_is_named_once_and_shown(
 def test_patience_is_what_computing_takes_and_has_a_cap(daemon: DaemonProcess) -> None:
     """D18: 2.0 s and 0.1 s per Ki tokens while the speed of prefill is not known."""
     rig = Rig(daemon, {"load_timeout_seconds": 12})
-    assert rig.side.lookups.patience.wait_for(0) == (2.0, 0)
-    assert rig.side.lookups.patience.wait_for(10 << 10) == (3.0, 0)
+    assert rig.side.lookups.patience.tier_wait(0) == (2.0, 0)
+    assert rig.side.lookups.patience.tier_wait(10 << 10) == (3.0, 0)
     rig.side.lookups.patience.prefill.speed = Speed(1000.0, 0.0)
-    assert rig.side.lookups.patience.wait_for(500) == (0.5, 1000)
-    assert rig.side.lookups.patience.wait_for(1 << 20) == (12.0, 1000)
+    assert rig.side.lookups.patience.tier_wait(500) == (0.5, 1000)
+    assert rig.side.lookups.patience.tier_wait(1 << 20) == (12.0, 1000)
     rig.side.close()
 
 

@@ -149,7 +149,7 @@ def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(name: str) 
         if group.kind is GroupKind.RECURRENT:
             assert prefill.stored_of(index) == PROMPT_TOKENS // STEP_TOKENS
     assert not [metric for metric in prefill.counters if metric.family == "stores_shed"]
-    assert not prefill.planner.is_awaited
+    assert not prefill.planner.has_open_stores
 
 
 @pytest.mark.parametrize("name", CHUNKED)
@@ -167,7 +167,7 @@ def test_what_has_no_room_waits_until_reports_come(name: str, late: int) -> None
     groups = geometry.groups
     missing = {groups[stored.group_index].kind for stored in prefill.missing()}
     assert GroupKind.FULL not in missing
-    assert not prefill.planner.is_awaited
+    assert not prefill.planner.has_open_stores
 
 
 def test_what_the_engine_lets_go_of_comes_first() -> None:

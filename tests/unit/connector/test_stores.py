@@ -389,7 +389,7 @@ def test_what_a_step_computed_is_committed_if_it_had_the_adapter_of_its_plan(loa
         name = step.request.block_hashes[tokens // step.geometry.hash_tokens - 1]
         assert isinstance(commit, Commit)
         assert commit.hashes == adapter_hashes(name, OLD)
-    assert not step.stores.is_awaited
+    assert not step.stores.has_open_stores
 
 
 def test_what_was_planned_with_another_adapter_than_the_present_one_is_not_committed() -> None:

@@ -305,7 +305,7 @@ class SimulatedEngine:
         """Report a step that writes nothing."""
         self._number += 1
         self._has_changed = False
-        self._weights.step(self._number, self._watch.question, is_idle=True)
+        self._weights.begin_step(self._number, self._watch.question, is_idle=True)
         self._arrive()
         self._reports.append(SimulatedReport(self._weights.take_step_answer(), None))
         if len(self._reports) > self._lag:
@@ -320,7 +320,7 @@ class SimulatedEngine:
         watch.on_step_planned(self._number, loads_for=eras if loads else ())
         if rng.random() < 0.95:
             self._has_changed = False
-            weights.step(self._number, question)
+            weights.begin_step(self._number, question)
         else:
             self._counts["unseen"] += 1
         if not self._is_late:

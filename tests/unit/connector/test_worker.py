@@ -189,12 +189,12 @@ def test_a_worker_whose_device_failed_offers_nothing() -> None:
 
     worker = worker_role()
     pipeline = SimpleNamespace(take_counters=lambda: {COPIES_UNPINNED: 3.0})
-    worker.factory = SimpleNamespace(pipeline=pipeline, is_alive=True)
+    worker.factory = SimpleNamespace(pipeline=pipeline, can_copy=True)
     worker.boot = "b"
     report = worker.take_step_report()
     assert report.boots == {"b": 1}
     assert report.counters[COPIES_UNPINNED] == 3
-    worker.factory.is_alive = False
+    worker.factory.can_copy = False
     report = worker.take_step_report()
     assert report.boots == {}
     assert report.is_disabled

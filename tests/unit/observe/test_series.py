@@ -68,7 +68,7 @@ def test_a_ring_keeps_the_latest() -> None:
     series = Series(10, 3)
     assert series.due_at == -math.inf
     for at in (0, 10, 10, 5, 20, 35):
-        series.add(Sample(at, (at,)))
+        series.append(Sample(at, (at,)))
     assert [sample.at for sample in series.samples] == [10, 20, 35]
     assert series.due_at == 45
     past = Past([("at", "")], series.samples)
@@ -80,7 +80,7 @@ def test_a_ring_keeps_the_latest() -> None:
 def test_buckets_count_what_is_not_above_their_bound(amounts: list[float]) -> None:
     buckets = Histogram((0.5, 2.0))
     for amount in amounts:
-        buckets.add(amount)
+        buckets.add_duration(amount)
     assert buckets.cumulative == [
         (bound, sum(amount <= bound for amount in amounts)) for bound in (0.5, 2.0, math.inf)
     ]

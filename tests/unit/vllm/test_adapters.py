@@ -69,8 +69,10 @@ def test_an_adapter_is_known_once_all_workers_have_it() -> None:
 
 
 def test_an_identity_is_that_of_all_ranks_whatever_the_number_is() -> None:
-    assert AdapterWeights(1, (OLD, OLD)).identity == AdapterWeights(7, (OLD,)).identity == OLD
-    apart = {AdapterWeights(1, digests).identity for digests in ((OLD, NEW), (NEW, OLD))}
+    assert (
+        AdapterWeights(1, (OLD, OLD)).content_hash == AdapterWeights(7, (OLD,)).content_hash == OLD
+    )
+    apart = {AdapterWeights(1, digests).content_hash for digests in ((OLD, NEW), (NEW, OLD))}
     assert len(apart | {OLD, NEW}) == 4
     assert {*map(len, apart)} == {HASH_BYTES}
 
@@ -290,7 +292,7 @@ class Truth:
         for request_id in chosen:
             weights = self.adapters[request_id].weights
             if weights is not None:
-                self.runs.append(Run(request_id, weights.identity, number))
+                self.runs.append(Run(request_id, weights.content_hash, number))
         for request_id in chosen:
             name, adapter = self.requests[request_id]
             self.loaded.setdefault(adapter, self.file[adapter])

@@ -97,7 +97,7 @@ class Engine:
     def step(self, question: int = 0, **options: bool) -> WeightsAnswer:
         """A step that stores nothing, and what its report says."""
         self._number += 1
-        self.weights.step(self._number, question, **options)
+        self.weights.begin_step(self._number, question, **options)
         return self.weights.take_step_answer()
 
     def read(self, question: int = 0) -> WeightsAnswer:
@@ -311,11 +311,11 @@ def test_weights_that_change_while_they_are_read_are_read_again(
 
 
 def test_a_step_in_which_the_weights_change_has_an_era_of_its_own(engine: Engine) -> None:
-    engine.weights.step(1, 0)
+    engine.weights.begin_step(1, 0)
     negate(engine.model)
     engine.weights.computed()
     assert engine.weights.take_step_answer() == WeightsAnswer(0, 1, "", (StepLook(1, 1),))
-    engine.weights.step(2, 0)
+    engine.weights.begin_step(2, 0)
     assert engine.weights.take_step_answer() == WeightsAnswer(0, 2, "", (StepLook(2, 2),))
 
 
@@ -387,7 +387,7 @@ def test_a_device_that_fails_under_a_look_fails_no_report(
     def fails() -> None:
         raise RuntimeError("an illegal access of a kernel before this one")
 
-    lost = SimpleNamespace(digest=fails)
+    lost = SimpleNamespace(words_digest=fails)
     monkeypatch.setattr(engine.weights.sentinel, "look", lambda models: lost)
     answers = [engine.step(), engine.step()]
     assert [answer[1:3] for answer in answers] == [(1, ""), (2, "")]
@@ -397,7 +397,7 @@ def test_a_device_that_fails_under_a_look_fails_no_report(
 def test_only_steps_that_write_blocks_are_looked_at(engine: Engine) -> None:
     assert engine.step(is_idle=True).steps == ()
     assert engine.step().steps == (StepLook(2, 0),)
-    engine.weights.step(2, 0)
+    engine.weights.begin_step(2, 0)
     assert engine.weights.take_step_answer().steps == (), "each step once"
 
 

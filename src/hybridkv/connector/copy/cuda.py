@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import Copier, PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.shm.arena import Arena
 
 
-class CudaCopier:
+class CudaCopier(Copier):
     """The Copier of one arena on a device. All of a rank's copiers share its pipeline."""
 
     def __init__(self, pipeline: CopyPipeline, arena: Arena, part: PartLayout) -> None:

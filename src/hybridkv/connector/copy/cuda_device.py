@@ -18,10 +18,12 @@ import torch
 
 from hybridkv.connector.copy.device import (
     CopyList,
+    Device,
     DeviceError,
     DeviceMemoryError,
     Kernels,
     Lane,
+    Result,
     Stream,
     Waitable,
 )
@@ -49,7 +51,7 @@ _IN_ORDER = (ctypes.c_int * 6)(1)
 _DEFAULT_KIND = 4  # cudaMemcpyDefault: the direction follows from the addresses.
 
 
-class CudaEvent:
+class CudaEvent(Waitable):
     """An event of torch, as a Waitable. The thread that waits for it sleeps."""
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ class CudaEvent:
             self.event.synchronize()
 
 
-class HashResult:
+class HashResult(Result):
     """The Result of work in a thread for hashing."""
 
     def __init__(self, future: "Future[bytes]") -> None:
@@ -80,7 +82,7 @@ class HashResult:
         return self._future.result()
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """The Device of a worker. It is made on the engine's thread, whose device is the worker's."""
 
     def __init__(self, device: torch.device) -> None:
@@ -214,7 +216,7 @@ class CudaDevice:
         with translated():
             torch.cuda.set_device(self._device)
 
-    def wait(self, waitable: Waitable) -> None:
+    def wait_for(self, waitable: Waitable) -> None:
         while not waitable.is_over():
             waitable.wait()
 
@@ -379,7 +381,7 @@ def _digests_agree(kernels: Kernels, staging: torch.Tensor, generator: torch.Gen
     digests = torch.zeros(2, pieces, dtype=torch.int64, pin_memory=staging.is_cuda)
     expected = [piece_digests(memoryview(piece.numpy())) for piece in data]
     if pieces:
-        kernels.digest(entries.data_ptr(), 2, pieces, digests.data_ptr())
+        kernels.digest_pieces(entries.data_ptr(), 2, pieces, digests.data_ptr())
         staging[:1].cpu()  # It waits for the device.
         expected += [*expected[:-1], bytes(8)]
     return bool(digests.numpy().tobytes() == b"".join(expected))

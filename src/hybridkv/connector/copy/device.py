@@ -64,12 +64,12 @@ class Kernels(Protocol):
     """The programs that run on the device, where plain copies would not do."""
 
     can_digest: bool
-    """True if `digest` can be called."""
+    """True if `digest_pieces` can be called."""
 
     def copy_blocks(self, launch: KernelLaunch, is_gather: bool) -> None:
         """Copy blocks into the staging (a gather), or from there into the blocks (a scatter)."""
 
-    def digest(
+    def digest_pieces(
         self, entries_address: int, objects: int, pieces_max: int, digests_address: int
     ) -> None:
         """Write the digests (shm.slots) of all whole pieces of some parts to `digests_address`.
@@ -147,7 +147,7 @@ class Device(Protocol):
     def enter_thread(self) -> None:
         """Choose this device for the thread of a lane, which calls this before all else."""
 
-    def wait(self, waitable: Waitable) -> None:
+    def wait_for(self, waitable: Waitable) -> None:
         """Block the caller, who is no lane, until the wait is over. Any thread may call it."""
 
 
@@ -158,7 +158,7 @@ class Result(Waitable, Protocol):
         """Return the bytes, or raise what the work raised. Called once the wait is over."""
 
 
-class JobQueue(Generic[Item]):
+class JobQueue(Waitable, Generic[Item]):
     """A queue from the engine's thread to a lane, which waits for it as for any Waitable."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hybridkv.connector.copy.part import BadSlotError, PartLayout, load_error
+from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout, load_error
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.packed import pack_u64
@@ -86,7 +86,7 @@ class _Band:
         return self._batches[count]
 
 
-class HostCopier:
+class HostCopier(Copier):
     """The Copier of engines on a processor. Copies happen in the step.
 
     Two threads copy, because memmove and torch release the GIL.

@@ -64,7 +64,7 @@ class StoreTransfer(ObjectTransfer):
 
 @dataclass(slots=True)
 class LoadJob:
-    """The load of one request."""
+    """The load of one request, until all its objects are in its blocks."""
 
     attached: AttachedArena
     ops: deque[CopyOp]  # Objects that are not in a batch yet.

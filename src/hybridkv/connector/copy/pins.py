@@ -9,7 +9,14 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
-from hybridkv.connector.copy.device import Device, DeviceError, JobQueue, Lane, wait_in_lane
+from hybridkv.connector.copy.device import (
+    Device,
+    DeviceError,
+    JobQueue,
+    Lane,
+    Waitable,
+    wait_in_lane,
+)
 from hybridkv.shm.arena import Arena
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -95,7 +102,7 @@ class Pins:
             raise errors[0]
 
 
-class _Pause:
+class _Pause(Waitable):
     """A wait of a thread for as long as a registration took, because CUDA's calls wait for that.
 
     A simulation, which takes it as over, may do something else.

@@ -26,6 +26,7 @@ from hybridkv.connector.copy.device import (
     DeviceMemoryError,
     JobQueue,
     Lane,
+    Waitable,
     wait_in_lane,
 )
 from hybridkv.connector.copy.lanes import Barrier, LoadJob, LoadLane, StoreLane, StoreTransfer
@@ -62,7 +63,7 @@ class Demand:
     step_bytes: int  # Of all that one step of the engine may complete.
 
 
-class Latch:
+class Latch(Waitable):
     """A wait that is over after `count` calls of `reach`. The last one calls `on_reached`."""
 
     def __init__(self, count: int, on_reached: Callable[[], None] = lambda: None) -> None:
@@ -131,7 +132,7 @@ class CopyPipeline:
         )
         self._load_lane = LoadLane(self.context, loads, load_descriptors, entry_bytes)
         # Memory may come from the engine, whose queued work still uses it.
-        device.wait(device.record(device.current_stream()))
+        device.wait_for(device.record(device.current_stream()))
         self._pinning_jobs: JobQueue[Callable[[], Lane] | None] = JobQueue()
         device.start_lane("hybridkv-store", self._store_lane.run_jobs())
         device.start_lane("hybridkv-load", self._load_lane.run_jobs())
@@ -140,7 +141,7 @@ class CopyPipeline:
         )
 
     @property
-    def is_alive(self) -> bool:
+    def can_copy(self) -> bool:
         """True until an error ends all copies of this rank."""
         return not self.context.fatal_error
 
@@ -159,7 +160,7 @@ class CopyPipeline:
         """
 
         def pin() -> Lane:
-            if self.is_alive:
+            if self.can_copy:
                 yield from attached.pins.pin_pages(self._device, reserved_bytes)
 
         if attached.pins.request_pages(reserved_bytes):
@@ -234,14 +235,14 @@ class CopyPipeline:
 
     def wait_for_latch(self, latch: Latch) -> None:
         """Block the caller, which may be any thread, until the latch is over."""
-        self._device.wait(latch)
+        self._device.wait_for(latch)
 
     def drain(self) -> None:
         """Wait until what is queued is over, so that no copy uses the device's memory."""
         latch = Latch(2)
         for jobs in (self._store_lane.jobs, self._load_lane.jobs):
             jobs.push(Barrier(latch.reach))
-        self._device.wait(latch)
+        self._device.wait_for(latch)
 
     def close(self) -> None:
         """Finish what is queued and end the lanes."""
@@ -254,7 +255,7 @@ class CopyPipeline:
         """Assert that nothing is in flight and all staging was released. For tests."""
         rings = (self._store_lane.staging.ring, self._load_lane.staging.ring, self._descriptor_ring)
         for ring in rings:
-            assert not ring.reserved_bytes, f"{ring.reserved_bytes} bytes were not released"
+            assert not ring.used_bytes, f"{ring.used_bytes} bytes were not released"
 
 
 def _allocate_ring(device: Device, largest: int, size: int) -> tuple[Ring, torch.Tensor]:
@@ -278,5 +279,5 @@ def _upload(device: Device, rows: "array[int]") -> torch.Tensor:
     ctypes.memmove(pinned.data_ptr(), rows_address, size)
     stream = device.current_stream()
     device.copy(device_rows.data_ptr(), pinned.data_ptr(), size, stream)
-    device.wait(device.record(stream))
+    device.wait_for(device.record(stream))
     return device_rows

@@ -20,32 +20,32 @@ class Ring:
         self.size = size
         self.largest = largest
         self._next = 0  # Where the next piece starts, unless that is at `size` or after it.
-        self._reserved_bytes = 0
+        self._used_bytes = 0
         self._lock = Lock()
 
     @property
-    def reserved_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes that are reserved and not released."""
-        return self._reserved_bytes
+        return self._used_bytes
 
     def reserve(self, size: int) -> int | None:
         """Return the offset of `size` bytes that are the caller's. None if there is no room now."""
         with self._lock:
-            if size > self.largest or self._reserved_bytes + size > self.size:
+            if size > self.largest or self._used_bytes + size > self.size:
                 return None
             start = 0 if self._next >= self.size else self._next
             self._next = start + size
-            self._reserved_bytes += size
+            self._used_bytes += size
             return start
 
     def free_oldest(self, size: int) -> None:
         """Free the oldest piece, which has `size` bytes."""
         with self._lock:
-            self._reserved_bytes -= size
-            assert self._reserved_bytes >= 0
+            self._used_bytes -= size
+            assert self._used_bytes >= 0
 
     def undo_reserve(self, start: int, size: int) -> None:
         """Undo the last `reserve`, which returned `start` for `size` bytes that nobody used."""
         with self._lock:
             self._next = start
-            self._reserved_bytes -= size
+            self._used_bytes -= size

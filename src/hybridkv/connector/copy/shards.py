@@ -9,7 +9,7 @@ from hybridkv.core.copies import CopyOp, SlotRef
 from hybridkv.core.errors import HybridKVError
 
 
-class ShardsCopier:
+class ShardsCopier(Copier):
     """The Copier of a rank with a copier for each of its shards, whose parts are `parts`.
 
     Objects of replicated groups have one part. One of the copiers stores it, and the first loads
@@ -21,7 +21,7 @@ class ShardsCopier:
         self.copiers = copiers
 
     def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        """Copy blocks out, each op by the copiers whose shard writes it; at least one does."""
+        """Copy blocks out, each op by the copiers whose shard writes it. At least one does."""
         shares = [[op for op in ops if part.writes(op)] for part in self._parts]
         running = Counter(op.slot for share in shares for op in share)
         failed: set[SlotRef] = set()

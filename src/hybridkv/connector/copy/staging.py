@@ -225,7 +225,7 @@ class Staging:
         """Queue the kernel that hashes all whole pieces of the batch's parts in the ring."""
         if batch.pieces_max:
             work = partial(
-                self._context.kernels.digest,
+                self._context.kernels.digest_pieces,
                 batch.transfers[0].entry_address,
                 len(batch.transfers),
                 batch.pieces_max,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hybridkv.connector.copy.device import Kernels
 from hybridkv.connector.copy.tables import ENTRY, KernelLaunch
 from hybridkv.vllm.blocks import part_pieces
 from hybridkv.vllm.stages import is_padding
@@ -11,7 +12,7 @@ from hybridkv.vllm.stages import is_padding
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-class TorchKernels:
+class TorchKernels(Kernels):
     """Kernels that torch has. They hash nothing. `groups` has physical views."""
 
     can_digest = False
@@ -35,7 +36,7 @@ class TorchKernels:
                     elif not is_padding(view):
                         view.index_copy_(0, blocks, piece)
 
-    def digest(
+    def digest_pieces(
         self, entries_address: int, objects: int, pieces_max: int, digests_address: int
     ) -> None:
         """Raise NotImplementedError. `can_digest` is False, so nobody calls it."""

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hybridkv.connector.copy.device import DeviceError
+from hybridkv.connector.copy.device import DeviceError, Kernels
 from hybridkv.connector.copy.tables import ENTRY, ROW, KernelLaunch
 from hybridkv.shm.slots import PIECE_BYTES
 
@@ -127,7 +127,7 @@ def _piece_digest(  # type: ignore[no-untyped-def]
     return digest ^ (digest >> 32)
 
 
-class TritonKernels:
+class TritonKernels(Kernels):
     """Kernels of Triton, for words of `word_bytes` bytes."""
 
     can_digest = True
@@ -154,7 +154,7 @@ class TritonKernels:
             GATHER=is_gather,
         )
 
-    def digest(
+    def digest_pieces(
         self, entries_address: int, objects: int, pieces_max: int, digests_address: int
     ) -> None:
         digest_kernel[pieces_max, objects](

@@ -61,13 +61,13 @@ class Audit:
     """The chunk's objects by the number of the store run that each is in."""
 
     def stored_slot(self, group_index: int) -> SlotRef | None:
-        """Return the slot of a group's stored object; None where there is no object."""
+        """Return the slot of a group's stored object. None where there is no object."""
         at = group_index * U64
         (offset,) = unpack_u64(self.offer.offsets[at : at + U64])
         (generation,) = unpack_u64(self.offer.generations[at : at + U64])
         return SlotRef(offset, generation) if generation else None
 
-    def is_complete(self, groups: int) -> bool:
+    def has_compared_all(self, groups: int) -> bool:
         """Return True if every stored object of the chunk was compared."""
         compared = {item.pair.group_index for item in self.objects.values() if item.verdict}
         return all(index in compared or self.stored_slot(index) is None for index in range(groups))
@@ -92,11 +92,11 @@ class Audits:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether an audit has differed. Nothing is loaded or stored under this identity then."""
+        """True once an audit has differed. Nothing is loaded or stored under this identity then."""
         return self.identity in self.budget.cut_off
 
     def lease_for_lookup(self, tracked: TrackedRequest) -> int:
-        """Return the number of the lease by which a lookup asks for an audit; 0 = none is due.
+        """Return the number of the lease by which a lookup asks for an audit. 0 = none is due.
 
         Prompts with images are left out: outputs of an encoder differ by more than the last bits in
         the first layer.
@@ -242,7 +242,7 @@ class Audits:
             if len(verdicts) < len(audit.objects):
                 return
             is_over = tracked.state is RequestState.DONE or audit.steps > AUDIT_STEPS_MAX
-            if not is_over and not audit.is_complete(len(self._geometry.groups)):
+            if not is_over and not audit.has_compared_all(len(self._geometry.groups)):
                 return
         self.finish(audit, verdict, now)
 

@@ -33,9 +33,9 @@ class SchedulerContext:
     step_tokens: int  # The most tokens of a step.
     pool_blocks: int  # Blocks of the engine's pool, without the null block.
     inflight_tokens: int | None = None
-    """The most tokens of all steps that the engine plans at once; None = those of one step."""
+    """The most tokens of all steps that the engine plans at once. None = those of one step."""
     retention: Sequence[Retention] | None = None
-    """What the engine keeps of a request in each group; None = what the groups say, no drafts."""
+    """What the engine keeps of a request in each group. None = what the groups say, no drafts."""
     staging_bytes: int | None = None  # The smallest staging of all ranks; None = no bound.
     own_hashes: bool = False  # True if the engine's block hashes cannot be used.
     with_tails: bool = False
@@ -59,7 +59,7 @@ class EngineLife:
         counters: Counter[Metric],
         weights: WeightsWatch | None = None,
     ) -> None:
-        """`weights` follow the weights that the identity names; None = these never change."""
+        """`weights` follow the weights that the identity names. None = these never change."""
         geometry = context.geometry
         self.counters = counters
         self.weights = weights or WeightsWatch()
@@ -73,6 +73,6 @@ class EngineLife:
         self.run_numbers = itertools.count(1)
         """Numbers of store runs. No role may take a late report for one of its own runs."""
         self.to_fail: list[str] = []
-        """Requests that wait for a load which no worker knows of; the next plan fails them."""
+        """Requests that wait for a load which no worker knows of. The next plan fails them."""
         self.last_greeting = 0
-        """The number of the last greeting that workers are done with; 0 = there is none."""
+        """The number of the last greeting that workers are done with. 0 = there is none."""

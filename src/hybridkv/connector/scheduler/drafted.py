@@ -45,7 +45,7 @@ class DraftedBlocks:
         self._groups = [group for group in geometry.groups if group.kind is not GroupKind.RECURRENT]
         """The groups in which a drafter can have layers. A state depends on its tokens alone."""
         self._marks = array("q", bytes(_MARK_BYTES * blocks))
-        """A mark for each block id, in whatever group the block is now; 0 = it has no mark."""
+        """A mark for each block id, in whatever group the block is now. 0 = it has no mark."""
 
     def on_unobserved_steps(self, requests: Mapping[str, TrackedRequest]) -> None:
         """Delete all marks, because the engine computed steps that were not observed.

@@ -45,7 +45,7 @@ class TierWait(NamedTuple):
 
     seconds: float
     tokens_per_second: int
-    """The speed of prefill, which tiers are compared with; 0 = they are not compared."""
+    """The speed of prefill, which tiers are compared with. 0 = they are not compared."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Patience:
     seconds_max: float  # The value of `Settings.load_timeout_seconds`.
     prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
 
-    def wait_for(self, tokens: int) -> TierWait:
+    def tier_wait(self, tokens: int) -> TierWait:
         """Return how long a prompt of `tokens` tokens may wait."""
         if self.policy is LoadPolicy.NEVER:
             return TierWait(0.0, 0)
@@ -103,7 +103,7 @@ class Lookups:
         self._send(tracked, now)
 
     def tokens_to_load(self, tracked: TrackedRequest, local_tokens: int, now: float) -> int | None:
-        """Return the tokens beyond `local_tokens` to load; None = the engine is to ask again."""
+        """Return the tokens beyond `local_tokens` to load. None = the engine is to ask again."""
         found, request = tracked.lookup.found, tracked.request
         if found is None:
             return self._unanswered(tracked, local_tokens, now)
@@ -232,7 +232,7 @@ class Lookups:
             names = tail_names(self.geometry, known, first, tokens)
             lookup.tails = tracked.tail_hashes(names)
         lookup.sent_at, lookup.deadline = now, now + self._seconds_max
-        wait = self.patience.wait_for(chunks * self.geometry.chunk_tokens)
+        wait = self.patience.tier_wait(chunks * self.geometry.chunk_tokens)
         message = Lookup(
             lease,
             lease,
@@ -248,7 +248,7 @@ class Lookups:
         self._counters[metrics.LOOKUPS_ASKED] += 1
 
     def _obstacle(self) -> Decline | None:
-        """Return the reason for which no hit could be loaded now; None = one could."""
+        """Return the reason for which no hit could be loaded now. None = one could."""
         session = self._session
         if not session.is_connected:
             return None
@@ -284,7 +284,7 @@ class Lookups:
         extra_seconds = ROOM_SECONDS if reason is Decline.LATE_ROOM else 0.0
         if reason is Decline.IDENTITY:
             # While weights are read a request waits no longer than it takes to compute it.
-            patience = self.patience.wait_for(tracked.request.num_tokens).seconds
+            patience = self.patience.tier_wait(tracked.request.num_tokens).seconds
             extra_seconds = -math.inf if self._weights.is_stale else patience
         is_vain = reason is Decline.LATE_WORKERS and self._session.unmapped == self._session.boot
         if reason is Decline.LATE_ANSWER and not self._session.is_answer_due(lookup.lease):
@@ -305,7 +305,7 @@ class LoadPlanner:
 
     requests: RequestRegistry
     to_fail: list[str] = field(default_factory=list)
-    """Requests that wait for a load which nobody planned; the next plan fails them."""
+    """Requests that wait for a load which nobody planned. The next plan fails them."""
     to_plan: list[TrackedRequest] = field(default_factory=list)
     """Requests whose loads go into the next plan."""
     loading: dict[str, TrackedRequest] = field(default_factory=dict)

@@ -87,7 +87,7 @@ class PresentObjects(NamedTuple):
 
 
 class KVEventPublisher:
-    """The announced chunks, and events that vLLM has not taken yet; there are none if it is off."""
+    """The announced chunks, and events that vLLM has not taken yet. There are none if it is off."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class KVEventPublisher:
             logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
             self.withdraw_all()
 
-    def on_stored(self, stored: Iterable[StoredObjects]) -> None:
+    def on_committed(self, stored: Iterable[StoredObjects]) -> None:
         """Announce what is new in RAM with objects that were committed."""
         by_request: dict[TrackedRequest, list[PresentObjects]] = {}
         for tracked, group_index, chunks in stored:
@@ -336,7 +336,7 @@ class KVEventPublisher:
 
 
 def _listed(geometry: Geometry) -> Group | None:
-    """Return the group whose blocks events list; None where no layer has full attention."""
+    """Return the group whose blocks events list. None where no layer has full attention."""
     full = [group for group in geometry.groups if group.kind is GroupKind.FULL]
     return min(full, key=lambda group: group.tokens_per_block, default=None)
 

@@ -24,7 +24,7 @@ class NodeSlots:
         self._generations = [np.zeros(places, _WORD) for _ in range(nodes)]
         self._offsets = [np.zeros(places if node else 0, _WORD) for node in range(nodes)]
 
-    def add(self, slots: Sequence[PackedSlots]) -> None:
+    def match_slots(self, slots: Sequence[PackedSlots]) -> None:
         """Note slots of each node that belong together: the i-th of each."""
         places = _places(slots[0].offsets)
         for node, own in enumerate(slots):

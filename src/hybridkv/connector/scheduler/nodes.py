@@ -60,7 +60,7 @@ class _Node:
 
 @dataclass(eq=False)
 class _NodesLookup:
-    """A lookup of all nodes."""
+    """A lookup that every node is asked, and what each has answered."""
 
     lookup: wire.Lookup  # The scheduler role's.
     leases: list[int]  # Each node's lease of its last round.
@@ -103,7 +103,7 @@ class NodesLink:
         those of all nodes."""
         self.is_served = True
         self.refusal: str | None = None
-        """The reason why there is no connection; None once there is one, or was."""
+        """The reason why there is no connection. None once there is one, or was."""
         self.greetings = hello.session
         self.boots: tuple[str, ...] = ()
         """The lives of the nodes' daemons that were greeted last."""
@@ -113,7 +113,7 @@ class NodesLink:
         self._is_closed = False
         self._last_lease = 0
         self.leases: dict[int, list[int]] = {}
-        """Each node's lease, by the number of the scheduler role's; 0 = the node has none."""
+        """Each node's lease, by the number of the scheduler role's. 0 = the node has none."""
         self.questions: dict[int, _Question] = {}  # By the node's lease.
         self.lookups: dict[int, _NodesLookup] = {}  # Unanswered, by the scheduler role's lease.
         self._slots = NodeSlots(0, geometry.nodes)
@@ -210,12 +210,12 @@ class NodesLink:
         return NodePlans(tuple(self._plan_on(node, plan) for node in nodes))
 
     def on_report(self, number: int, answers: Mapping[int, Answers]) -> None:
-        """Keep the answers in the report of a plan; `poll` takes them."""
+        """Keep the answers in the report of a plan. `poll` takes them."""
         self._reports = max(self._reports, number)
         if answers:
             self._inbox.append(answers)
 
-    def is_due(self, lease: int) -> bool:
+    def is_answer_due(self, lease: int) -> bool:
         """Return True if the answer to a lookup had its time: the reports that could bring it came.
 
         The time of a step is not the daemon's delay.
@@ -446,7 +446,7 @@ class NodesLink:
         slots = [
             wire.PackedSlots(grant.offsets[:size], grant.generations[:size]) for grant in grants
         ]
-        self._slots.add(slots)
+        self._slots.match_slots(slots)
         offsets, generations = slots[0]
         return [structs.replace(grants[0], offsets=offsets, generations=generations)]
 
@@ -499,7 +499,7 @@ class NodesLink:
                     self._nodes[node].messages.append(wire.Release(lease))
             why = lookup.why[: wire.FACT_MAX]
             return wire.Found(asked.id, asked.lease, 0, lookup.masks, b"", b"", why=why)
-        self._slots.add(slots)
+        self._slots.match_slots(slots)
         slowest = max(answers, key=lambda answer: sum(answer.tiers.values()))
         whys = [f"node {node}: {answer.why}" for node, answer in enumerate(answers) if answer.why]
         why = "; ".join([lookup.why, *whys] if lookup.why else whys)
@@ -516,7 +516,7 @@ class NodesLink:
     def _joined_audit(
         self, lookup: _NodesLookup, answers: Sequence[wire.Found]
     ) -> wire.AuditOffer | None:
-        """Return what every node offers to audit; None where they differ, or nothing is offered."""
+        """Return what every node offers to audit. None where they differ, or nothing is offered."""
         offers = [answer.audit for answer in answers if answer.audit is not None]
         if not offers:
             return None
@@ -537,7 +537,7 @@ class NodesLink:
             wire.PackedSlots(offer.shorter_offsets, offer.shorter_generations) for offer in offers
         ]
         for slots in (stored, shorter):
-            self._slots.add(slots)
+            self._slots.match_slots(slots)
         self.leases[lookup.lookup.audit_lease] = [offer.lease for offer in offers]
         return structs.replace(offers[0], lease=lookup.lookup.audit_lease)
 

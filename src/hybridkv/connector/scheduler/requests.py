@@ -38,7 +38,7 @@ STORY_MAX = 32  # Events of a request that are kept, the last ones.
 
 
 class RequestState(StrEnum):
-    """The states of a request in the connector; the drawing above has their order."""
+    """The states of a request in the connector. The drawing above has their order."""
 
     PREFETCHING = "prefetching"
     WAITING_FOR_LOAD = "waiting_for_load"
@@ -59,7 +59,7 @@ class RequestEvent(StrEnum):
     LOADED = "loaded"
     FAILED = "failed"
     FINISHED = "finished"
-    """The request ended; its blocks are the engine's again, unless a load is in flight."""
+    """The request ended. Its blocks are the engine's again, unless a load is in flight."""
     RESUMED = "resumed"  # The engine asks again about a request that it preempted.
 
 
@@ -125,7 +125,7 @@ class RequestLookup:
     answer: wire.Found | None = None  # The last answer that came, for `hybridkv explain`.
 
     def hit_tokens(self, geometry: Geometry) -> int:
-        """Return the tokens of the hit that was found; 0 = none."""
+        """Return the tokens of the hit that was found. 0 = none."""
         if self.found is None:
             return 0
         if self.found.tail:
@@ -133,7 +133,7 @@ class RequestLookup:
         return self.found.chunks * geometry.chunk_tokens
 
     def tail_found(self) -> bytes:
-        """Return the name of the tail that the hit ends with; empty = it ends with a chunk."""
+        """Return the name of the tail that the hit ends with. Empty = it ends with a chunk."""
         tail = self.found.tail if self.found is not None else 0
         return self.tails[(tail - 1) * HASH_BYTES : tail * HASH_BYTES] if tail else b""
 
@@ -149,7 +149,7 @@ class RequestLoad:
     is_handed_over: bool = False  # True if the workers have the load and will report its end.
     is_overdue: bool = False  # True if the log has a line that the load does not end.
     restored: range = range(0)
-    """The tokens of a load that succeeded, by their numbers; empty once the request runs."""
+    """The tokens of a load that succeeded, by their numbers. Empty once the request runs."""
     loaded_tokens: int = 0  # Tokens of all loads of the request that succeeded.
     loaded_bytes: int = 0  # Bytes of the same loads.
 
@@ -192,12 +192,12 @@ class TrackedRequest:
     load: RequestLoad = field(default_factory=RequestLoad)
     preemptions: int = 0  # The engine's count when the request was last looked up.
     local_seen: int | None = None
-    """Tokens of the engine's own hit when it last asked; None = it has not asked."""
+    """Tokens of the engine's own hit when it last asked. None = it has not asked."""
     declined: wire.Decline | None = None
-    """The reason of the last decline or failure; None = there was none."""
+    """The reason of the last decline or failure. None = there was none."""
     decline_detail: str = ""  # A sentence that says more than the reason, or nothing.
     next_chunk: list[int] = field(default_factory=list)
-    """For each group, the first chunk whose store is not settled; unused for recurrent groups."""
+    """The first chunk whose store is not settled, by group. Recurrent groups do not use theirs."""
     stored_states: set[StoredState] = field(default_factory=set)
     stored_tail: int = 0  # The tokens of the last tail whose store has begun; 0 = none has.
     stored_objects: int = 0  # Objects whose store has begun.
@@ -208,7 +208,7 @@ class TrackedRequest:
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether the request waits for its lookup, or for blocks for the hit that was found."""
+        """True while the request waits for its lookup, or for blocks for the hit that was found."""
         return self.state is RequestState.PREFETCHING
 
     def has_hashes(self) -> bool:
@@ -217,7 +217,7 @@ class TrackedRequest:
             return True
         weights = self.adapter.weights
         if weights is not None:
-            self.adapter_hash = weights.identity
+            self.adapter_hash = weights.content_hash
         return weights is not None
 
     def tail_hashes(self, names: Sequence[bytes]) -> bytes:
@@ -288,7 +288,7 @@ class RequestRegistry:
             self.room.on_running((tracked.request.request_id,))
 
     def story(self, request_id: str) -> list[StoryEvent]:
-        """Return the last events of a request that is tracked; empty for any other."""
+        """Return the last events of a request that is tracked. Empty for any other."""
         tracked = self.by_id.get(request_id)
         return [*tracked.story] if tracked is not None else []
 
@@ -300,7 +300,7 @@ class RequestRegistry:
     def decline_lookup(
         self, tracked: TrackedRequest, reason: wire.Decline, now: float, detail: str = ""
     ) -> None:
-        """Decline a request that waits for its lookup; the engine computes it."""
+        """Decline a request that waits for its lookup. The engine computes it."""
         self.decline(tracked, reason, detail)
         self.advance(tracked, RequestEvent.SETTLED, now)
 

@@ -116,7 +116,7 @@ class SchedulerRole:
 
     @property
     def slots_fd(self) -> int | None:
-        """The descriptor to wait on while slots are being reserved, outside of hooks; else None."""
+        """The descriptor to wait on while slots are being reserved, outside of hooks, else None."""
         return self.session.link.fd if self.stores.credits.is_awaiting else None
 
     def run_work(self, work: Callable[["SchedulerRole"], Result]) -> Result:
@@ -154,7 +154,7 @@ class SchedulerRole:
         self.lookups.look_up(tracked, now)
 
     def offer_hit(self, request: Any, local_tokens: int) -> int | None:
-        """Return the tokens beyond `local_tokens` that can be loaded; None = ask in the next step.
+        """Return the tokens beyond `local_tokens` that can be loaded. None = ask in the next step.
 
         `local_tokens` are the tokens of the engine's own hit.
         """
@@ -288,7 +288,7 @@ class SchedulerRole:
         if session.nodes is not None:
             session.nodes.on_report(report.number, report.answers)
         session.attached_ranks = report.boots
-        self.lookups.patience.prefill.on_step_end(report.number, now)
+        self.lookups.patience.prefill.on_step_reported(report.number, now)
         if report.is_disabled or report.counters.get(metrics.ATTACH_FAILED):
             session.unmapped = session.boot
         elif session.workers_attached():
@@ -301,7 +301,7 @@ class SchedulerRole:
             self.stores.withdraw_stores()
         self.changes += self.stores.on_report(report, self.weights.is_proven)
         if session.is_connected:
-            self.events.update(lambda events: events.on_stored(self.stores.committed))
+            self.events.update(lambda events: events.on_committed(self.stores.committed))
         self._counters.update(report.counters)
 
     def _take_weights(self, answers: Mapping[int, WeightsAnswer], now: float) -> None:
@@ -334,7 +334,7 @@ class SchedulerRole:
 
         It should while stores are not committed, or workers were not asked for their weights.
         """
-        is_unsent = self.stores.is_awaited or self.session.link.has_unsent
+        is_unsent = self.stores.has_open_stores or self.session.link.has_unsent
         is_pending = is_unsent or self.weights.has_unasked_workers
         return is_pending and time.monotonic() < self._push_until
 
@@ -385,17 +385,17 @@ class SchedulerRole:
         self._flush(now)
 
     def load_sources(self, request_id: str, external_tokens: int) -> dict[str, int]:
-        """Return the load that `on_allocated` planned in tokens by tier; empty = it is unknown."""
+        """Return the load that `on_allocated` planned in tokens by tier. Empty = it is unknown."""
         tracked = self.requests.by_id.get(request_id)
         if tracked is None or tracked.load.tokens != external_tokens:
             return {}
         return self.loads.tiers_of(tracked)
 
     def take_stats(self, off_since: float = 0.0, off_seconds: float = 0.0) -> HybridKVStats | None:
-        """Return the counters and values since the last call; None = there are none.
+        """Return the counters and values since the last call. None = there are none.
 
         `off_since` is the time at which this role was switched off, in Unix time, for
-        `off_seconds` seconds; 0 = it is on.
+        `off_seconds` seconds. 0 = it is on.
         """
         counters = self._counters
         gauges = {

@@ -48,13 +48,13 @@ class EngineIdentity(NamedTuple):
 
 @dataclass(eq=False)
 class DaemonSession:
-    """One engine's session. No method waits; `now` is monotonic seconds."""
+    """One engine's session. No method waits. `now` is monotonic seconds."""
 
     socket_path: str
     hello: wire.Hello
     facts: Mapping[str, object]  # The facts of the identity in `hello`.
     daemon_options: Sequence[str] | None
-    """The options that start a daemon which died; None = another program starts it."""
+    """The options that start a daemon which died. None = another program starts it."""
     subscribes: bool  # True if the daemon is to report objects that RAM loses.
     counters: Counter[Metric]
     on_loss: Callable[[], None]  # Called whenever the connection is lost.
@@ -63,10 +63,10 @@ class DaemonSession:
     boot: str = ""  # The daemon's life that was greeted last; empty before the first greeting.
     reserved_bytes: int = 0  # Bytes of the arena whose pages exist, as that life has reported.
     attached_ranks: dict[str, int] | None = None
-    """The number of ranks that map the arena, by the daemon's life; None until the first step has
+    """The number of ranks that map the arena, by the daemon's life. None until the first step has
     ended."""
     unmapped: str = ""
-    """The daemon's last life whose arena some rank could not map or cannot copy with; empty once
+    """The daemon's last life whose arena some rank could not map or cannot copy with. Empty once
     all ranks are attached."""
     breaker: Breaker = Breaker()
     subscribed: int = 0  # The last greeting after which Subscribe was sent.
@@ -86,7 +86,7 @@ class DaemonSession:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the daemon has greeted this connection."""
+        """True once the daemon has greeted this connection."""
         return self.link.welcome is not None
 
     def workers_attached(self) -> bool:
@@ -98,7 +98,7 @@ class DaemonSession:
 
     def is_answer_due(self, lease: int) -> bool:
         """Return True if a lookup that was not answered could have been."""
-        return self.nodes is None or self.nodes.is_due(lease)
+        return self.nodes is None or self.nodes.is_answer_due(lease)
 
     def queue_message(self, message: wire.Request, now: float) -> bool:
         """Queue a message for the link's next flush. Returns False if it is lost, and counts it."""

@@ -23,7 +23,7 @@ class StagingCredits:
     """The bytes of each rank's staging that stores need which are planned and not reported yet."""
 
     def __init__(self, geometry: Geometry, bytes_max: int | None) -> None:
-        """`bytes_max` is the size of the smallest staging of all ranks; None = no bound."""
+        """`bytes_max` is the size of the smallest staging of all ranks. None = no bound."""
         self.bytes_max = bytes_max
         self._geometry = geometry
         self.used_bytes = [0] * geometry.ranks

@@ -44,7 +44,7 @@ class StoreRun:
     """True if the slots are gone with the daemon. The ranks still report the run."""
     adapter_hash: bytes = b""  # The identity of the LoRA adapter that the hashes are of.
     tail_tokens: int = 0
-    """The tokens before the end of the tail that the run has an object of (core.tails); 0 = the run
+    """The tokens before the end of the tail that the run has an object of (core.tails). 0 = the run
     has whole chunks."""
 
 
@@ -66,7 +66,7 @@ class StoredObjects(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """What is stored of an engine, and how much at once."""
+    """The bounds of what is stored of an engine, and of how much at once."""
 
     step_tokens: int  # The most tokens of a step.
     with_generated: bool = True  # True if generated tokens are stored too.
@@ -132,8 +132,8 @@ class StorePlanner:
             storing.is_lost = True
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether some store is not over yet."""
+    def has_open_stores(self) -> bool:
+        """True while some store is not over."""
         return bool(self.storing or self.unproven)
 
     def withdraw_stores(self) -> None:
@@ -488,7 +488,7 @@ class StorePlanner:
             yield self._number_run(StoreRun(run, hashes, tracked, self._step))
 
     def _hashes(self, tracked: TrackedRequest, run: CopyRun) -> bytes:
-        """Return `StoreRun.hashes`; empty while a token that the last hash covers is not known."""
+        """Return `StoreRun.hashes`. Empty while a token that the last hash covers is not known."""
         geometry, first = self._geometry, run.span.first_chunk
         start, stop = max(0, first - 1), first + run.objects
         known_tokens = tracked.request.num_tokens - geometry.lookahead_tokens

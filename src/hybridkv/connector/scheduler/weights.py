@@ -58,7 +58,7 @@ class RankLooks:
     """The eras of later steps by the plan's number, the oldest first."""
 
     def era_of(self, step: int) -> int | None:
-        """Return the era of a step; None = not known yet.
+        """Return the era of a step. None = not known yet.
 
         A rank may not look around a step, as after a fault. Its era is known if the steps before
         and after it have the same era. Otherwise the era is a negative number of its own.
@@ -116,7 +116,7 @@ class WeightsWatch:
     """True if the daemon knows the engine by that identity. The caller that tells it sets this."""
     question: int = 0  # The number of the last question. Workers read their weights once for each.
     block_digests: Digests = ()
-    """The weights that computed the engine's own blocks; empty = it has no blocks."""
+    """The weights that computed the engine's own blocks. Empty = it has no blocks."""
     is_stale: bool = False
     """True while the engine's prefix cache has, or may have, blocks of other weights as well."""
     _answers: dict[int, WeightsAnswer] = field(default_factory=dict)
@@ -150,17 +150,17 @@ class WeightsWatch:
 
     @property
     def is_current(self) -> bool:
-        """Whether all that the engine computes and loads belongs to its identity."""
+        """True if all that the engine computes and loads belongs to its identity."""
         return self.state is WeightsState.CURRENT
 
     @property
     def has_unasked_workers(self) -> bool:
-        """Whether some worker has not answered the present question or a later one yet."""
+        """True while some worker has not answered the present question or a later one."""
         return any(answer.question < self.question for answer in self._answers.values())
 
     @property
     def eras(self) -> Eras:
-        """The eras that loads and stores are planned for; empty while the weights are not known."""
+        """The eras that loads and stores are planned for. Empty while the weights are not known."""
         return self._eras() if self.is_current else ()
 
     def is_proven(self, step: int) -> bool:
@@ -185,7 +185,7 @@ class WeightsWatch:
     def on_answers(self, answers: Mapping[int, WeightsAnswer]) -> Digests | None:
         """Take the answers of ranks after a step.
 
-        Returns the weights of a new identity, which the caller must tell to the daemon; None =
+        Returns the weights of a new identity, which the caller must tell to the daemon. None =
         there is none. They are returned again until `is_identified` is set, because the hook that
         tells the daemon may fail.
         """
@@ -254,7 +254,7 @@ class WeightsWatch:
         return tuple(answer.era for _, answer in sorted(self._answers.items()))
 
     def _present(self) -> Digests:
-        """Return all ranks' answers to the present question; empty while one is missing."""
+        """Return all ranks' answers to the present question. Empty while one is missing."""
         answers = [answer for _, answer in sorted(self._answers.items())]
         if any(not answer.digest or answer.question != self.question for answer in answers):
             return ()

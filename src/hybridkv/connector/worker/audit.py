@@ -59,7 +59,7 @@ class Auditor:
         self._thread: threading.Thread | None = None  # The last one that was started.
 
     def compare_pairs(self, arena: Arena | None, pairs: Mapping[int, ObjectPair]) -> None:
-        """Compare the objects. `arena` has their slots; None = it is not mapped here."""
+        """Compare the objects. `arena` has their slots. None = it is not mapped here."""
         if arena is None:
             self._add_verdicts(dict.fromkeys(pairs, AuditVerdict(AuditOutcome.UNMADE)))
             return

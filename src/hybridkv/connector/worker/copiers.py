@@ -52,9 +52,9 @@ class CopierFactory:
         self._prepared_bytes = 0  # Of the last arena: pages below have been prepared.
 
     @property
-    def is_alive(self) -> bool:
+    def can_copy(self) -> bool:
         """False once an error of the device has ended all copies."""
-        return self.pipeline is None or self.pipeline.is_alive
+        return self.pipeline is None or self.pipeline.can_copy
 
     def make_copier(self, arena: Arena) -> Copier:
         """Return a new copier of the arena."""

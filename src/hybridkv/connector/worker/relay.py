@@ -23,7 +23,7 @@ class Relay:
         self._engine_id = engine_id
         self._group = group
         self.link: Link | None = None
-        """The connection that the scheduler role asked for last; None once it has ended."""
+        """The connection that the scheduler role asked for last. None once it has ended."""
         self._greeting = 0
         self._next_mail = 0
         self._answered = 0  # Answers of this connection that were taken.
@@ -51,7 +51,7 @@ class Relay:
         self._next_mail += 1
 
     def take_answers(self, now: float) -> Answers | None:
-        """Return what the daemon has answered since the last call; None = there is no news."""
+        """Return what the daemon has answered since the last call. None = there is no news."""
         self.receive(now)
         if not self._has_news:
             return None

@@ -166,7 +166,7 @@ class WorkerRole:
             views = block_views(self._config, kv_caches)
             shards = shard_views(self._config, views, len(self._parts))
             layout = worker_layout(self._config, shards[0])
-            own = layout.block_bytes
+            own = layout.padded_block_bytes
         finally:
             everyones = self.exchange(own) if self._settings.stages > 1 else [own]
         return shards, replace(layout, padding=stage_padding(own, everyones))
@@ -202,7 +202,7 @@ class WorkerRole:
     @property
     def is_disabled(self) -> bool:
         """True if no copy can succeed any more: the device failed, or had no room for copies."""
-        return self._lacks_room or (self.factory is not None and not self.factory.is_alive)
+        return self._lacks_room or (self.factory is not None and not self.factory.can_copy)
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the plan's loads. Those that cannot begin are reported as failed."""
@@ -215,7 +215,7 @@ class WorkerRole:
             self._report.adapters = {self._settings.rank: adapters}
         if self.weights is not None:
             is_idle = plan.is_idle and not plan.loads
-            self.weights.step(plan.number, plan.question, is_idle=is_idle)
+            self.weights.begin_step(plan.number, plan.question, is_idle=is_idle)
             if plan.is_idle:
                 self.weights.give_way()
         self.attach_arena(plan)
@@ -331,7 +331,7 @@ class WorkerRole:
             if self.factory is not None and self.factory.pipeline is not None:
                 report.counters.update(self.factory.pipeline.take_counters())
         # After an error of the device nothing is copied any more, so nothing may be offered.
-        if self.boot and (self.factory is None or self.factory.is_alive):
+        if self.boot and (self.factory is None or self.factory.can_copy):
             report.boots[self.boot] = 1
         report.is_disabled = self.is_disabled
         rank = self._settings.rank
@@ -493,7 +493,7 @@ class WorkerRole:
             self.link.send(ReportMapping(False), now)
             self._attach_at = now + ATTACH_SECONDS
             return None
-        if not self.link.is_open:
+        if not self.link.has_connection:
             # The daemon may have looked for the lock before it was there.
             arena.close()
             return None

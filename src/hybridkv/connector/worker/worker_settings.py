@@ -22,7 +22,7 @@ class WorkerSettings:
 
     @property
     def node_ranks(self) -> int:
-        """The ranks on this node."""
+        """The number of ranks on this node."""
         return self.ranks // self.nodes
 
     @property
@@ -39,10 +39,10 @@ class WorkerSettings:
 
     @property
     def node(self) -> int:
-        """The number of this node; 0 = the scheduler's."""
+        """The number of this node. 0 = the scheduler's."""
         return self.rank // self.node_ranks
 
     @property
     def has_relay(self) -> bool:
-        """Whether this worker passes messages on between the scheduler role and the daemon."""
+        """True if this worker passes messages on between the scheduler role and the daemon."""
         return self.nodes > 1 and self.rank % self.node_ranks == 0

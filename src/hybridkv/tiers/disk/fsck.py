@@ -56,7 +56,7 @@ class WriterReport:
 
 @dataclass
 class FsckReport:
-    """The result of a directory."""
+    """All that was found and repaired in a directory of the tier."""
 
     writers: list[WriterReport] = field(default_factory=list)
     quarantined: int = 0

@@ -72,14 +72,14 @@ class ReadFailures:
         self._reads_at_failure: dict[str, int] = {}
         """By the path of a file whose last read failed, the value of `_reads` at that time."""
 
-    def on_success(self, path: str) -> None:
-        """A file was read."""
+    def on_read(self, path: str) -> None:
+        """The file was read, so an earlier failure of it was no damage."""
         with self._lock:
             self._reads += 1
             self._failures_in_a_row = 0
             self._reads_at_failure.pop(path, None)
 
-    def on_failure(self, path: str) -> bool:
+    def on_read_failed(self, path: str) -> bool:
         """A file could not be read. Returns whether it counts as damaged."""
         with self._lock:
             self._failures_in_a_row += 1
@@ -227,11 +227,11 @@ class DiskTier(Tier):
                     index.drop_record(key)
             return contract.MissingError("it is not there any more")
         except OSError as error:
-            if error.errno not in SYSTEM_ERRORS and self._failures.on_failure(path):
+            if error.errno not in SYSTEM_ERRORS and self._failures.on_read_failed(path):
                 return contract.DamagedError(f"{path} cannot be read: {error.strerror}")
             return _translated(error)
         if error is None:
-            self._failures.on_success(path)
+            self._failures.on_read(path)
             index.touch(key)
         return error
 
@@ -270,7 +270,7 @@ class DiskTier(Tier):
                 return _translated(error)
             index.writing_bytes += reserved
         try:
-            file_bytes = self.write_record(temporary, item.pieces, size)
+            file_bytes = self.write_file(temporary, item.pieces, size)
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
@@ -293,7 +293,7 @@ class DiskTier(Tier):
                 index.insert_file(name, path, file_bytes, time.time())
         return None
 
-    def write_record(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
+    def write_file(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
         """Write a new file. Returns the bytes that it takes. Raises OSError."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._direct
         fd = os.open(path, flags, 0o600)
@@ -319,7 +319,7 @@ class DiskTier(Tier):
         path = self.writers.home / TMP / "probe"
         for self._direct in (os.O_DIRECT, 0):
             try:
-                self.write_record(str(path), [page], len(page))
+                self.write_file(str(path), [page], len(page))
                 return
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:

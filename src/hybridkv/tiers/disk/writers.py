@@ -155,7 +155,7 @@ class Writers:
         return True
 
     def look_when_due(self, now: float) -> None:
-        """Where that is due, look for other writers' records, and adopt those of lost writers."""
+        """Look for other writers' records if it is due, and adopt those of lost writers."""
         if now >= self.look_due_at:
             self.index_others()
             if self._adopts:

@@ -24,17 +24,17 @@ class MooncakeLibrary:
         code = self._store.setup(config)
         return [code or self._store.register_buffer(self._base, self._size)]
 
-    def find(self, names: list[str]) -> list[int]:
+    def find_objects(self, names: list[str]) -> list[int]:
         """Returns 1 for each object that is there, otherwise 0."""
         return list(self._store.batch_is_exist(names))
 
-    def put(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
+    def put_objects(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
         """Publish objects from the memory. Returns the size of each object that is there now."""
         codes = self._store.batch_put_from(names, self._at(offsets), sizes)
         there = (0, EXISTS)
         return [size if code in there else code for size, code in zip(sizes, codes, strict=True)]
 
-    def get(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
+    def get_objects(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int]:
         """Read objects into the memory. Returns their sizes, whatever sizes were asked for."""
         codes = self._store.batch_get_into(names, self._at(offsets), sizes)
         # The library also returns "invalid" for an object that is larger than its memory.
@@ -43,7 +43,7 @@ class MooncakeLibrary:
             for name, size, code in zip(names, sizes, codes, strict=True)
         ]
 
-    def remove(self, names: list[str], force: bool) -> list[int]:
+    def remove_objects(self, names: list[str], force: bool) -> list[int]:
         """Remove objects, with `force` in spite of leases. Returns 0 for each removed object."""
         return list(self._store.batch_remove(names, force))
 

@@ -88,7 +88,7 @@ _WORDS = {
 
 
 class HostPort(NamedTuple):
-    """The address of a server."""
+    """The address of a server, written as `host:port`."""
 
     host: str
     port: int
@@ -151,14 +151,14 @@ class MooncakeTier(Tier):
                 dial(self._master.host, self._master.port, deadline).close()
             except OSError as error:
                 raise TierError(f"no Mooncake master at {self._master}: {error}") from error
-            if self._segment_bytes and not (self.keeper and self.keeper.is_alive):
+            if self._segment_bytes and not (self.keeper and self.keeper.can_answer):
                 self.keeper = self._start_child(LaneSizes(1, SLOT_ALIGN), self._segment_bytes)
             if self._is_sick and self.client:
                 try:
                     self.find([bytes(KEY_BYTES)])
                 except TierError:
                     self.client.kill_child()
-            if not (self.client and self.client.is_alive):
+            if not (self.client and self.client.can_answer):
                 lanes = LaneSizes(LANES, self._lane_bytes)
                 self.client = self._start_child(lanes, segment_bytes=0)
             self._is_sick = False
@@ -183,7 +183,7 @@ class MooncakeTier(Tier):
                 break
             group = keys[len(found) : len(found) + ITEMS_MAX]
             try:
-                codes = list(self._codes(deadline, "find", group))
+                codes = list(self._codes(deadline, "find_objects", group))
             except TierError:
                 if not found:
                     raise
@@ -199,7 +199,7 @@ class MooncakeTier(Tier):
             for item in items
             if item.key in self._discarded
         }
-        return self._transfer("get", items, refused)
+        return self._transfer("get_objects", items, refused)
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         """Write to a node of the master's choice. A record that is there already is kept."""
@@ -218,7 +218,7 @@ class MooncakeTier(Tier):
             for key in damaged
             if key in self._discarded
         }
-        return self._transfer("put", items, refused)
+        return self._transfer("put_objects", items, refused)
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         """Remove records. They are missing here at once. Raises TierError without an answer."""
@@ -240,8 +240,8 @@ class MooncakeTier(Tier):
 
     def tend(self) -> None:
         """Start children that have ended, and remove records that could not be removed before."""
-        keeps = not self._segment_bytes or (self.keeper is not None and self.keeper.is_alive)
-        if self._is_sick or not keeps or self.client is None or not self.client.is_alive:
+        keeps = not self._segment_bytes or (self.keeper is not None and self.keeper.can_answer)
+        if self._is_sick or not keeps or self.client is None or not self.client.can_answer:
             self.open()
         with self._discarded_lock:
             discarded = list(self._discarded)
@@ -290,7 +290,7 @@ class MooncakeTier(Tier):
         self._starts += 1
         config = self._config | {"global_segment_size": str(segment_bytes)}
         try:
-            (code,) = child.connect(self._timeout_seconds, config)
+            (code,) = child.load_library(self._timeout_seconds, config)
         except ImportError as error:
             raise ConfigError(
                 "the mooncake tier needs the package mooncake-transfer-engine-non-cuda"
@@ -341,7 +341,7 @@ class MooncakeTier(Tier):
         for at, size in enumerate(sizes_of(items)):
             if errors[at] is None and size > self._lane_bytes:
                 # A put that does not fit is not the server's failure, and is not tried again.
-                kind = contract.FullError if method == "put" else TierError
+                kind = contract.FullError if method == "put_objects" else TierError
                 errors[at] = kind(
                     f"a record of {size} bytes is over a quarter of the option buffer;"
                     f" buffer={format_size(LANES * size)} works"
@@ -358,17 +358,17 @@ class MooncakeTier(Tier):
         offsets = list(itertools.accumulate(sizes[:-1], initial=0))
         names = [_name(item.key) for item in items]
         with self._lane(deadline) as lane:
-            if method == "put":
+            if method == "put_objects":
                 for item, offset in zip(items, offsets, strict=True):
                     for part, shared in copy_steps(item.pieces, lane.memory, offset):
                         shared[:] = part
             starts = [lane.start + offset for offset in offsets]
             codes = self._call(lane, deadline, method, names, starts, sizes)
             is_done = [
-                code == size or (method == "get" and contract.is_length(code, size))
+                code == size or (method == "get_objects" and contract.is_length(code, size))
                 for size, code in zip(sizes, codes, strict=True)
             ]
-            for at, item in enumerate(items if method == "get" else ()):
+            for at, item in enumerate(items if method == "get_objects" else ()):
                 if is_done[at]:
                     record = contract.first_bytes(item.pieces, codes[at])
                     for part, shared in copy_steps(record, lane.memory, offsets[at]):
@@ -384,7 +384,7 @@ class MooncakeTier(Tier):
         for force in (False, True):
             with self._discarded_lock:
                 chosen = [key for key in dict.fromkeys(keys) if self._discarded.get(key) is force]
-            for key, code in self._codes(deadline, "remove", chosen, force):
+            for key, code in self._codes(deadline, "remove_objects", chosen, force):
                 if code in (0, _NOT_FOUND):
                     with self._discarded_lock:
                         self._discarded.pop(key, None)
