@@ -90,12 +90,12 @@ class TierState:
 
     @property
     def is_hung(self) -> bool:
-        """Whether a job of the tier is late, so that the tier is left alone."""
+        """True while a job of the tier is late, so that the tier is left alone."""
         return any(job.is_late for job in self.running)
 
     @property
     def is_shut(self) -> bool:
-        """Whether the tier failed so often that only probes reach it."""
+        """True while the tier has failed so often that only probes reach it."""
         return self._reading.is_open or self.writing.is_open
 
     def may_read(self, now: float) -> bool:

@@ -182,17 +182,17 @@ class WaitingLookup:
 
     @property
     def is_finding(self) -> bool:
-        """Whether it is not decided yet what is read."""
+        """True while it is not decided yet what is read."""
         return self.state is LookupState.FINDING
 
     @property
     def is_ended(self) -> bool:
-        """Whether it waits no more."""
+        """True once it waits no more."""
         return self.state is LookupState.ENDED
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more can come, so that it ends."""
+        """True once nothing more can come, so that it ends."""
         return not (self.is_finding or self.needs or self.reads)
 
     def transition(self, event: LookupEvent) -> bool:

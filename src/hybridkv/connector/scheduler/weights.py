@@ -1,4 +1,4 @@
-"""Whether the workers have the weights that the engine's identity names.
+"""The proof that the workers have the weights that the engine's identity names.
 
 Each worker looks at its weights around every step. An *era* of a worker is a run of looks that saw
 the same weights. An era that has ended never comes back. Workers report in which era each step ran,
