@@ -32,7 +32,7 @@ setup() {
     stamped wheel install_wheel requirements/tools.txt
   else
     share_engine "$1"
-    stamped package install_package requirements/engine.txt pyproject.toml
+    stamped package install_package requirements/engine.txt pyproject.toml tests/cpu-shims/pyproject.toml
   fi
   exec {lock}<&-
 }
@@ -205,8 +205,10 @@ install_beside() {
   date >"$target/whole"
 }
 
+# Beside the package, vLLM finds the plugin that replaces what its CPU build lacks for bundled models.
 install_package() {
-  pip_step "Installing hybridkv from this checkout (about 5 s)" install -c requirements/engine.txt -e .
+  pip_step "Installing hybridkv from this checkout (about 5 s)" \
+    install -c requirements/engine.txt -e . -e tests/cpu-shims
 }
 
 install_tools() {

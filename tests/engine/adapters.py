@@ -21,7 +21,7 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 
 from hybridkv.client.control import ControlClient
-from hybridkv.lab.models import bundled_models
+from hybridkv.lab.models import BUNDLED_MODEL_ENV, bundled_models
 from hybridkv.lab.runner import make_engine
 from hybridkv.vllm.preflight import CONNECTOR
 from tests.engine.support import LOOKUP_TIMEOUT_MS, prompt
@@ -30,9 +30,9 @@ from tests.waiting import until
 
 LORA = ["--enable-lora", "--max-lora-rank=8", "--max-loras=2", "--max-cpu-loras=2"]
 if STAGES := os.environ.get("HYBRIDKV_TEST_STAGES", ""):
-    # vLLM's CPU build runs a pipeline with a shim.
     LORA += [f"--pipeline-parallel-size={STAGES}"]
-    LORA += ["--worker-extension-cls=hybridkv.lab.shims.BundledWorker"]
+    # vLLM's CPU build runs a pipeline with a shim, which is put in place for bundled models.
+    os.environ[BUNDLED_MODEL_ENV] = "qwen3"
 REQUEST_SECONDS = 120.0
 SETTLE_SECONDS = 1.0
 """How long the daemon's objects stay as many as they are once an engine has stored all."""

@@ -239,14 +239,13 @@ def arms(running: Running, way: str) -> Iterator[Arm]:
 
 def measure(model: str, way: str, directory: Path, socket_path: str) -> None:
     """Run one engine, and print a line for each arm and data type."""
-    from hybridkv.lab.models import WIDEN_SEED, bundled_environment
+    from hybridkv.lab.models import WIDEN_ENV, WIDEN_SEED, bundled_environment
 
     named, (model, _, dtype_asked) = model, model.partition(":")
     os.environ.update(bundled_environment(model))
     if way == OTHER_SEED:
-        _, _, width = os.environ["HYBRIDKV_WIDEN"].partition(":")
-        os.environ["HYBRIDKV_WIDEN"] = f"{WIDEN_SEED + 1}:{width}"
-    importlib.import_module("hybridkv.lab.shims")
+        _, _, width = os.environ[WIDEN_ENV].partition(":")
+        os.environ[WIDEN_ENV] = f"{WIDEN_SEED + 1}:{width}"
     asked = (f"--dtype={dtype_asked}",) if dtype_asked else ()
     running = Running(model, socket_path, (*WAYS[way], *asked))
     kept = directory / f"{named}.npz"

@@ -34,7 +34,7 @@ class ForkedEngine(EngineProcess):
         say: Callable[[str], None],
         extra_environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._say, self._log_path = say, log_path
+        self._say, self.log_path = say, log_path
         environment = {**_DEFAULTS, **os.environ, **(extra_environment or {})}
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
@@ -97,8 +97,6 @@ def _run(
 
 
 def _run_engine(connection: Connection, arguments: list[str]) -> None:
-    if "HYBRIDKV_SHIMS" in os.environ:
-        importlib.import_module("hybridkv.lab.shims")
     with connection:
         descriptor = os.dup(connection.fileno())
     runner = importlib.import_module("hybridkv.lab.runner")

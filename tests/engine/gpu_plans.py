@@ -131,7 +131,7 @@ def complete() -> None:
     """Pretend the rest, in modules that import the platform."""
     # transformers looks for torchvision once, and does without it where it is not there.
     import hybridkv.lab.configuration_child  # noqa: F401
-    from hybridkv.lab.shims import _torchvision
+    from hybridkv_cpu_shims import _torchvision
 
     _torchvision()
     import vllm.models.kimi_k3.nvidia.model as kimi

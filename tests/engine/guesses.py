@@ -15,11 +15,11 @@ import torch
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-import hybridkv.lab.shims
+from hybridkv.lab import wide_weights
 from hybridkv.lab.models import V2_RUNNER_ENV
 
 ANSWERS = "HYBRIDKV_TEST_ANSWERS"
-BundledWorker = hybridkv.lab.shims.BundledWorker
+BundledWorker = wide_weights.BundledWorker
 _answers = json.loads(Path(os.environ[ANSWERS]).read_text())
 
 

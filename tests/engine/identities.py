@@ -12,9 +12,9 @@ from typing import Any
 from vllm import SamplingParams
 
 from hybridkv.connector.metrics import TOKENS_LOADED
-from hybridkv.lab import shims
 from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
+from hybridkv.lab.wide_weights import widen_weights
 from tests.engine.ready import await_write_slots
 from tests.engine.support import LOOKUP_TIMEOUT_MS, prompt
 
@@ -75,7 +75,7 @@ def tokens_loaded(
         },
     }
     if is_widened:
-        shims._wide_weights(7, 0.08)
+        widen_weights(7, 0.08)
     engine = make_engine(
         [
             f"--model={bundled_models()['qwen3']}",

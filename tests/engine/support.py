@@ -32,7 +32,7 @@ def since_vllm(minor: int, why: str) -> pytest.MarkDecorator:
 def is_served(model: str) -> bool:
     """Whether vLLM leaves prefix caching on for this model here.
 
-    hybridkv.lab.shims says why it may not for MLA.
+    The shim for MLA (tests/cpu-shims) says why it may not.
     """
     return model not in ("deepseekv2", "deepseekv4") or torch.cpu._is_avx512_bf16_supported()
 

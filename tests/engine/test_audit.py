@@ -8,7 +8,7 @@ import torch
 
 from hybridkv.cli.main import main
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.models import WIDEN_SEED
+from hybridkv.lab.models import WIDEN_ENV, WIDEN_SEED
 from tests.avx2 import CPU_ENV
 from tests.engine.support import answer, engine, forget, prompt, stats
 from tests.waiting import until
@@ -28,7 +28,7 @@ STATES = (
 ARGUMENTS = {"qwen3next": STATES}
 TEXT = prompt(1, STORED_TOKENS + 20)
 EXTRA: dict[str, object] = {"audit": "on", "weights_identity": "mine", "load_policy": "always"}
-OTHER_WEIGHTS = {"HYBRIDKV_WIDEN": f"{WIDEN_SEED + 1}:0.08"}
+OTHER_WEIGHTS = {WIDEN_ENV: f"{WIDEN_SEED + 1}:0.08"}
 
 
 def models(*of_the_soak: str) -> list[object]:

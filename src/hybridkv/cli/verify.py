@@ -26,7 +26,13 @@ from hybridkv.lab import judging
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import CONNECTOR, EngineProcess, NotServedError
 from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
-from hybridkv.lab.models import WIDEN_SEED, bundled_arguments, bundled_environment, bundled_models
+from hybridkv.lab.models import (
+    WIDEN_SEED,
+    bundled_arguments,
+    bundled_environment,
+    bundled_models,
+    check_served,
+)
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena
 from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset
 from hybridkv.wire.messages import WireGeometry, describe_groups
@@ -275,6 +281,7 @@ class Verification:
         bundled = bundled_models().get(model)
         self._arguments = [f"--model={bundled or model}"]
         if bundled is not None:
+            check_served(model, request.vllm_arguments)
             self._arguments += bundled_arguments(model)
             self._environment = bundled_environment(model)
         elif not Path(model).is_dir() and ("/" not in model or model.startswith((".", "/"))):

@@ -14,7 +14,12 @@ from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.lab.capacity import ConfigPreview, GroupPreview
 from hybridkv.lab.engine_process import AnsweringChild, ChildEnvironment, log_tail
-from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.lab.models import (
+    bundled_arguments,
+    bundled_environment,
+    bundled_models,
+    check_readable,
+)
 from hybridkv.wire.messages import WireEngine, geometry_from_wire
 
 PREVIEW_SECONDS_MAX = 600.0
@@ -88,10 +93,13 @@ def inspect_model(
 ) -> ConfigReport:
     """Return `inspect_arguments` of a model directory, a hub name or a bundled tiny model.
 
-    With None, the arguments name the model.
+    With None, the arguments name the model. Raises what `inspect_arguments` raises, and ConfigError
+    where vLLM lacks what it needs to read a bundled model.
     """
     name = model or ""
     bundled = bundled_models().get(name)
+    if bundled:
+        check_readable(name)
     words = [*bundled_arguments(name), *vllm_arguments] if bundled else vllm_arguments
     model_words = [] if model is None else [str(bundled or model)]
     environment = bundled_environment(name) if bundled else None

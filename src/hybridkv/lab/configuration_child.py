@@ -10,7 +10,6 @@ import contextlib
 import copy
 import importlib
 import logging
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,9 +107,6 @@ class KVCacheConfigs(NamedTuple):
 
 def inspect(arguments: list[str]) -> ConfigReport:
     """Return everything that can be known of an engine before it is served."""
-    if "HYBRIDKV_SHIMS" in os.environ:
-        # A bundled model's shims, as in the engine's process, before vLLM asks the platform.
-        importlib.import_module("hybridkv.lab.shims")
     if not hasattr(triton, "set_allocator"):
         # vLLM's stand-in where there is no Triton backend; some models ask for it while built.
         triton.set_allocator = lambda allocate: None

@@ -4,9 +4,7 @@ The arguments after the descriptor are vLLM's.
 """
 
 import contextlib
-import importlib
 import json
-import os
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -20,10 +18,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from hybridkv.lab.engine_process import CONNECTOR, NotServedError
 from hybridkv.lab.judging import answer_of
-
-if "HYBRIDKV_SHIMS" in os.environ:
-    # Here, because spawned workers of several ranks import this module too, before any model.
-    importlib.import_module("hybridkv.lab.shims")
 
 LOGPROBS = 5
 STEP_SECONDS_MAX = 600.0

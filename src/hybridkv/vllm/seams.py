@@ -304,9 +304,9 @@ def loaded_loras(runner: Any) -> Mapping[int, Any]:
 def has_wrong_drafted_states() -> bool:
     """Return True where vLLM's own CPU kernel computes the recurrent states of a step with drafts.
 
-    That of 0.32 is wrong where a step has fewer drafts than the most. Bundled models put another
-    function in its place (`hybridkv.lab.shims`), of which no other process knows. Also True where
-    the kernel was not imported.
+    That of 0.32 is wrong where a step has fewer drafts than the most. Also True where the kernel
+    was not imported. False where a plugin of vLLM has put another function in its place, as that of
+    a checkout does for bundled models (`tests/cpu-shims`).
     """
     kernel = getattr(sys.modules.get(DRAFTED_STATES_MODULE), "_spec_forward", None)
     return kernel is None or kernel.__module__ == DRAFTED_STATES_MODULE

@@ -11,7 +11,6 @@ signature has.
 """
 
 import contextlib
-import importlib
 import os
 import sys
 import tempfile
@@ -215,7 +214,6 @@ def _report(name: str, socket_path: str) -> CaseReport:
         return CaseReport(case=name, seconds=0.0, skipped=skipped)
     os.environ.update(bundled_environment(case.model))
     try:
-        importlib.import_module("hybridkv.lab.shims")
         served = Arms(case, socket_path).run(case)
     except NotServedError as refusal:
         skipped = "" if is_served(case.model) else refusal.TEXT

@@ -71,7 +71,7 @@ def test_every_setting_may_be_given_in_each_place(without: str) -> None:
 
 def test_each_setting_is_of_the_place_that_has_it() -> None:
     """A variable without a text is none."""
-    variables = {"HYBRIDKV_NODE": "variable", "HYBRIDKV_RAM": "", "HYBRIDKV_SHIMS": "llama"}
+    variables = {"HYBRIDKV_NODE": "variable", "HYBRIDKV_RAM": "", "HYBRIDKV_WIDEN": "1:2"}
     settings = resolve({"disk": "/word"}, variables, {"ram": 4096, "node": "file"}, "f.toml")
     assert settings == DaemonSettings(disk="/word", node="variable", ram_bytes=4096)
     off = resolve({"fresh": False}, {"HYBRIDKV_FRESH": "true"}, {}, "")

@@ -1,14 +1,14 @@
 """Replacements for what vLLM's CPU build lacks or computes wrongly, for some bundled models.
 
-`HYBRIDKV_SHIMS` names the model. A bundled model's environment sets it (`hybridkv.lab.models`), and
-the import of this module puts the model's shims in place. The engine's process imports it before
-the engine is made, and a worker because of `--worker-extension-cls`. On other builds of vLLM only
-the wider weights are put in place, for which `HYBRIDKV_WIDEN` ("seed:width") asks.
+This is a plugin of vLLM, which a checkout's environment has and a release has not. vLLM calls
+`put_in_place` in each of its processes: in the engine's before the platform is asked for its part
+of the configuration, in a worker before its class is imported. `HYBRIDKV_BUNDLED_MODEL` names the
+model; a bundled model's environment sets it (`hybridkv.lab.models`). Without it, and on other
+builds of vLLM, nothing is put in place.
 """
 
 import ctypes
 import importlib.util
-import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -20,19 +20,13 @@ from unittest.mock import patch
 import torch
 from vllm.platforms import current_platform
 
-from hybridkv.lab.models import V2_RUNNER_ENV
-
-SHIMS_ENV, WIDEN_ENV = "HYBRIDKV_SHIMS", "HYBRIDKV_WIDEN"
-
-
-class BundledWorker:
-    """The worker extension of bundled models. It is empty: a worker that asks imports this."""
+from hybridkv.lab.models import BUNDLED_MODEL_ENV, V2_RUNNER_ENV
 
 
 def _mamba2() -> None:
     """The CPU kernel returns only the last state of a forward pass, and none within it."""
-    from vllm.model_executor.layers.mamba.abstract import MambaBase  # noqa: PLC0415
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2  # noqa: PLC0415
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
 
@@ -45,7 +39,7 @@ def _mla() -> None:
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return
-    from vllm.platforms.cpu import CpuPlatform  # noqa: PLC0415
+    from vllm.platforms.cpu import CpuPlatform
 
     for name in ("check_and_update_config", "get_attn_backend_cls"):
         tiles = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True)
@@ -71,7 +65,7 @@ def _torchvision() -> None:
     functional = _Anything("torchvision.transforms.v2.functional")
     sys.modules[functional.__name__] = vars(module)["functional"] = functional
 
-    from vllm.model_executor.models import registry  # noqa: PLC0415
+    from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda inspect: inspect()
 
@@ -84,8 +78,8 @@ def _drafted_states() -> None:
     convolution keeps, or fails. `_drafted_step` puts them where the kernel of a GPU does.
     `vllm.seams.has_wrong_drafted_states` sees that vLLM's own kernel is not in place any more.
     """
-    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: PLC0415
-    from vllm.v1.worker import mamba_utils  # noqa: PLC0415
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.v1.worker import mamba_utils
 
     context = mamba_utils.MambaSpecDecodeGPUContext
     context.run_fused_precopy, context.run_fused_postprocess = _before_step, _after_step
@@ -109,8 +103,8 @@ class _DraftedStep(NamedTuple):
 
 def _drafted_step(*arguments: Any) -> torch.Tensor:
     """Return what vLLM's `_spec_forward` does, with the tokens at the right end of the inputs."""
-    from vllm import _custom_ops as ops  # noqa: PLC0415
-    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: PLC0415
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     step = _DraftedStep(*arguments)
     layer, metadata, mixed_qkv = step.layer, step.metadata, step.mixed_qkv
@@ -150,7 +144,7 @@ def _drafted_step(*arguments: Any) -> torch.Tensor:
 
 def _copy_states(context: Any, row: int, source: int, target: int, offset: int) -> None:
     """Copy one request's states between columns, as vLLM's `_copy_mamba_state_block` does."""
-    from vllm.v1.worker.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415
+    from vllm.v1.worker.mamba_utils import is_conv_state_dim_first
 
     assert not is_conv_state_dim_first(), "the CPU build keeps tokens before channels"
     names = ("base_addrs", "block_strides", "elem_sizes", "inner_sizes", "conv_widths")
@@ -204,18 +198,18 @@ def _interpreted_triton() -> None:
     """Run vLLM's Triton kernels in Triton's interpreter: a CPU build takes its CPU backend only.
 
     The model's environment sets TRITON_INTERPRET, which Triton reads when it is imported: before
-    this module. Modules that vLLM imports before this one hold no kernel.
+    this plugin. Modules that vLLM imports before the plugin hold no kernel.
     """
-    import triton  # noqa: PLC0415
-    import vllm.triton_utils as used  # noqa: PLC0415
+    import triton
+    import vllm.triton_utils as used
 
     used.triton, used.tl = triton, triton.language
 
 
 def _v2_runner() -> None:
     """vLLM's V2 model runner asks for Triton, whose CPU backend no package has."""
-    import vllm.config.vllm as config  # noqa: PLC0415
-    import vllm.triton_utils as used  # noqa: PLC0415
+    import vllm.config.vllm as config
+    import vllm.triton_utils as used
 
     _interpreted_triton()
     config.HAS_TRITON = used.HAS_TRITON = True
@@ -226,7 +220,7 @@ def _stages() -> None:
 
     On a GPU, vLLM makes it in the profiling run that its CPU build has not.
     """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # noqa: PLC0415
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     sync_and_gather = GPUModelRunner.sync_and_gather_intermediate_tensors
 
@@ -242,46 +236,11 @@ def _stages() -> None:
 
 def _tile_schedules() -> None:
     """Keys that the CPU's builder leaves out of a dictionary that its caller reads."""
-    from vllm.models.deepseek_v4.cpu import cpu_mla  # noqa: PLC0415
+    from vllm.models.deepseek_v4.cpu import cpu_mla
 
     builder, empty = cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder, {"c1a": None, "c2a": None}
     build = builder.build_tile_scheduler
     builder.build_tile_scheduler = lambda self, tokens: {**empty, **build(self, tokens)}
-
-
-def _wide_weights(seed: int, width: float) -> None:
-    """Wider random weights for `load_format="dummy"`.
-
-    vLLM's dummy weights are so small that greedy tokens do not depend on the KV cache: a corrupt
-    restore would pass. These replace them before the model loads, in every worker process.
-    """
-    from vllm.model_executor.model_loader import dummy_loader  # noqa: PLC0415
-
-    loader, numbers = dummy_loader.DummyModelLoader, [itertools.count()]
-    load_weights = loader.load_weights
-
-    def widen(param: torch.Tensor, *args: object, **kwargs: object) -> None:
-        """Fill with uniform values, by a seed of its own: +-width in matrices, else 0.5 to 1.5."""
-        if param.device.type == "meta" or not torch.is_floating_point(param):
-            return
-        generator = torch.Generator(device="cpu").manual_seed(seed + next(numbers[0]))
-        low, high = (0.5, 1.5) if param.dim() < 2 else (-width, width)
-        values = torch.rand(param.shape, generator=generator, dtype=torch.float32)
-        param.data.copy_((values * (high - low) + low).to(param.dtype))
-
-    def load(self: Any, model: torch.nn.Module, model_config: object) -> None:
-        """Load, then let Mamba-2 states decay, since one that grows ends in NaN and token 0.
-
-        Each model begins anew, so that a draft model that is a copy of its target is one.
-        """
-        numbers[0] = itertools.count()
-        load_weights(self, model, model_config)
-        for module in model.modules():
-            if type(module).__name__ == "MambaMixer2":
-                module.A.data.abs_().neg_()
-
-    dummy_loader.initialize_single_dummy_weight = widen
-    loader.load_weights = load
 
 
 SHIMS: dict[str, tuple[Callable[[], None], ...]] = {
@@ -297,15 +256,15 @@ SHIMS: dict[str, tuple[Callable[[], None], ...]] = {
     "qwen3next_ngram": (_drafted_states,),
 }
 
-if current_platform.is_cpu():
-    shims = SHIMS.get(os.environ.get(SHIMS_ENV, ""), ())
+
+def put_in_place() -> None:
+    """Put the shims of the process's bundled model in place, on a CPU build of vLLM."""
+    model = os.environ.get(BUNDLED_MODEL_ENV)
+    if model is None or not current_platform.is_cpu():
+        return
     if os.environ.get(V2_RUNNER_ENV) == "1":
         _v2_runner()
-    for shim in shims:
+    for shim in SHIMS.get(model, ()):
         shim()
-# Last: these import vLLM's own modules, and with them some that hold Triton kernels.
-if WIDEN_ENV in os.environ:
-    first, _, wide = os.environ[WIDEN_ENV].partition(":")
-    _wide_weights(int(first), float(wide))
-if current_platform.is_cpu():
+    # Last: it imports vLLM's own modules, and with them some that hold Triton kernels.
     _stages()

@@ -1,0 +1,32 @@
+"""A release has what users run, and nothing that is for tests."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def contents() -> dict[str, str]:
+    """Returns the texts of the files that go into the wheel, by their paths in it."""
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
+    return {
+        file.distribution_path: Path(file.path).read_text()
+        for file in builder.recurse_included_files()
+    }
+
+
+def test_the_wheel_has_no_shims_and_no_faults_on_purpose() -> None:
+    """`scripts/wheel` looks at the wheel that it has installed, too."""
+    files = contents()
+    assert "hybridkv/lab/wide_weights.py" in files, "`verify` could not fail without it"
+    assert [path for path in files if not path.startswith("hybridkv/")] == []
+    assert [path for path in files if "shim" in path or "fault_injection" in path] == []
+
+
+def test_the_wheel_is_no_plugin_of_vllm() -> None:
+    """vLLM loads the plugins of every installed distribution into each of its processes."""
+    metadata = pytest.importorskip("hatchling.metadata.core")
+    plugins = pytest.importorskip("hatchling.plugin.manager")
+    project = metadata.ProjectMetadata(str(ROOT), plugins.PluginManager())
+    assert project.core.entry_points == {}
