@@ -55,7 +55,7 @@ class _Anything(ModuleType):
         return type(name, (), {})
 
 
-def _torchvision() -> None:
+def torchvision_stand_in() -> None:
     """Image processing, which the text model's module imports."""
     if importlib.util.find_spec("torchvision") is not None:
         return
@@ -248,9 +248,9 @@ SHIMS: dict[str, tuple[Callable[[], None], ...]] = {
     "deepseekv4": (_interpreted_triton, _mla, _tile_schedules),
     "falconh1": (_mamba2,),
     "granitehybrid": (_mamba2,),
-    "qwen35": (_torchvision,),
-    "qwen35_mtp": (_torchvision, _drafted_states),
-    "qwen35_ngram": (_torchvision, _drafted_states),
+    "qwen35": (torchvision_stand_in,),
+    "qwen35_mtp": (torchvision_stand_in, _drafted_states),
+    "qwen35_ngram": (torchvision_stand_in, _drafted_states),
     "qwen3next_eagle": (_drafted_states,),
     "qwen3next_mtp": (_drafted_states,),
     "qwen3next_ngram": (_drafted_states,),

@@ -131,9 +131,9 @@ def complete() -> None:
     """Pretend the rest, in modules that import the platform."""
     # transformers looks for torchvision once, and does without it where it is not there.
     import hybridkv.lab.configuration_child  # noqa: F401
-    from hybridkv_cpu_shims import _torchvision
+    from hybridkv_cpu_shims import torchvision_stand_in
 
-    _torchvision()
+    torchvision_stand_in()
     import vllm.models.kimi_k3.nvidia.model as kimi
     from transformers import AutoConfig, PretrainedConfig
     from vllm.model_executor.models import registry

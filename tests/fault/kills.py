@@ -259,9 +259,9 @@ class Client(tierclient.Client):
         self._replies.clear()
         self._leases.clear()
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while self._link.welcome is None:
-            self._link.poll(time.monotonic())
-            if not self._link.is_served:
+        while self.link.welcome is None:
+            self.link.poll(time.monotonic())
+            if not self.link.is_served:
                 raise DaemonUnreachableError("the daemon is gone")
             assert time.monotonic() < deadline, "the daemon does not greet"
             self._wait(0.02)
@@ -271,7 +271,7 @@ class Client(tierclient.Client):
     def __exit__(self, *exc: object) -> None:
         self.stray += self.kept if self.has_worker else ()
         self.kept.clear()
-        self._link.drop_connection("the life is over", time.monotonic())
+        self.link.drop_connection("the life is over", time.monotonic())
         self.arena.close()
 
     def work(self) -> None:
@@ -312,7 +312,7 @@ class Client(tierclient.Client):
         if self.has_worker:
             self._counts["held"] += held_bytes > 0
             with self._worker() as worker:
-                worker.tell(wire.Drained(self._link.greetings))
+                worker.tell(wire.Drained(self.link.greetings))
                 held_bytes = worker.stats().values["bytes_held"]
         assert not held_bytes, f"{held_bytes} bytes are held for nobody"
         until(lambda: self.values()["bytes_writing"] == 0, "no write slot is left over")

@@ -122,7 +122,7 @@ class Player(threading.Thread):
         )
         try:
             client = Client(self._socket_path, served.geometry, served.name, served.identity)
-            client._link.greet_with(
+            client.link.greet_with(
                 Hello(
                     id=1,
                     version=VERSION,

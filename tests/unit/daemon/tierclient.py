@@ -77,24 +77,24 @@ class Client:
         identity: bytes = IDENTITY,
     ) -> None:
         self.geometry = geometry
-        self._link = Link(socket_path, engine_hello(geometry, name, identity), lambda why: None)
+        self.link = Link(socket_path, engine_hello(geometry, name, identity), lambda why: None)
         self._replies: list[Reply] = []
         self._ids = 0
         self._arena: Arena | None = None
 
     def __enter__(self) -> "Client":
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while self._link.welcome is None:
-            self._replies += self._link.poll(time.monotonic())
+        while self.link.welcome is None:
+            self._replies += self.link.poll(time.monotonic())
             if time.monotonic() > deadline:
                 raise DaemonUnreachableError("the daemon does not greet")
             self._wait(0.05)
-        welcome = self._link.welcome
+        welcome = self.link.welcome
         self._arena = attach_arena(Path(welcome.arena_path), welcome.arena_bytes)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._link.close()
+        self.link.close()
         if self._arena is not None:
             self._arena.close()
 
@@ -217,7 +217,7 @@ class Client:
         return self._reply(getattr(request, "id", 0), time.monotonic() + DEADLINE_SECONDS)
 
     def tell(self, request: Request) -> None:
-        if not self._link.send(request, time.monotonic()):
+        if not self.link.send(request, time.monotonic()):
             raise DaemonUnreachableError("the daemon is gone")
 
     def _reply(self, number: int, deadline: float) -> Reply:
@@ -225,15 +225,15 @@ class Client:
             for at, reply in enumerate(self._replies):
                 if reply.id == number:
                     return self._replies.pop(at)
-            self._replies += self._link.poll(time.monotonic())
-            if self._link.fd is None and not self._replies:
+            self._replies += self.link.poll(time.monotonic())
+            if self.link.fd is None and not self._replies:
                 raise DaemonUnreachableError("the daemon is gone")
             if not any(reply.id == number for reply in self._replies):
                 assert time.monotonic() < deadline, "no answer in time"
                 self._wait(0.02)
 
     def _wait(self, seconds: float) -> None:
-        fds = [self._link.fd] if self._link.fd is not None else []
+        fds = [self.link.fd] if self.link.fd is not None else []
         select.select(fds, [], [], seconds)
 
 
