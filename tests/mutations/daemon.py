@@ -249,6 +249,20 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{HANDLERS}::test_credits_are_bounded_and_objects_under_a_lease_stay",),
     ),
     Mutation(
+        "first-come-first-served",
+        "slots of the first shape take an engine's share of the arena, and others have none",
+        "SlotCredits.fit_arena",
+        "fitting = count * share_bytes // max(wanted_bytes, share_bytes)",
+        "fitting = count",
+        ("B40",),
+        (
+            "tests/unit/client/test_credits.py"
+            "::test_pools_that_do_not_fit_into_the_share_of_an_arena_are_lowered_alike",
+            "tests/unit/connector/test_scheduler.py"
+            "::test_objects_of_each_shape_have_slots_in_a_small_arena",
+        ),
+    ),
+    Mutation(
         "everybody-may-say-everything",
         "no message is refused for who says it",
         "refused",

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.packed import U64
-from hybridkv.wire.messages import CHANGES_MAX, PackedSlots
+from hybridkv.shm.slots import slot_bytes
+from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE, PackedSlots
 
 RETRY_SECONDS = 0.02
 """The next request waits this long after the daemon granted fewer slots than it was asked for."""
@@ -36,7 +37,24 @@ class SlotCredits:
     """Pools of write slots by shape, as packed arrays (core.packed), refilled when half empty."""
 
     def __init__(self, targets: Mapping[SlotShape, int]) -> None:
+        """`targets` are the slots that each pool should have, where the arena has room for all."""
+        self._wanted = dict(targets)
+        self._fitted_bytes = 0  # The arena's size that the targets fit.
         self.pools = {shape: _SlotPool(target) for shape, target in targets.items()}
+
+    def fit_arena(self, slots_bytes: int) -> None:
+        """Lower the targets alike, so that all pools fit into a session's share of the arena.
+
+        Otherwise the first pools would take the share, and no object of another shape had a slot.
+        Each pool keeps a target of at least one slot. `slots_bytes` is the arena's size.
+        """
+        if slots_bytes == self._fitted_bytes:
+            return
+        self._fitted_bytes, share_bytes = slots_bytes, slots_bytes // SESSION_SHARE
+        wanted_bytes = sum(slot_bytes(*shape) * count for shape, count in self._wanted.items())
+        for shape, count in self._wanted.items():
+            fitting = count * share_bytes // max(wanted_bytes, share_bytes)
+            self.pools[shape].target = max(1, fitting)
 
     def take_slots(self, shape: SlotShape, count: int) -> PackedSlots:
         """Take at most `count` slots of `shape` out of their pool, and return them."""

@@ -12,11 +12,9 @@ from hybridkv.daemon.state import DaemonState
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.store.index import NewObject, Slot
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import CHANGES_MAX, PackedSlots
+from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE, PackedSlots
 from hybridkv.wire.protocol import ErrorCode
 
-SESSION_SHARE = 4
-"""One session may hold 1/4 of the arena in unwritten slots, all sessions together half of it."""
 NO_PARENT = bytes(HASH_BYTES)
 
 

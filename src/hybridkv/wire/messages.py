@@ -24,6 +24,8 @@ BATCH_MAX = 1 << 16
 """The most slots in one message."""
 CHANGES_MAX = 256
 """Slots that one message may change. Each takes the daemon some 10 us."""
+SESSION_SHARE = 4
+"""A session may hold 1/4 of the arena in unwritten slots, all sessions together half of it."""
 REMOVED_MAX = 1024
 """The most objects in one Removed."""
 MESSAGE_BYTES_MAX = 16 << 20

@@ -2,7 +2,8 @@
 
 from hybridkv.client.credits import RETRY_SECONDS, SlotCredits
 from hybridkv.core.packed import pack_u64
-from hybridkv.wire.messages import CHANGES_MAX
+from hybridkv.shm.slots import slot_bytes
+from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE
 
 SHAPE = (4096, 1)
 
@@ -38,3 +39,26 @@ def test_after_a_short_answer_the_next_question_waits() -> None:
     pool.forget_slots()
     assert not pool.is_awaiting
     assert [request.slots for request in pool.credit_requests(0.0)] == [CHANGES_MAX] * 2
+
+
+def test_pools_that_do_not_fit_into_the_share_of_an_arena_are_lowered_alike() -> None:
+    """Otherwise the first shape would take the share, and objects of the other had no slot."""
+    large, small = (524288, 1), (393216, 1)
+    pool = SlotCredits({large: 34, small: 34})
+    arena = 64 << 20
+    pool.fit_arena(arena)
+    asked = {request.shape: request.slots for request in pool.credit_requests(0.0)}
+    assert asked[large] == asked[small] == 18
+    asked_bytes = sum(slot_bytes(*shape) * count for shape, count in asked.items())
+    assert (
+        asked_bytes
+        <= arena // SESSION_SHARE
+        < asked_bytes + slot_bytes(*large) + slot_bytes(*small)
+    )
+    pool.forget_slots()
+    pool.fit_arena(arena << 10)
+    assert {request.slots for request in pool.credit_requests(0.0)} == {34}, "there is room for all"
+    pool.forget_slots()
+    pool.fit_arena(1 << 20)
+    assert {request.slots for request in pool.credit_requests(0.0)} == {1}, "each has one at least"
+    SlotCredits({}).fit_arena(0)

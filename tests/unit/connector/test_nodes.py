@@ -47,7 +47,10 @@ NO_PARENT = bytes(HASH_BYTES)
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
     directory = tmp_path_factory.mktemp("nodes")
-    daemons = [DaemonProcess(str(directory / f"{node}.sock"), "8MiB") for node in range(2)]
+    arenas = ("8MiB", "6MiB")
+    daemons = [
+        DaemonProcess(str(directory / f"{node}.sock"), size) for node, size in enumerate(arenas)
+    ]
     with daemons[0], daemons[1]:
         yield daemons
 
@@ -237,6 +240,11 @@ def test_a_hit_and_its_plans_name_each_nodes_own_slots(
     offsets = [[*unpack_u64(plan.stores[5].offsets)] for plan in plans]
     assert offsets[0] != offsets[1]
     assert offsets[0] == [*unpack_u64(run.offsets)]
+
+
+def test_the_smallest_arena_bounds_what_an_engine_writes_into(nodes: Nodes) -> None:
+    assert nodes.link.welcome is not None
+    assert nodes.link.welcome.slots_bytes == 6 << 20
 
 
 def test_a_hit_is_what_every_node_has(nodes: Nodes, both: list[DaemonProcess]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ from hybridkv.core.speed import Speed
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from hybridkv.wire.messages import Commit, Decline, Found, Free, Lookup
+from tests.layouts import LAYOUTS
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats
 from tests.waiting import DEADLINE_SECONDS, until
@@ -171,6 +173,25 @@ def loading(rig: Rig, name: str = "r", local: int = 0) -> Any:
     assert planned == name
     assert [op for run in load.runs for op in run.ops()], "workers go through the plan first"
     return request
+
+
+def test_objects_of_each_shape_have_slots_in_a_small_arena(tmp_path: Path) -> None:
+    """Slots for two steps would need more than an engine's share of the arena."""
+    groups = LAYOUTS["gpu_blocks"].groups
+    large = tuple(replace(group, layer_bytes=16 * group.layer_bytes) for group in groups)
+    geometry = replace(LAYOUTS["gpu_blocks"], groups=large)
+    with DaemonProcess(str(tmp_path / "small.sock"), "1MiB") as daemon:
+        parsed = parse_settings({"server": f"unix://{daemon.socket_path}", "audit": "off"})
+        role = requests.make_role(parsed, geometry, IDENTITY, Counter())
+        assert len(role.stores.credits.pools) > 1
+
+        def has_slots() -> bool:
+            role.exchange_messages(time.monotonic())
+            role.reserve_slots(time.monotonic())
+            return requests.has_write_slots(role)
+
+        until(has_slots, "every shape has slots")
+        role.close()
 
 
 def test_a_daemon_that_stays_away_is_one_line_of_the_log(

@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from hybridkv.client import link
 from hybridkv.core import geometry, keys
-from hybridkv.daemon import clients, handlers, loop, sessions, slot_requests, view
+from hybridkv.daemon import clients, handlers, loop, sessions, view
 from hybridkv.observe import history
 from hybridkv.wire import messages
 from hybridkv.wire import status as page
@@ -31,6 +31,8 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
         "CHUNKS_MAX": "chunks in one lookup; of those `BATCH_MAX` // groups are looked at",
         "BATCH_MAX": "slots in one `found`, and that one `reserve` may ask for",
         "CHANGES_MAX": "slots that one message grants, or changes",
+        "SESSION_SHARE": "the share of the arena, 1 / this, that a session may hold in unwritten "
+        "slots; all sessions: 1 / 2",
         "REMOVED_MAX": "objects in one `removed`",
         "WAIT_MS_MAX": "milliseconds that a lookup may wait for tiers below RAM",
         "TEXT_MAX": "characters of a name",
@@ -57,10 +59,6 @@ LIMITS: Mapping[ModuleType, Mapping[str, str]] = {
     handlers: {
         "LEASES_MAX": "open leases of a session",
         "LATEST_MAX": "request ids in an `explained`",
-    },
-    slot_requests: {
-        "SESSION_SHARE": "the share of the arena, 1 / this, that a session may hold in unwritten "
-        "slots; all sessions: 1 / 2"
     },
     history: {
         "REQUESTS_MAX": "requests that are remembered for `explain`; the oldest is forgotten",

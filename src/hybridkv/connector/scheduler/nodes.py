@@ -350,7 +350,9 @@ class NodesLink:
             self._lose("several nodes have one daemon, and each needs its own", now)
             return
         self.boots, self.refusal = boots, None
-        self.welcome = structs.replace(welcomes[0], boot="+".join(boots))
+        slots_bytes = min(welcome.slots_bytes for welcome in welcomes)
+        boot = "+".join(boots)
+        self.welcome = structs.replace(welcomes[0], boot=boot, slots_bytes=slots_bytes)
         self._slots = NodeSlots(self.welcome.arena_bytes, len(boots))
 
     def _lose(self, why: str, now: float) -> None:

@@ -475,7 +475,11 @@ class SchedulerRole:
             logger.warning("hybridkv: the daemon refused a request: %s", reply.message)
 
     def reserve_slots(self, now: float) -> None:
-        """Ask the daemon for write slots, as many as are wanted."""
+        """Ask the daemon for write slots, as many as are wanted, where there is a connection."""
+        welcome = self.session.link.welcome
+        if welcome is None:
+            return
+        self.stores.credits.fit_arena(welcome.slots_bytes)
         for (part_bytes, parts), count in self.stores.credits.credit_requests(now):
             self.session.queue_message(wire.Reserve(part_bytes, part_bytes, parts, count), now)
 
