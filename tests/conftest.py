@@ -107,6 +107,13 @@ def other_users_socket() -> Iterator[str]:
         shutil.rmtree(place, ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def torch_draws_alike(request: pytest.FixtureRequest) -> None:
+    """What torch draws in a test does not depend on the tests before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed_of(request.node.nodeid))
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
     """A random generator with the test's own seed, which is printed with a failure."""

@@ -13,11 +13,11 @@ import torch
 
 from hybridkv.vllm.seams import multiply_int8
 
-SIGN_ROWS = 128
-"""Rows of random signs. For each of them, two different matrices of integers have the same product
-with a probability of at most one half."""
-SIGN_COLUMNS_MAX = 1 << 16
-"""The longest row of signs of which every sum of 8-bit products is exact in float32, also when
+SUBSET_ROWS = 128
+"""Rows of random subsets. For each of them, two different matrices of integers have the same
+product with a probability of at most one half."""
+SUBSET_COLUMNS_MAX = 1 << 16
+"""The longest row of a subset of which every sum of 8-bit products is exact in float32, also when
 scaled."""
 
 
@@ -49,33 +49,37 @@ def int8_probe(handler: Any, config: Any, dtype: torch.dtype) -> Probe | None:
 
     `config` is the kernel's configuration, and `dtype` that of the layer's outputs. Each column is
     multiplied by its scale. Inputs are integers with a scale of one here, whatever the checkpoint's
-    scales are. With dynamic inputs products are float32, which is exact, so a few rows of signs
+    scales are. With dynamic inputs products are float32, which is exact, so a few rows of subsets
     suffice. Else they are rounded to `dtype`, which keeps the 8 bits of a product with a unit.
+
+    Inputs are 0 and -1, and never 1. On a processor without VNNI, oneDNN adds up
+    (input + 128) * weight of two neighbours in 16 bits, and a sum that does not fit is cut:
+    129 * -128 * 2 is not exact, and 128 * -128 * 2 is.
     """
     if not config.is_static_input_scheme:
 
-        def answers_to_signs(start: int, count: int) -> torch.Tensor:
-            signs = sign_rows(handler.k)[start : start + count]
+        def answers_to_subsets(start: int, count: int) -> torch.Tensor:
+            subsets = subset_rows(handler.k)[start : start + count]
             scales = torch.ones(count, 1, dtype=torch.float32)
             products = torch.empty(count, handler.n, dtype=torch.float32)
-            return multiply_int8(handler, signs, products, scales, zero_point=None)
+            return multiply_int8(handler, subsets, products, scales, zero_point=None)
 
-        return Probe(SIGN_ROWS, answers_to_signs) if handler.k <= SIGN_COLUMNS_MAX else None
+        return Probe(SUBSET_ROWS, answers_to_subsets) if handler.k <= SUBSET_COLUMNS_MAX else None
     zero_point = None if config.input_symmetric else torch.zeros(1, dtype=torch.int32)
     scale = torch.ones(1, dtype=torch.float32)
 
     def answers(start: int, count: int) -> torch.Tensor:
         units = torch.zeros(count, handler.k, dtype=torch.int8)
-        units.diagonal(start).fill_(1)
+        units.diagonal(start).fill_(-1)
         products = torch.empty(count, handler.n, dtype=dtype)
         return multiply_int8(handler, units, products, scale, zero_point)
 
     return Probe(handler.k, answers)
 
 
-def sign_rows(columns: int) -> torch.Tensor:
-    """Return SIGN_ROWS rows of 1 and -1, the same in every process."""
-    size_bytes = -(-SIGN_ROWS * columns // 8)
+def subset_rows(columns: int) -> torch.Tensor:
+    """Return SUBSET_ROWS rows of 0 and -1, the same in every process."""
+    size_bytes = -(-SUBSET_ROWS * columns // 8)
     random = bytearray(hashlib.shake_128(b"hybridkv").digest(size_bytes))
     bits = torch.frombuffer(random, dtype=torch.uint8)[:, None] >> torch.arange(8) & 1
-    return (bits.view(-1)[: SIGN_ROWS * columns].to(torch.int8) * 2 - 1).view(SIGN_ROWS, columns)
+    return -bits.view(-1)[: SUBSET_ROWS * columns].to(torch.int8).view(SUBSET_ROWS, columns)
