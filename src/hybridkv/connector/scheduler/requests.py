@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 from hybridkv.connector.messages import LoadPlan
@@ -85,18 +86,6 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.READY, RequestEvent.SETTLED): RequestState.READY,
     (RequestState.BYPASS, RequestEvent.SETTLED): RequestState.BYPASS,
 }
-
-
-class StoryEvent(NamedTuple):
-    """An event in a request's life, and the state after it."""
-
-    event: RequestEvent
-    state: RequestState
-    at: float  # In monotonic seconds.
-
-    def __str__(self) -> str:
-        """The event and the state, such as "planned -> loading"."""
-        return f"{self.event} -> {self.state}"
 
 
 STATES_WITHOUT_LEASE = (RequestState.READY, RequestState.BYPASS, RequestState.DONE)
@@ -186,8 +175,8 @@ class TrackedRequest:
     adapter_hash: bytes = b""  # The identity of the weights that the last hashes were of.
     tenant: int = 0  # The number of `core.keys.tenant_of`.
     state: RequestState = RequestState.PREFETCHING
-    story: deque[StoryEvent] = field(default_factory=lambda: deque(maxlen=STORY_MAX))
-    """The events that led to its state, the last one last."""
+    story: deque[RequestEvent] = field(default_factory=partial(deque, (), STORY_MAX))
+    """The events that led to its state, the last one last. TRANSITIONS says how."""
     lookup: RequestLookup = field(default_factory=RequestLookup)
     load: RequestLoad = field(default_factory=RequestLoad)
     preemptions: int = 0  # The engine's count when the request was last looked up.
@@ -274,12 +263,12 @@ class RequestRegistry:
             metric = transition_ignored(state, event)
             self.counters[metric] += 1
             if self.counters[metric] == 1:
-                story = ", ".join(map(str, tracked.story)) or "nothing"
+                story = ", ".join(tracked.story) or "nothing"
                 text = "hybridkv: %s: event %s is ignored in state %s, after: %s"
                 logger.warning(text, tracked.request.request_id, event, state, story)
             return
         tracked.state = next_state
-        tracked.story.append(StoryEvent(event, next_state, now))
+        tracked.story.append(event)
         if next_state in STATES_WITHOUT_LEASE:
             self.end_lease(tracked, now)
         if next_state is RequestState.DONE:
@@ -287,7 +276,7 @@ class RequestRegistry:
             self.by_id.pop(tracked.request.request_id, None)
             self.room.on_running((tracked.request.request_id,))
 
-    def story(self, request_id: str) -> list[StoryEvent]:
+    def story(self, request_id: str) -> list[RequestEvent]:
         """Return the last events of a request that is tracked. Empty for any other."""
         tracked = self.by_id.get(request_id)
         return [*tracked.story] if tracked is not None else []
