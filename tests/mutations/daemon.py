@@ -124,8 +124,6 @@ FAULTS: tuple[Mutation, ...] = (
         "yield _takes_lock(fd) or True",
         ("C15",),
         (
-            "tests/programs/daemon/test_files.py"
-            "::test_of_two_daemons_the_one_whose_place_was_taken_ends",
             "tests/programs/cli/test_arenas.py"
             "::test_arenas_are_listed_and_those_that_no_daemon_has_are_removed",
         ),
@@ -393,7 +391,7 @@ FAULTS: tuple[Mutation, ...] = (
         if code is not None and type(request) is not wire.Stats:
         """,
         ("C42",),
-        (LIARS,),
+        (f"{HANDLERS}::test_who_may_say_what",),
     ),
     Mutation(
         "deadline-of-nobody",

@@ -12,10 +12,7 @@ FAULTS: tuple[Mutation, ...] = (
         "if answer.tokens and answer.tokens * weight > best_score:",
         "if answer.tokens and answer.tokens * weight >= best_score:",
         ("B19",),
-        (
-            f"{RANKING}::test_ties_go_by_order",
-            f"{MULTI}::test_the_choice_is_that_of_a_brute_force_scorer",
-        ),
+        (f"{RANKING}::test_ties_go_by_order",),
     ),
     Mutation(
         "first-hit-wins",

@@ -454,9 +454,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "weights-unseen",
         "weights are no part of the identity",
-        "identity_facts",
-        '"weights": weights_fact(settings, digests, digests)',
-        '"weights": ""',
+        "weights_fact",
+        "return [*digests]",
+        "return []",
         ("D16",),
         (f"{IDENTITY}::test_every_single_change_is_a_miss_and_no_change_is_a_hit",),
     ),

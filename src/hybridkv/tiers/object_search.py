@@ -133,11 +133,11 @@ class ObjectSearch:
     """
 
     request: LookupRequest
-    resident_masks: Sequence[bytes]  # RAM's presence masks per group, when the search begins.
+    resident_masks: Sequence[bytes] | None
+    """RAM's presence masks per group, as the search begins with them. None once it has begun."""
     located: dict[ObjectPlace, TierState] = field(default_factory=dict)  # The tier that has it.
     unknown: dict[ObjectPlace, None] = field(default_factory=dict)
     """Objects that no tier has, as far as is known without asking, and that some may have."""
-    is_begun: bool = False  # Whether the objects that tiers know at once are located.
     asked: list[ObjectPlace] = field(default_factory=list)  # What this round asks tiers about.
     tail: PromptHit | None = None  # The hit that ends with the tail that was located, if any was.
 
@@ -151,14 +151,22 @@ class ObjectSearch:
         shapes = self._shapes[place.group_index]
         return shapes[place.position % len(shapes)]
 
-    def _locate(self, tiers: Sequence[TierState]) -> None:
-        """Locate what tiers know at once, as far as the prefix that every hit needs may reach."""
+    @property
+    def is_begun(self) -> bool:
+        """True once the objects that tiers know at once are located."""
+        return self.resident_masks is None
+
+    def _locate(self, masks: Sequence[bytes], tiers: Sequence[TierState]) -> None:
+        """Locate what tiers know at once, as far as the prefix that every hit needs may reach.
+
+        `masks` are the presence masks of RAM, per group.
+        """
         groups, reach = self.request.geometry.groups, self.request.chunks
         full_first = sorted(
             range(len(groups)), key=lambda index: groups[index].kind is not GroupKind.FULL
         )
         for index in full_first:
-            mask = self.resident_masks[index]
+            mask = masks[index]
             chunk = mask.find(0, 0, reach)
             while chunk >= 0:
                 place = ObjectPlace(index, chunk)
@@ -216,9 +224,9 @@ class ObjectSearch:
 
         Before the first one, what tiers know at once is located.
         """
-        if not self.is_begun:
-            self.is_begun = True
-            self._locate(tiers)
+        masks, self.resident_masks = self.resident_masks, None
+        if masks is not None:
+            self._locate(masks, tiers)
         self.asked = self._choose_round()
         return self.asked
 

@@ -35,7 +35,7 @@ def search_of(layout: str) -> ObjectSearch:
         tokens_per_second=0,
         resident=whole_hit(geometry, 0),
     )
-    search = ObjectSearch(request, [bytes(CHUNKS) for _ in groups], is_begun=True)
+    search = ObjectSearch(request, None)
     for index, group in enumerate(groups):
         counts = stored_counts(geometry, group)
         for chunk in range(CHUNKS):
