@@ -43,10 +43,14 @@ def config(**changes: Any) -> Any:
         "max_num_batched_tokens": 2048,
         "enable_chunked_prefill": True,
         "speculative_config": None,
+        "pooler_config": None,
+        "is_diffusion": False,
+        "use_mla": False,
     } | changes
     part = SimpleNamespace(**values)
     return SimpleNamespace(
         kv_transfer_config=part,
+        model_config=part,
         cache_config=part,
         parallel_config=part,
         scheduler_config=part,

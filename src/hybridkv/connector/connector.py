@@ -58,6 +58,7 @@ from hybridkv.vllm.layout import (
     parallelism_of,
 )
 from hybridkv.vllm.metrics import Deltas
+from hybridkv.vllm.prefix_caching import why_computed_here
 from hybridkv.vllm.preflight import (
     config_findings,
     group_findings,
@@ -277,6 +278,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             staging_bytes=min(staging, default=None),
             own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
             with_tails=allows_tails and self.tails.verdict is Verdict.OK,
+            why_computed=why_computed_here(config),
             drafter=drafter,
             model=WireModel(
                 name=str(model.served_model_name)[-TEXT_MAX:],

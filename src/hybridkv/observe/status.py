@@ -63,7 +63,8 @@ DECLINES: Mapping[Decline, str] = {
     Decline.ADAPTER: "the LoRA adapter's weights are not known for sure",
     Decline.LATE_ADAPTER: "no step said in time whether the LoRA adapter is loaded",
     Decline.TOO_SHORT: "the prompt has no whole chunk before its last token",
-    Decline.UNWANTED: "the request asked not to use cached prefixes",
+    Decline.UNWANTED: "the request, or all of this engine, needs each token of a prompt to be "
+    "computed, or asked not to use cached prefixes",
     Decline.NO_DAEMON: "no daemon was connected",
     Decline.BREAKER_OPEN: "the daemon did not answer other requests in time and is left alone "
     "for a moment",

@@ -26,6 +26,7 @@ from hybridkv.vllm.drafters import (
 )
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.layout import group_geometry, node_count
+from hybridkv.vllm.prefix_caching import caching_findings, layer_findings
 from hybridkv.vllm.proven import OLDEST, PROVEN, STAGED, TAILS_VERSION
 from hybridkv.vllm.shards import sharing_findings
 from hybridkv.vllm.versions import minor_version
@@ -60,8 +61,7 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
         pairs = [f"{key}={value}" for key, value in transfer.kv_connector_extra_config.items()]
         yield ok(Check.SETTINGS, ", ".join(pairs) or "all defaults")
         yield from sharing_findings(vllm_config, settings)
-    off = "off: the engine keeps no blocks for later requests, and every hit comes from outside"
-    yield ok("prefix caching", "on" if cache.enable_prefix_caching else off)
+    yield from caching_findings(vllm_config)
     yield from _parallel(vllm_config.parallel_config, vllm_config.speculative_config is not None)
     yield from _nodes(vllm_config)
     yield from speculation_findings(vllm_config)
@@ -110,6 +110,7 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
 
 def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
     """Yield whether each cacheable group of a KVCacheConfig and a VllmConfig can be restored."""
+    yield from layer_findings(kv_cache_config, vllm_config)
     speculative, is_drafted = vllm_config.speculative_config, False
     for gid in kv_cache_config.prefix_cacheable_group_ids:
         check, spec = f"group {gid}", kv_cache_config.kv_cache_groups[gid].kv_cache_spec

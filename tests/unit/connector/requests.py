@@ -17,11 +17,11 @@ def make_role(
     counters: Counter[Metric],
     *,
     weights: Any = None,
-    publishes_events: bool = False,
+    **facts: Any,
 ) -> Any:
     """Return the first scheduler role of an engine, over the daemon at `settings.server`.
 
-    A step has 2048 tokens at most, and the engine 1000 blocks.
+    A step has 2048 tokens at most, and the engine 1000 blocks. `facts` are more of its context.
     """
     from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
     from hybridkv.connector.scheduler.role import SchedulerRole
@@ -34,7 +34,7 @@ def make_role(
         socket_path=settings.server.removeprefix("unix://"),
         step_tokens=2048,
         pool_blocks=1000,
-        publishes_events=publishes_events,
+        **facts,
     )
     life = EngineLife(context, counters, weights)
     return SchedulerRole(context, life, EngineIdentity(namespace, {}))

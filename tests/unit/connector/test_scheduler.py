@@ -57,6 +57,7 @@ class Rig:
         daemon: DaemonProcess,
         settings: dict[str, object] | None = None,
         attached: bool = True,
+        why_computed: str = "",
     ) -> None:
         from hybridkv.connector.messages import StepReport
 
@@ -70,7 +71,9 @@ class Rig:
                 **(settings or {}),
             }
         )
-        self.side = requests.make_role(parsed, GEOMETRY, IDENTITY, self.counters)
+        self.side = requests.make_role(
+            parsed, GEOMETRY, IDENTITY, self.counters, why_computed=why_computed
+        )
         self._socket_path = daemon.socket_path
         self._gauges: dict[str, float] = {}
         until(self._welcomed, "the daemon greets")
@@ -341,6 +344,33 @@ def test_a_load_proves_nothing_of_the_blocks_of_a_later_hit(rig: Rig) -> None:
     request.num_preemptions = 1
     assert not rig.offered(request, STORED * CHUNK)
     assert tracked.load.restored == range(0)
+
+
+def test_a_request_that_needs_each_token_is_stored_and_not_looked_up(rig: Rig) -> None:
+    """Its client may say that cached prefixes can be read; an output of each token cannot."""
+    request = rig.request(1, STORED * CHUNK + 1)
+    request.sampling_params = SimpleNamespace(prompt_logprobs=1)
+    request.skip_reading_prefix_cache = False
+    rig.await_slots()
+    rig.side.on_new_request(request)
+    assert rig.offered(request) == 0
+    assert (rig.counters[LOOKUPS_ASKED], rig.counters[declined(Decline.UNWANTED)]) == (0, 1)
+    rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), 0)
+    assert rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1)).stores
+
+
+def test_an_engine_that_needs_each_token_neither_asks_nor_stores(daemon: DaemonProcess) -> None:
+    with Client(daemon.socket_path) as client:
+        client.store(1, STORED)
+        rig = Rig(daemon, why_computed="a pooler reads each token")
+        request = rig.request(1, STORED * CHUNK + 1)
+        rig.await_slots()
+        rig.side.on_new_request(request)
+        assert rig.offered(request) == 0
+        assert (rig.counters[LOOKUPS_ASKED], rig.counters[declined(Decline.UNWANTED)]) == (0, 1)
+        rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), 0)
+        assert not rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1)).stores
+        rig.side.close()
 
 
 def test_a_request_that_nobody_knows_is_a_miss(rig: Rig) -> None:

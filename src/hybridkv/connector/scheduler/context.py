@@ -40,6 +40,8 @@ class SchedulerContext:
     own_hashes: bool = False  # True if the engine's block hashes cannot be used.
     with_tails: bool = False
     """True if hits may end inside a chunk (core.tails). It needs the engine's own hashes."""
+    why_computed: str = ""
+    """Why all requests are computed, and none is looked up or stored. Empty = hits are served."""
     drafter: Drafter | None = None  # The drafter whose layers have a KV cache, if there is one.
     model: WireModel | None = None  # The model, as the daemon shows it.
     publishes_events: bool = False  # True if vLLM publishes KV events.

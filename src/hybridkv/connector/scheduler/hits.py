@@ -31,6 +31,7 @@ from hybridkv.core.speed import PrefillSpeed
 from hybridkv.core.tails import first_tail_chunk, tail_names
 from hybridkv.vllm.adapters import Adapter
 from hybridkv.vllm.block_room import ROOM_SECONDS
+from hybridkv.vllm.step_outputs import why_computed
 from hybridkv.wire.messages import Decline, Found, Lookup, Pending, Release
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -204,7 +205,7 @@ class Lookups:
         detail = ""
         if not chunks and not with_tails:
             reason = Decline.TOO_SHORT
-        elif getattr(request, "skip_reading_prefix_cache", False):
+        elif detail := why_computed(request):
             reason = Decline.UNWANTED
         elif obstacle := self._obstacle():
             if not is_asked:

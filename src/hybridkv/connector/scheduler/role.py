@@ -52,6 +52,7 @@ class SchedulerRole:
         self.life = life
         self.geometry = geometry
         self._own_hashes = context.own_hashes
+        self._why_computed = context.why_computed
         self._counters = life.counters
         self._adapters = life.adapters
         self.weights = life.weights
@@ -136,9 +137,11 @@ class SchedulerRole:
         now = time.monotonic()
         adapter = self._adapters.on_new_request(request)
         ahead = self.geometry.chunk_tokens if self.geometry.lookahead_tokens else 0
-        if not is_hashable(request, self._own_hashes, ahead):
+        is_nameless = not is_hashable(request, self._own_hashes, ahead)
+        if is_nameless or self._why_computed:
             tracked = requests.TrackedRequest(request)
-            self.requests.decline(tracked, wire.Decline.UNHASHABLE)
+            reason = wire.Decline.UNHASHABLE if is_nameless else wire.Decline.UNWANTED
+            self.requests.decline(tracked, reason, self._why_computed)
             self.requests.send_explanation(tracked, now)
             return
         tracked = requests.TrackedRequest(
