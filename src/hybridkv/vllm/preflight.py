@@ -61,6 +61,7 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
         pairs = [f"{key}={value}" for key, value in transfer.kv_connector_extra_config.items()]
         yield ok(Check.SETTINGS, ", ".join(pairs) or "all defaults")
         yield from sharing_findings(vllm_config, settings)
+        yield from weights_findings(vllm_config.parallel_config, settings)
     yield from caching_findings(vllm_config)
     yield from _parallel(vllm_config.parallel_config, vllm_config.speculative_config is not None)
     yield from _nodes(vllm_config)
@@ -234,6 +235,23 @@ def _parallel(parallel: Any, is_drafted: bool) -> Iterator[Finding]:
         sizes = f"tensor_parallel_size {parallel.tensor_parallel_size}"
         sizes += f", pipeline_parallel_size {stages}" if stages > 1 else ""
         yield ok("parallelism", sizes)
+
+
+def weights_findings(parallel: Any, settings: Settings) -> Iterator[Finding]:
+    """Yield whether each engine has all weights, and keeps them where they are."""
+    if parallel.enable_eplb:
+        what = (
+            f"enable_eplb moves experts every {parallel.eplb_config.step_interval} steps, so hits "
+            "end the first time: the engine's own blocks are of other weights then"
+        )
+        yield warn("expert load balancing", what, "--no-enable-eplb works")
+    replicas = parallel.data_parallel_size
+    if replicas > 1 and parallel.is_moe_model is not False and not settings.weights_identity:
+        what = (
+            f"each of {replicas} data parallel replicas has a part of the experts, so no engine "
+            "has all weights, and each shares with no other and with no later one"
+        )
+        yield warn("weights", what, '"weights_identity":"my-model-1" works: it names all of them')
 
 
 def _nodes(vllm_config: Any) -> Iterator[Finding]:

@@ -6,7 +6,8 @@ import pytest
 import vllm
 
 from hybridkv.core.findings import Verdict
-from hybridkv.vllm.preflight import group_findings
+from hybridkv.core.settings import parse_settings
+from hybridkv.vllm.preflight import group_findings, weights_findings
 from tests.simulation.layouts import Member
 
 
@@ -44,3 +45,27 @@ def test_states_that_vllm_names_twice_are_refused(
     for finding in failures:
         assert "itself caches wrong recurrent states" in finding.sentence
         assert finding.sentence.endswith("--no-async-scheduling works")
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "checks"),
+    [
+        ({}, {}, []),
+        ({"enable_eplb": True}, {}, ["expert load balancing"]),
+        ({"data_parallel_size": 2}, {}, ["weights"]),
+        ({"data_parallel_size": 2}, {"weights_identity": "m"}, []),
+        ({"data_parallel_size": 2, "is_moe_model": False}, {}, []),
+    ],
+)
+def test_weights_that_move_or_that_replicas_share_have_a_warning(
+    options: dict[str, object], settings: dict[str, object], checks: list[str]
+) -> None:
+    parallel = SimpleNamespace(
+        **{"enable_eplb": False, "data_parallel_size": 1, "is_moe_model": True, **options},
+        eplb_config=SimpleNamespace(step_interval=3000),
+    )
+    findings = [*weights_findings(parallel, parse_settings(settings))]
+    assert [finding.check for finding in findings] == checks
+    assert all(
+        finding.verdict is Verdict.WARN and "works" in finding.remedy for finding in findings
+    )
