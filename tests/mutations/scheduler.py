@@ -181,7 +181,7 @@ FAULTS: tuple[Mutation, ...] = (
         "steps-for-ever",
         "an engine without requests steps on for as long as a store is not reported",
         "SchedulerRole.has_pending_work",
-        "is_pending and time.monotonic() < self._push_until",
+        "is_pending and now < self._push_until",
         "is_pending",
         ("C29",),
         (f"{SCHEDULER}::test_an_engine_steps_until_its_last_stores_are_committed",),

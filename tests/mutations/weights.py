@@ -1,6 +1,6 @@
 """Faults in the digest of a model's weights where kernels keep them in places of their own."""
 
-from tests.mutations.files import CHECKPOINTS, IN_MEMORY
+from tests.mutations.files import CHECKPOINTS, ENGINE_WEIGHTS, IN_MEMORY, OFFLOADERS
 from tests.mutations.mutation import Mutation
 
 BYTES = f"{CHECKPOINTS}::test_each_byte_of_a_checkpoint_is_in_its_digest"
@@ -19,7 +19,7 @@ FAULTS: tuple[Mutation, ...] = (
         "missing-weights-unnamed",
         "a module without its weights is like any other one",
         "_content",
-        "is_unread = not (is_whole and found.suffices(sizes))",
+        "is_unread = not (is_here and is_whole and found.suffices(sizes))",
         "is_unread = False",
         ("D16",),
         (
@@ -32,7 +32,7 @@ FAULTS: tuple[Mutation, ...] = (
         "empty-is-missing",
         "an empty parameter is taken for weights that nobody can read",
         "_content",
-        "is_unread = not (is_whole and found.suffices(sizes))",
+        "is_unread = not (is_here and is_whole and found.suffices(sizes))",
         "is_unread = not found.suffices(sizes) or emptied is not None",
         ("D16",),
         (f"{IN_MEMORY}::test_an_empty_parameter_by_itself_is_nothing", BYTES),
@@ -45,6 +45,42 @@ FAULTS: tuple[Mutation, ...] = (
         "secrets.token_bytes(DIGEST_BYTES)",
         ("D16",),
         (f"{IN_MEMORY}::test_a_weight_that_nobody_can_read_is_no_other_engines",),
+    ),
+    Mutation(
+        "buffers-are-weights",
+        "what layers share as a buffer is read as the weights of each",
+        "digest_weights",
+        "content.is_unread or content.name in on_buffers",
+        "content.is_unread",
+        ("D16",),
+        (f"{IN_MEMORY}::test_layers_on_one_buffer_are_unread",),
+    ),
+    Mutation(
+        "prefetched-in-buffers",
+        "weights that vLLM prefetches are read in its buffers",
+        "_own_tensors",
+        "id(tensor) in storage",
+        "not storage",
+        ("D16",),
+        (f"{OFFLOADERS}::test_prefetched_weights_are_read_where_they_are",),
+    ),
+    Mutation(
+        "first-product-decides",
+        "one slow product makes packed weights unread",
+        "PackedWeights._seconds_left",
+        "self._seconds < PROBE_SECONDS_MIN",
+        "not self._done",
+        ("D16",),
+        (f"{IN_MEMORY}::test_one_slow_product_says_nothing_of_the_others",),
+    ),
+    Mutation(
+        "multiplies-beside-steps",
+        "packed weights are read in a thread while steps multiply by them",
+        "EngineWeights._start_reading",
+        "self._digest(lambda: reading.is_stopped)",
+        "self._digest(lambda: reading.is_stopped, multiplies=True)",
+        ("D16",),
+        (f"{ENGINE_WEIGHTS}::test_what_a_start_had_no_time_for_is_read_in_idle_steps",),
     ),
     Mutation(
         "unread-never-changes",

@@ -90,6 +90,10 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "quarantined_until": gauge("When it begins anew, in Unix time; 0 = it is on."),
     "breaker_open": gauge("1 while the daemon is left alone because it did not answer in time."),
     "daemon_connected": gauge("1 while there is a connection to the daemon."),
+    "weights_unread": gauge(
+        "Modules of all ranks whose weights cannot be read in memory, so that the engine shares "
+        "with no other and with no later one."
+    ),
     "loads_pending": gauge("Requests that have blocks for a load and did not run since."),
     "loads_overdue": gauge(
         "Loads that had not ended 10 s after their request had blocks. It waits for them."

@@ -11,7 +11,7 @@ import logging
 import re
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -119,6 +119,7 @@ def module_contents(
 
     Raises nothing: a module that cannot be looked at is unread.
     """
+    storage = _offloaded_storage()
     for role, model in models.items():
         parents: dict[int, list[torch.nn.Module]] = {}
         for module in model.modules():
@@ -127,7 +128,8 @@ def module_contents(
         for path, module in model.named_modules():
             name = f"{role}.{path}"
             try:
-                yield _content(name, module, parents.get(id(module), []), is_left_out)
+                found = _FoundWeights(name, is_left_out)
+                yield _content(module, parents.get(id(module), []), found, storage)
             except Exception:  # Modules and kernels are not ours, and may raise anything.
                 logger.debug("hybridkv: %s cannot be looked at", name, exc_info=True)
                 yield ModuleContent(name, type(module).__name__, (), (), is_unread=True)
@@ -139,6 +141,60 @@ def reached_tensors(
     """Yield every tensor that the digest of `models` reads, in the digest's order."""
     for content in module_contents(models, is_left_out):
         yield from content.tensors
+
+
+def modules_on_one_buffer(contents: Iterable[ModuleContent]) -> frozenset[str]:
+    """Return the names of modules whose parameters lie on those of other modules in memory.
+
+    Then the memory is a buffer of somebody who keeps the weights elsewhere. Tied weights are one
+    parameter in both modules, and SharedWeightParameter is vLLM's class for one tensor of many
+    layers.
+    """
+    extents = sorted(
+        _extent(content.name, reached)
+        for content in contents
+        for reached in content.tensors
+        if _is_own_parameter(reached)
+    )
+    names: set[str] = set()
+    widest: _Extent | None = None
+    for extent in extents:
+        if widest is None or widest.device != extent.device or widest.end <= extent.start:
+            widest = extent
+            continue
+        if extent.parameter != widest.parameter and extent.module != widest.module:
+            names.update((extent.module, widest.module))
+        widest = max(widest, extent, key=lambda each: each.end)
+    return frozenset(names)
+
+
+class _Extent(NamedTuple):
+    """The memory from a parameter's first byte to its last one."""
+
+    device: str
+    start: int
+    end: int
+    parameter: int  # Its id.
+    module: str
+
+
+def _extent(module: str, reached: ReachedTensor) -> _Extent:
+    tensor = reached.tensor
+    start = tensor.data_ptr()
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sides)
+    end = start + (last + 1) * tensor.element_size()
+    return _Extent(str(tensor.device), start, end, id(reached.places[-1].value), module)
+
+
+def _is_own_parameter(reached: ReachedTensor) -> bool:
+    """Return True for a parameter with bytes of its own, as far as its module knows."""
+    parameter = reached.places[-1].value
+    if len(reached.places) > 1 or not isinstance(parameter, torch.nn.Parameter):
+        return False
+    # A sparse tensor has no address, and is unread in any case.
+    has_bytes = reached.tensor.layout is torch.strided and reached.tensor.numel() > 0
+    return has_bytes and seams.shared_partitions(parameter) is None
 
 
 def adapter_bytes(module: torch.nn.Module) -> int:
@@ -153,12 +209,35 @@ def adapter_bytes(module: torch.nn.Module) -> int:
     )
 
 
+def _offloaded_storage() -> Mapping[int, Place] | None:
+    """Return where the bytes of offloaded parameters are, by the parameter's id.
+
+    None where vLLM's offloader is not known, so that the bytes may be anywhere.
+    """
+    try:
+        return {
+            id(weight.parameter): Place(
+                weight.holder, weight.attribute, getattr(weight.holder, weight.attribute)
+            )
+            for weight in seams.offloaded_weights()
+        }
+    except Exception:  # The offloader may be of any class and version.
+        logger.debug("hybridkv: the offloader is not known", exc_info=True)
+        return None
+
+
 def _content(
-    name: str, module: torch.nn.Module, parents: list[torch.nn.Module], is_left_out: IsLeftOut
+    module: torch.nn.Module,
+    parents: list[torch.nn.Module],
+    found: "_FoundWeights",
+    storage: Mapping[int, Place] | None,
 ) -> ModuleContent:
-    """Return the content of one module, which the modules `parents` contain."""
-    found = _FoundWeights(name, is_left_out)
-    for reached in _own_tensors(name, module):
+    """Return the content of one module, which the modules `parents` contain.
+
+    `found` has nothing yet. `storage` is that of `_offloaded_storage`.
+    """
+    name = found.module_name
+    for reached in _own_tensors(name, module, storage or {}):
         found.add_tensor(reached)
     sizes = weight_sizes(module, [reached.tensor.numel() for reached in found.tensors])
     emptied = emptied_parameter(module)
@@ -179,7 +258,8 @@ def _content(
     is_whole = True
     if not found.suffices(sizes) or (is_quantized(module) and not sizes):
         is_whole = _search(name, module, found)
-    is_unread = not (is_whole and found.suffices(sizes))
+    is_here = storage is not None and not seams.is_split_over_replicas(module)
+    is_unread = not (is_here and is_whole and found.suffices(sizes))
     return ModuleContent(
         name, kind_of(module), tuple(found.tensors), tuple(found.matrices), is_unread
     )
@@ -189,7 +269,7 @@ class _FoundWeights:
     """The tensors and matrices of one module that were found so far, each object once."""
 
     def __init__(self, module_name: str, is_left_out: IsLeftOut) -> None:
-        self._module_name = module_name
+        self.module_name = module_name
         self.tensors: list[ReachedTensor] = []
         self.matrices: list[PackedMatrix] = []
         self._is_left_out = is_left_out
@@ -221,7 +301,7 @@ class _FoundWeights:
         A tensor with the name of one kind of weights does not count for another kind.
         """
         weights = [
-            _FoundBytes(reached.name.removeprefix(self._module_name), reached.tensor.nbytes)
+            _FoundBytes(reached.name.removeprefix(self.module_name), reached.tensor.nbytes)
             for reached in self.tensors
             if any(size.admits(reached.tensor.numel()) for size in sizes)
         ]
@@ -342,15 +422,24 @@ def _cells(function: object) -> Iterator[Place]:
         yield Place(cell, "cell_contents", cell.cell_contents)
 
 
-def _own_tensors(where: str, module: torch.nn.Module) -> Iterator[ReachedTensor]:
-    """Yield the parameters and buffers of this module alone, wrappers taken apart."""
+def _own_tensors(
+    where: str, module: torch.nn.Module, storage: Mapping[int, Place]
+) -> Iterator[ReachedTensor]:
+    """Yield the parameters and buffers of this module alone, wrappers taken apart.
+
+    A parameter whose bytes are in `storage` is read there.
+    """
     for fields in (module._parameters, module._buffers):
         for name, tensor in [*fields.items()]:
-            if tensor is not None:
-                for path, plain in _plain_tensors(tensor):
-                    yield ReachedTensor(
-                        f"{where}.{name}{path}", plain, (Place(fields, name, tensor),)
-                    )
+            if tensor is None:
+                continue
+            places = [Place(fields, name, tensor)]
+            if id(tensor) in storage:
+                places.append(storage[id(tensor)])
+            weight = places[-1].value
+            assert isinstance(weight, torch.Tensor)
+            for path, plain in _plain_tensors(weight):
+                yield ReachedTensor(f"{where}.{name}{path}", plain, tuple(places))
 
 
 def _plain_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm import _custom_ops
+from vllm.model_executor import offloader
 from vllm.platforms import current_platform
 
 Method = Callable[..., Any]
@@ -179,6 +180,56 @@ def _tags(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Collection[str]:
 
 
 # Where layers keep their weights
+
+
+class OffloadedWeight(NamedTuple):
+    """A parameter whose bytes vLLM keeps elsewhere while the engine serves."""
+
+    parameter: torch.nn.Parameter
+    """A buffer on the device, which layers share."""
+    holder: Any
+    attribute: str
+    """The attribute of `holder` that is the tensor with the bytes."""
+
+
+def offloaded_weights() -> list[OffloadedWeight]:
+    """Return the parameters whose bytes vLLM's offloader keeps elsewhere.
+
+    UVAOffloader keeps them in the parameters, and PrefetchOffloader beside them. Raises an error
+    where the offloader is of another class, or is not as in vLLM 0.30 to 0.33: then all weights are
+    unread.
+    """
+    present = offloader.get_offloader()
+    if type(present) not in (
+        offloader.NoopOffloader,
+        offloader.UVAOffloader,
+        offloader.PrefetchOffloader,
+    ):
+        raise LookupError(type(present).__name__)
+    return [
+        OffloadedWeight(layer.module.get_parameter(name), kept, "_cpu_storage")
+        for layer in getattr(present, "module_offloaders", ())
+        for name, kept in vars(layer)["_param_offloaders"].items()
+    ]
+
+
+def has_static_buffers() -> bool:
+    """Return True where vLLM's prefetch offloader is on: its parameters are no place to write to.
+
+    Where another class does the same, `offloaded_weights` refuses it.
+    """
+    return isinstance(offloader.get_offloader(), offloader.PrefetchOffloader)
+
+
+def is_split_over_replicas(module: torch.nn.Module) -> bool:
+    """Return True for experts of which other data parallel replicas have a part.
+
+    Each replica is an engine of its own, so no engine has all of these weights. `moe_config` says
+    how many replicas there are. Where it does not, the identity lacks the weights of the others.
+    """
+    config = getattr(module, "moe_config", None)
+    replicas = getattr(getattr(config, "moe_parallel_config", None), "dp_size", 1)
+    return isinstance(replicas, int) and replicas > 1
 
 
 def closure_cells(function: object) -> list[CellType]:

@@ -80,11 +80,11 @@ FIELDS: Mapping[str, Reasons] = {
         TRANSFER: "kv_offloading_size kv_offloading_backend",
     },
     "ParallelConfig": {
-        "Replicas have one model each.": "data_parallel_size data_parallel_size_local "
-        "data_parallel_rank data_parallel_rank_local data_parallel_index data_parallel_backend "
-        "data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval enable_elastic_ep "
-        "elastic_ep_max_dp_size disable_nccl_for_dp_synchronization enable_fault_tolerance "
-        "fault_tolerance_config",
+        "Each replica is an engine; experts that they share are unread.": "data_parallel_size "
+        "data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index "
+        "data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval "
+        "enable_elastic_ep elastic_ep_max_dp_size disable_nccl_for_dp_synchronization "
+        "enable_fault_tolerance fault_tolerance_config",
         PLACES: "data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port "
         "_data_parallel_master_port_list _coord_store_port master_addr master_port node_rank "
         "distributed_executor_backend ray_workers_use_nsight ray_runtime_env placement_group "

@@ -32,8 +32,17 @@ from hybridkv.vllm.weights_sentinel import WeightsLook, WeightsSentinel
 
 logger = logging.getLogger("vllm.hybridkv")
 
+SLICE_SECONDS = 0.05
+"""How long a step may be delayed by reading packed weights: a step without tokens, and the first
+step after the weights changed."""
+LATE_SECONDS_MAX = 300.0
+"""How long steps without tokens go on reading packed weights for which a start had no time."""
 YIELD_SECONDS = 0.001
 """How long a step that computes nothing waits for a reading, as vLLM's own loop does."""
+_UNREAD = (
+    "hybridkv: the weights of %s cannot be read in memory, so this engine shares with no other and"
+    " with no later one; weights_identity can name them"
+)
 
 
 class StepLook(NamedTuple):
@@ -55,10 +64,15 @@ class WeightsAnswer(NamedTuple):
     steps: tuple[StepLook, ...] = ()
     """Steps whose era became known since the last report. A step in which the weights changed has
     an era of its own."""
+    revision: int = 0
+    """How often weights that were unread in this era could be read later. The digest of a later
+    revision is of the same weights."""
+    unread: int = 0  # Modules whose weights are not read.
+    is_reading: bool = False  # True if steps without tokens would let the worker read on.
 
-    def order(self) -> tuple[int, int, bool]:
+    def order(self) -> tuple[int, int, bool, int]:
         """Return a value that is greater for a later answer of the same worker."""
-        return self.question, self.era, bool(self.digest)
+        return self.question, self.era, bool(self.digest), self.revision
 
 
 @dataclass(eq=False)
@@ -67,7 +81,9 @@ class WeightsReading:
 
     question: int
     era: int
+    revision: int = 0  # How many readings of the same question and era came before.
     thread: threading.Thread | None = None
+    is_outdated: bool = False  # True once what was late in it can be read.
     is_stopped: bool = False
     found: WeightsDigest | None = None  # None until the reading is over.
 
@@ -103,16 +119,22 @@ class EngineWeights:
     """
 
     def __init__(
-        self, runner: Any = None, worker: Any = None, before_sleep: Callable[[], None] | None = None
+        self,
+        runner: Any = None,
+        worker: Any = None,
+        before_sleep: Callable[[], None] | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`runner` is vLLM's model runner, without which the weights cannot be read.
 
         `worker` is vLLM's worker, whose methods are followed. `before_sleep` ends what else uses
-        the engine's memory. It is called before that memory goes away.
+        the engine's memory. It is called before that memory goes away. `now` is a clock in seconds.
         """
         self.runner = runner
         self._before_sleep = before_sleep
-        self._packed = PackedWeights()
+        self._now = now
+        self._packed = PackedWeights(now)
+        self._late_seconds = 0.0  # Seconds that steps without tokens have read packed weights.
         self.sentinel = WeightsSentinel()
         self._asleep: set[str] = set()  # Tags of memory that may be gone.
         self.question = 0  # The number of the scheduler role's last question.
@@ -170,7 +192,15 @@ class EngineWeights:
         pending = {look.step for look in self._looks}
         settled = [number for number in self._eras if number not in pending]
         steps = tuple(StepLook(number, self._eras.pop(number)) for number in settled)
-        return WeightsAnswer(self.question, self._era, self.digest, steps)
+        digest, reading = self.digest, self._confirmed_reading
+        answer = WeightsAnswer(self.question, self._era, digest, steps)
+        if not digest or reading is None or reading.found is None:
+            return answer
+        return answer._replace(
+            revision=reading.revision,
+            unread=len(reading.found.unread),
+            is_reading=self._reads_on(reading),
+        )
 
     def read(self) -> WeightsDigest:
         """Read the weights now, before the engine's first step, and return their digest.
@@ -178,7 +208,7 @@ class EngineWeights:
         This may take seconds.
         """
         self._look_now()
-        found = self._digest(lambda: False)
+        found = self._digest(lambda: False, multiplies=True)
         self.reading = WeightsReading(self.question, self._era, found=found)
         self._look_now()
         self._eras.clear()
@@ -193,8 +223,11 @@ class EngineWeights:
         self.question = max(self.question, question)
         self.look_at_step(number, is_idle=is_idle)
         reading = self.reading
+        if is_idle and reading is not None and self._is_of_now(reading):
+            self._read_late(reading)
+        is_outdated = reading is not None and reading.is_outdated
         is_read = reading is not None and self._is_of_now(reading)
-        if self.digest or is_read or self._is_blind or self._asleep:
+        if (not is_outdated and (self.digest or is_read)) or self._is_blind or self._asleep:
             return
         if reading is not None:
             reading.is_stopped = True
@@ -205,7 +238,7 @@ class EngineWeights:
         if self._asleep or number == self._last_step:
             return
         self._last_step = number
-        if not is_idle or not self.digest:
+        if not is_idle or not self.digest or self._has_unconfirmed_reading():
             self._look(number)
         self.compare()
 
@@ -234,10 +267,48 @@ class EngineWeights:
         """Return True if a reading answers the last question, and may be of the present weights."""
         return (reading.question, reading.era) == (self.question, self._era)
 
-    def _begin_reading(self, previous: WeightsReading | None) -> None:
-        """Begin a reading in a thread of its own, once the previous one has ended."""
-        reading = WeightsReading(self.question, self._era)
+    def _has_unconfirmed_reading(self) -> bool:
+        """Return True if a reading is over after which no look was taken."""
+        reading = self.reading
+        is_over = reading is not None and reading.found is not None
+        return is_over and reading is not self._confirmed_reading
 
+    def _reads_on(self, reading: WeightsReading) -> bool:
+        """Return True if steps without tokens would let the late weights of a reading be read."""
+        if reading is not self.reading:
+            return True  # A later one has begun, and must be confirmed.
+        is_late = reading.found is not None and reading.found.is_late
+        return is_late and (reading.is_outdated or self._late_seconds < LATE_SECONDS_MAX)
+
+    def _read_late(self, reading: WeightsReading) -> None:
+        """Read on for SLICE_SECONDS in the packed weights for which a reading had no time."""
+        found = reading.found
+        if found is None or reading.is_outdated or not found.is_late:
+            return
+        if self._late_seconds < LATE_SECONDS_MAX:
+            started = self._now()
+            reading.is_outdated = self._read_matrices()
+            self._late_seconds += self._now() - started
+
+    def _read_matrices(self) -> bool:
+        """Read on in the packed weights for SLICE_SECONDS. Returns True if none is late."""
+        with torch.inference_mode():
+            return self._packed.read_matrices(self.sentinel.matrices, SLICE_SECONDS)
+
+    def _begin_reading(self, previous: WeightsReading | None) -> None:
+        """Begin a reading in a thread of its own, once the previous one has ended.
+
+        The thread multiplies by no packed weights, because the steps do so meanwhile.
+        """
+        reading = WeightsReading(self.question, self._era)
+        if previous is not None and previous.is_outdated and self._is_of_now(previous):
+            reading.revision = previous.revision + 1
+        else:
+            self._read_matrices()  # They may have come with an update.
+        self._start_reading(reading, previous)
+        self.reading = reading
+
+    def _start_reading(self, reading: WeightsReading, previous: WeightsReading | None) -> None:
         def run() -> None:
             if previous is not None and previous.thread is not None:
                 previous.thread.join()
@@ -248,7 +319,6 @@ class EngineWeights:
 
         reading.thread = threading.Thread(target=run, name="hybridkv-weights", daemon=True)
         reading.thread.start()  # Where that raises, the next step tries again.
-        self.reading = reading
 
     def _look_now(self) -> None:
         """Take a look and wait until it has arrived."""
@@ -317,7 +387,9 @@ class EngineWeights:
     def _change(self) -> None:
         """Note that a method runs now that may change the weights."""
         self.close()
+        self._confirmed_reading = None  # It may keep memory of old weights.
         self._version += 1
+        self._late_seconds = 0.0
 
     def _followed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls `method` of vLLM, and notes what it may do."""
@@ -342,15 +414,22 @@ class EngineWeights:
         except Exception:
             logger.exception("hybridkv: copies could not be ended before the engine sleeps")
 
-    def _digest(self, stop: Callable[[], bool]) -> WeightsDigest:
-        """Read all weights of the model and of its drafter."""
+    def _digest(self, stop: Callable[[], bool], *, multiplies: bool = False) -> WeightsDigest:
+        """Read all weights of the model and of its drafter. See `digest_weights`."""
         started = time.perf_counter()
         occupied_bytes = seams.occupied_bytes(self.runner)
+        if self._version and seams.has_static_buffers():
+            # Such a method writes into the buffers, and vLLM goes on with what is elsewhere.
+            logger.warning(_UNREAD, f"model (PrefetchOffloader, after {self._version} updates)")
+            content = self._packed.unread_content("model").hex()
+            return WeightsDigest(content, (UnreadModule("model", "PrefetchOffloader"),), 0, 0.0)
         try:
             # The engine's tensors may be of inference mode, which is set thread by thread.
             with torch.inference_mode():
                 models = seams.models_of(self.runner)
-                found = digest_weights(models, self._packed, stop, occupied_bytes)
+                found = digest_weights(
+                    models, self._packed, stop, occupied_bytes, multiplies=multiplies
+                )
         except StoppedError:
             raise
         except Exception as error:
@@ -361,10 +440,5 @@ class EngineWeights:
         text = "hybridkv: weights %s: %s were read in %.3f s"
         logger.info(text, found.digest, size, found.seconds)
         if found.unread:
-            text = (
-                "hybridkv: the weights of %s cannot be read in memory,"
-                " so this engine shares with no other and with no later one;"
-                " weights_identity can name them"
-            )
-            logger.warning(text, found.unread_text())
+            logger.warning(_UNREAD, found.unread_text())
         return found

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import xxhash
 
-from hybridkv.vllm.module_tensors import Place, module_contents
+from hybridkv.vllm.module_tensors import PackedMatrix, Place, module_contents
 
 WORDS = 32
 """Elements of each tensor that are watched."""
@@ -80,6 +80,8 @@ class WeightsSentinel:
         self._host_samples: dict[int, list[np.ndarray]] = {}
         """The same on the host, by bytes of an element."""
         self._scattered: list[_ScatteredWords] = []
+        self.matrices: list[PackedMatrix] = []
+        """The packed matrices, which have no words to watch. New weights have other objects."""
 
     def look(self, models: Mapping[str, torch.nn.Module]) -> WeightsLook:
         """Gather the words. A device does so after what it computes now, and nothing waits.
@@ -121,6 +123,7 @@ class WeightsSentinel:
         self._serial += 1
         self._models = dict(models)
         self._samples, self._host_samples, self._scattered = {}, {}, []
+        self.matrices = []
         modules = [module for model in models.values() for module in model.modules()]
         places = [
             Place(module._modules, name, child)
@@ -129,6 +132,7 @@ class WeightsSentinel:
         ]
         tensors: list[torch.Tensor] = []
         for content in module_contents(models):
+            self.matrices += content.matrices
             for matrix in content.matrices:
                 places += matrix.places
             for reached in content.tensors:

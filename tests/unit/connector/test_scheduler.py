@@ -790,6 +790,31 @@ def test_other_weights_are_named_by_the_hook_that_tells_the_daemon(rig: Rig) -> 
     assert link.greetings == greetings, "the session goes on"
 
 
+def test_an_idle_engine_steps_while_its_workers_read_late_weights(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 50: of what a start had no time for. What is read has another name, and no doubt."""
+    from hybridkv.connector.scheduler import role
+
+    watch = rig.side.weights
+    vars(watch).update(vars(WeightsWatch(("random",), lambda digests: {"weights": digests})))
+    late = WeightsAnswer(0, 0, "random", unread=3, is_reading=True)
+    rig.side.on_report(set(), set(), rig.report(weights={0: late}))
+    assert rig.gauge("weights_unread") == 3
+    assert rig.side.has_pending_work()
+    now = time.monotonic() + role.READ_ON_SECONDS
+    with monkeypatch.context() as patch:
+        patch.setattr(role, "time", SimpleNamespace(monotonic=lambda: now))
+        assert not rig.side.has_pending_work(), "a worker may never end"
+    before = rig.side.session.hello.namespace
+    read = WeightsAnswer(0, 0, "a", revision=1)
+    rig.side.on_report(set(), set(), rig.report(weights={0: read}))
+    assert not rig.side.has_pending_work()
+    assert rig.gauge("weights_unread") == 0
+    assert watch.is_current
+    assert rig.side.session.hello.namespace != before
+
+
 @pytest.mark.parametrize("weights", ["a", "b"])
 def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
     daemon: DaemonProcess, weights: str

@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from hybridkv.vllm import weights_digest
 from hybridkv.vllm.weights import EngineWeights, StepLook, WeightsAnswer
 from hybridkv.vllm.weights_digest import StoppedError, digest_weights
 from hybridkv.vllm.weights_sentinel import WORDS, WeightsSentinel
+from tests.unit.vllm import small_models
+from tests.unit.vllm.test_weights_digest import Clock
 from tests.waiting import DEADLINE_SECONDS, until
 
 pytestmark = pytest.mark.engine
@@ -88,8 +91,12 @@ class Worker(Extension):
 class Engine:
     """A worker's steps, one after another."""
 
-    def __init__(self, worker: Worker, before_sleep: Any = None) -> None:
-        self.worker, self.weights = worker, worker.initialize(before_sleep)
+    def __init__(self, worker: Worker, before_sleep: Any = None, **options: Any) -> None:
+        self.worker = worker
+        if options:
+            self.weights = EngineWeights(worker.model_runner, worker, before_sleep, **options)
+        else:
+            self.weights = worker.initialize(before_sleep)
         self.model: Any = worker.model_runner.model
         self.first = self.weights.read().digest
         self._number = 0
@@ -99,6 +106,12 @@ class Engine:
         self._number += 1
         self.weights.begin_step(self._number, question, **options)
         return self.weights.take_step_answer()
+
+    def idle(self) -> WeightsAnswer:
+        """An idle step, and a wait for the reading that goes on."""
+        answer = self.step(is_idle=True)
+        self.weights.give_way()
+        return answer
 
     def read(self, question: int = 0) -> WeightsAnswer:
         """Idle steps until the weights are known."""
@@ -253,7 +266,7 @@ def test_after_methods_that_may_change_weights_all_bytes_are_read(way: str, engi
     }
     calls[way]()
     assert engine.weights.take_step_answer() == WeightsAnswer(0, 0, ""), "unknown at once"
-    assert engine.step()[1:] == (1, "", (StepLook(2, 1),)), "an era begins"
+    assert engine.step()[1:4] == (1, "", (StepLook(2, 1),)), "an era begins"
     assert engine.read()[:3] == (0, 1, engine.first)
 
 
@@ -295,8 +308,8 @@ def test_weights_that_change_while_they_are_read_are_read_again(
 ) -> None:
     whole, updates = digest_weights, iter([engine.model.first.weight])
 
-    def changing(*arguments: Any) -> Any:
-        found = whole(*arguments)
+    def changing(*arguments: Any, **options: Any) -> Any:
+        found = whole(*arguments, **options)
         for tensor in updates:
             tensor.data.neg_()
         return found
@@ -319,8 +332,47 @@ def test_a_step_in_which_the_weights_change_has_an_era_of_its_own(engine: Engine
     assert engine.weights.take_step_answer() == WeightsAnswer(0, 2, "", (StepLook(2, 2),))
 
 
+def test_what_a_start_had_no_time_for_is_read_in_idle_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Issue 50: of packed weights under load. The doubt ends, and the era goes on."""
+    monkeypatch.setattr(weights_digest, "PROBE_ROWS", 1)
+    clock = Clock(100.0, 100.0)
+    engine = Engine(Worker(Runner(clock.kept(small_models.Model()))), now=clock)
+    try:
+        products = clock.products
+        first = engine.step()
+        assert first == (0, 0, engine.first, (StepLook(1, 0),), 0, 1, True)
+        assert clock.products == products, "no step with tokens is delayed"
+        until(lambda: engine.idle().revision > 0, "the weights are read")
+        answer = engine.step()
+        assert answer[:3] == (0, 0, digest(Clock().kept(small_models.Model())))
+        assert answer[4:] == (1, 0, False)
+        products = clock.products
+        assert not engine.idle().is_reading
+        assert clock.products == products
+    finally:
+        engine.weights.close()
+
+
+def test_idle_steps_do_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_digest, "PROBE_ROWS", 1)
+    clock = Clock(*[100.0] * 100)
+    engine = Engine(Worker(Runner(clock.kept(small_models.Model()))), now=clock)
+    try:
+        steps = 0
+        while engine.idle().is_reading:
+            steps += 1
+            assert steps < 10
+        products = clock.products
+        assert engine.idle()[2:] == (engine.first, (), 0, 1, False)
+        assert clock.products == products
+    finally:
+        engine.weights.close()
+
+
 def endless(begun: Event, ended: Event) -> Callable[..., Any]:
-    def read(*arguments: Any) -> Any:
+    def read(*arguments: Any, **_: Any) -> Any:
         begun.set()
         while not arguments[2]():
             pass
@@ -347,9 +399,9 @@ def test_an_engine_that_never_yields_gives_way_to_a_reading(
     interval, asked = sys.getswitchinterval(), Event()
     whole = digest_weights
 
-    def late(*arguments: Any) -> Any:
+    def late(*arguments: Any, **options: Any) -> Any:
         assert asked.wait(DEADLINE_SECONDS)
-        return whole(*arguments)
+        return whole(*arguments, **options)
 
     monkeypatch.setattr("hybridkv.vllm.weights.digest_weights", late)
     sys.setswitchinterval(1000 * DEADLINE_SECONDS)
@@ -448,7 +500,7 @@ def test_nothing_is_read_while_the_engine_sleeps(sleep: Sleep) -> None:
     protect(0)
     try:
         for question in range(3):
-            assert engine.step(question)[1:] == (0, "", ())
+            assert engine.step(question)[1:4] == (0, "", ())
             engine.weights.computed()
             engine.weights.give_way()
         assert engine.weights.is_asleep

@@ -1,6 +1,7 @@
 """Every byte, name, shape, dtype and place of the weights in memory counts, and nothing else."""
 
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from vllm import _custom_ops
 
 from hybridkv.vllm import module_tensors, weights_digest
-from hybridkv.vllm.module_tensors import Place, ReachedTensor, reached_tensors
+from hybridkv.vllm.module_tensors import Place, ReachedTensor, module_contents, reached_tensors
 from hybridkv.vllm.weight_sizes import weight_sizes
 from hybridkv.vllm.weights_digest import (
     WORKSPACE_BYTES,
@@ -438,9 +439,122 @@ def test_what_a_library_keeps_is_read_by_asking_it(monkeypatch: pytest.MonkeyPat
         kept(engine_model)
     assert digest(model) == digest(same)
     assert digest(model) != digest(changed)
-    monkeypatch.setattr(weights_digest, "PROBE_SECONDS_MAX", -1.0)
+    monkeypatch.setattr(weights_digest, "PROBE_SECONDS_MAX", 0.0)
     packed = PackedWeights()
     first, again = (digest_weights({"model": model}, packed) for _ in range(2))
     assert first.unread == again.unread == (UnreadModule("model.first", "Linear"),)
     assert first.digest == again.digest, "this engine's own weights are the same"
     assert first.digest != digest_weights({"model": same}).digest, "no other engine's are"
+
+
+class Clock:
+    """Seconds that pass when a product is computed: each next one of `costs`, then none."""
+
+    def __init__(self, *costs: float) -> None:
+        self.seconds, self.products = 0.0, 0
+        self._costs = iter(costs)
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def kept(self, model: Model) -> Model:
+        """The model with a packed layer whose products take their time."""
+        kept(model)
+        linear = model.first.cpu_linear
+        handler = linear.__closure__[0].cell_contents
+
+        def timed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            assert isinstance(handler, PackedHandler)
+            # Two threads that multiply by one matrix of oneDNN end the process, or get it wrong.
+            assert threading.current_thread() is threading.main_thread()
+            self.products += 1
+            self.seconds += next(self._costs, 0.0)
+            return linear(x, weight, bias)
+
+        model.first.cpu_linear = timed
+        return model
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 4.9])
+def test_one_slow_product_says_nothing_of_the_others(
+    seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Issue 50: of a processor that is busy as the engine starts."""
+    monkeypatch.setattr(weights_digest, "PROBE_ROWS", 1)
+    clock = Clock(seconds)
+    found = digest_weights({"model": clock.kept(Model())}, PackedWeights(clock))
+    assert not found.unread
+    assert found.digest == digest_weights({"model": Clock().kept(Model())}).digest
+    assert clock.products == 24
+
+
+def test_what_there_was_no_time_for_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of which all would take 144 seconds are late after five, and none is lost."""
+    monkeypatch.setattr(weights_digest, "PROBE_ROWS", 1)
+    clock = Clock(6.0, 6.0)
+    model, packed = clock.kept(Model()), PackedWeights(clock)
+    late = digest_weights({"model": model}, packed)
+    assert (late.is_late, clock.products) == (True, 1)
+    assert late.unread == (UnreadModule("model.first", "Linear"),)
+    (matrix,) = (each for part in module_contents({"model": model}) for each in part.matrices)
+    assert not packed.read_matrices([matrix], 0.5), "the product of six seconds, and no more"
+    beside = digest_weights({"model": model}, packed, multiplies=False)
+    assert (beside.digest, beside.is_late, clock.products) == (late.digest, True, 2)
+    assert packed.read_matrices([matrix], 0.5)
+    read = digest_weights({"model": model}, packed, multiplies=False)
+    assert read.digest == digest_weights({"model": Clock().kept(Model())}).digest
+    assert (read.unread, read.is_late, clock.products) == ((), False, 24)
+
+
+def on_one_buffer(layers: int, buffers: int, seed: int) -> torch.nn.Module:
+    """Layers whose parameters are buffers that they share; what a layer has is elsewhere."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(layers)))
+    torch.manual_seed(seed)
+    memory = torch.rand(buffers, 8, 8)
+    for number, layer in enumerate(model):
+        layer.weight.data = memory[number % buffers]
+    return model
+
+
+@pytest.mark.parametrize(("layers", "buffers"), [(8, 1), (8, 3), (2, 1)])
+def test_layers_on_one_buffer_are_unread(layers: int, buffers: int) -> None:
+    found = [digest_weights({"model": on_one_buffer(layers, buffers, 0)}) for _ in range(2)]
+    assert [module.name for module in found[0].unread] == [f"model.{at}" for at in range(layers)]
+    assert found[0].digest != found[1].digest, "nobody knows what they have"
+
+
+def test_a_buffer_of_layers_of_several_shapes_is_one_too() -> None:
+    memory = torch.rand(100)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(4, 4, bias=False)
+    )
+    model[0].weight.data, model[1].weight.data = memory[:64].view(8, 8), memory[60:76].view(4, 4)
+    assert [module.name for module in digest_weights({"model": model}).unread] == [
+        "model.0",
+        "model.1",
+    ]
+
+
+def test_tied_weights_and_weights_side_by_side_are_read() -> None:
+    model = on_one_buffer(4, 4, 0)
+    model.append(torch.nn.Linear(8, 8, bias=False))
+    model[-1].weight = model[0].weight
+    assert not digest_weights({"model": model}).unread
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_experts_that_replicas_share_are_unread(replicas: int) -> None:
+    """Each replica is an engine, and has a part of them."""
+    model = Model()
+    parallel = SimpleNamespace(dp_size=replicas)
+    model.second.moe_config = SimpleNamespace(moe_parallel_config=parallel)
+    unread = [module.name for module in digest_weights({"model": model}).unread]
+    assert unread == ["model.second"] * (replicas > 1)
+
+
+def test_a_parameter_without_memory_is_unread() -> None:
+    """A class of another project may have its weights elsewhere, and leave a shape."""
+    model = Model()
+    model.table = torch.nn.Module()
+    model.table.weight = torch.nn.Parameter(torch.empty(4, 4, device="meta"))
+    assert digest_weights({"model": model}).unread == (UnreadModule("model.table", "Module"),)

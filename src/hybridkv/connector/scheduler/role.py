@@ -37,6 +37,8 @@ Result = TypeVar("Result")
 
 PUSH_SECONDS = 5.0
 """An engine without requests steps on for at most so long after its last store."""
+READ_ON_SECONDS = 600.0
+"""The same while its workers read weights for which a start had no time."""
 
 
 class SchedulerRole:
@@ -111,6 +113,7 @@ class SchedulerRole:
         )
         self._stale_greeting = 0  # The greeting in which the daemon heard that nothing is served.
         self._push_until = 0.0  # When the engine stops waiting for the reports of stores.
+        self._read_on_until = 0.0  # The same for workers that read late. 0.0 = none does.
         self.changes: list[wire.Commit | wire.Free] = []
         """Messages that leave with the end of the step."""
         self.exchange_messages(time.monotonic())
@@ -335,11 +338,17 @@ class SchedulerRole:
     def has_pending_work(self) -> bool:
         """Return True if the engine should step although no request runs.
 
-        It should while stores are not committed, or workers were not asked for their weights.
+        It should while stores are not committed, workers were not asked for their weights, or
+        could read in such steps what was unread of them, for READ_ON_SECONDS in all.
         """
         is_unsent = self.stores.has_open_stores or self.session.link.has_unsent
         is_pending = is_unsent or self.weights.has_unasked_workers
-        return is_pending and time.monotonic() < self._push_until
+        now = time.monotonic()
+        if not self.weights.has_reading_workers:
+            self._read_on_until = 0.0
+        elif not self._read_on_until:
+            self._read_on_until = now + READ_ON_SECONDS
+        return (is_pending and now < self._push_until) or now < self._read_on_until
 
     def on_finished(self, request_id: str) -> None:
         """Forget a request that ended or was aborted, unless its load goes on."""
@@ -407,6 +416,7 @@ class SchedulerRole:
             "quarantined_until": off_since and off_since + off_seconds,
             "breaker_open": int(self.session.breaker.is_open),
             "daemon_connected": int(self.session.is_connected),
+            "weights_unread": self.weights.unread,
             "loads_pending": len(self.room),
             "loads_overdue": self.loads.count_overdue(time.monotonic()),
         }

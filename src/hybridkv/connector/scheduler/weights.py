@@ -159,6 +159,16 @@ class WeightsWatch:
         return any(answer.question < self.question for answer in self._answers.values())
 
     @property
+    def has_reading_workers(self) -> bool:
+        """True while steps without tokens would let some worker read weights that are unread."""
+        return any(answer.is_reading for answer in self._answers.values())
+
+    @property
+    def unread(self) -> int:
+        """The modules of all ranks whose weights are not read, as far as they have answered."""
+        return sum(answer.unread for answer in self._answers.values())
+
+    @property
     def eras(self) -> Eras:
         """The eras that loads and stores are planned for. Empty while the weights are not known."""
         return self._eras() if self.is_current else ()
@@ -194,7 +204,12 @@ class WeightsWatch:
         for rank, answer in answers.items():
             looks = self._looks[rank]
             looks.by_step.update({look.number: look.era for look in answer.steps})
-            self._answers[rank] = max(self._answers[rank], answer, key=WeightsAnswer.order)
+            before = self._answers[rank]
+            latest = max(answer, before, key=WeightsAnswer.order)
+            self._answers[rank] = latest
+            is_revised = latest.revision > before.revision
+            if is_revised and (before.question, before.era) == (latest.question, latest.era):
+                self._revise_blocks(rank, before.digest, latest.digest)
         digests = self._present()
         if digests:
             self._read = ReadWeights(digests, self._eras(), self.question)
@@ -249,6 +264,16 @@ class WeightsWatch:
                 self.block_digests = read.digests
             else:
                 self.is_stale = True
+
+    def _revise_blocks(self, rank: int, unread: str, digest: str) -> None:
+        """Give the blocks of a rank's unread weights the digest of a later reading of them.
+
+        Both are of one era, so the weights are the same.
+        """
+        if self.block_digests and self.block_digests[rank] == unread:
+            digests = [*self.block_digests]
+            digests[rank] = digest
+            self.block_digests = tuple(digests)
 
     def _eras(self) -> Eras:
         return tuple(answer.era for _, answer in sorted(self._answers.items()))
