@@ -23,8 +23,16 @@ from hybridkv.connector.scheduler.requests import (
 )
 from hybridkv.core.audit import AuditBudget, AuditOutcome, AuditVerdict, worst
 from hybridkv.core.copies import CopyRun, SlotRef
-from hybridkv.core.packed import U64, pack_u64, unpack_u64
-from hybridkv.wire.messages import FACT_MAX, AuditOffer, Found, Release, ReportAudit, ReportCorrupt
+from hybridkv.core.packed import U64, batches, unpack_u64
+from hybridkv.wire.messages import (
+    CHANGES_MAX,
+    FACT_MAX,
+    AuditOffer,
+    Found,
+    Release,
+    ReportAudit,
+    ReportCorrupt,
+)
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -277,19 +285,25 @@ class Audits:
         if outcome is AuditOutcome.DIFFERED:
             text = (
                 "hybridkv: the live audit of %s found that this engine computes other bytes than "
-                "are stored under its identity (%s); it neither loads nor stores under it any "
-                "more, and reset_prefix_cache drops what it has loaded"
+                "are stored under its identity (%s), and nobody knows which of the two are wrong; "
+                "it neither loads nor stores under it any more, reset_prefix_cache drops what it "
+                "has loaded, and the objects of this hit are dropped for all engines"
             )
             logger.error(text, tracked.request.request_id, detail)
-            differing = [
-                item.pair.stored
-                for item in audit.objects.values()
-                if item.verdict and item.verdict.outcome is AuditOutcome.DIFFERED
-            ]
-            offsets = pack_u64([slot.offset for slot in differing])
-            generations = pack_u64([slot.generation for slot in differing])
-            self._session.queue_message(ReportCorrupt(offsets, generations), now)
+            self._drop_objects(audit, now)
         self._drop(now)
+
+    def _drop_objects(self, audit: Audit, now: float) -> None:
+        """Have the daemon drop all objects of an audited hit, whoever is wrong about them.
+
+        What was computed wrongly in one chunk was so in the chunks around it, more or less.
+        """
+        offer, found = audit.offer, audit.found
+        offsets, generations = offer.offsets, offer.generations
+        if found is not None:
+            offsets, generations = offsets + found.offsets, generations + found.generations
+        for columns in batches(CHANGES_MAX, (offsets, U64), (generations, U64)):
+            self._session.queue_message(ReportCorrupt(*columns), now)
 
     def _drop(self, now: float) -> None:
         audit, self.current = self.current, None
