@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from hybridkv.core.findings import raise_first
 from hybridkv.multi.children import ChildConnectors, check_hma, child_specs, parse_multi
 from hybridkv.multi.counters import CounterKey
 from hybridkv.multi.ranking import WEIGHT_AUTO
@@ -24,6 +25,7 @@ from hybridkv.multi.scheduler import MultiScheduler
 from hybridkv.multi.stats import MultiKVConnectorStats, MultiPromMetrics
 from hybridkv.multi.worker import MultiWorker
 from hybridkv.vllm.block_room import BlockRoom
+from hybridkv.vllm.executors import executor_finding
 from hybridkv.vllm.hook_guard import logger
 from hybridkv.vllm.layout import group_keeping
 
@@ -46,6 +48,7 @@ class MultiConnector(multi_connector.MultiConnector):
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        raise_first([executor_finding(vllm_config.parallel_config)])
         settings = parse_multi(vllm_config.kv_transfer_config.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         specs = child_specs(vllm_config)

@@ -133,6 +133,7 @@ class Parallelism:
     stages: int = 1
     nodes: int = 1
     shards: int = 0
+    ranks: int | None = None  # Of one engine. None = as many as have a layout.
 
 
 def parallelism_of(parallel: Any, settings: Settings) -> Parallelism:
@@ -141,6 +142,7 @@ def parallelism_of(parallel: Any, settings: Settings) -> Parallelism:
         stages=parallel.pipeline_parallel_size,
         nodes=node_count(parallel, settings),
         shards=settings.share_tp or 0,
+        ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
     )
 
 
@@ -166,6 +168,11 @@ def build_geometry(
     ):
         what = "swa_bounded_replay computes a part of every hit again and is not proven yet"
         raise ConfigError(what, "--no-swa-bounded-replay works")
+    ranks = len(layouts) if parallelism.ranks is None else parallelism.ranks
+    if not ranks or sorted(layouts) != [*range(ranks)]:
+        came = ", ".join(map(str, sorted(layouts))) or "none"
+        what = f"vLLM handed over the KV cache layers of the ranks {came} of {ranks}"
+        raise GeometryError(what, 'distributed_executor_backend="mp" works')
     sizes, gids = layouts[0].sizes, config.prefix_cacheable_group_ids
     sharers = len(layouts) // parallelism.stages
     for rank, layout in layouts.items():

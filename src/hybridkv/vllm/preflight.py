@@ -24,6 +24,7 @@ from hybridkv.vllm.drafters import (
     speculation_findings,
     unproven_states,
 )
+from hybridkv.vllm.executors import executor_finding
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.layout import group_geometry, node_count
 from hybridkv.vllm.prefix_caching import caching_findings, layer_findings
@@ -63,6 +64,7 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
         yield from sharing_findings(vllm_config, settings)
         yield from weights_findings(vllm_config.parallel_config, settings)
     yield from caching_findings(vllm_config)
+    yield executor_finding(vllm_config.parallel_config)
     yield from _parallel(vllm_config.parallel_config, vllm_config.speculative_config is not None)
     yield from _nodes(vllm_config)
     yield from speculation_findings(vllm_config)

@@ -5,11 +5,12 @@ from math import prod
 
 import pytest
 
+from hybridkv.core.errors import GeometryError
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.settings import Settings
 from hybridkv.vllm.blocks import block_bytes
 from hybridkv.vllm.identity import identity_facts
-from hybridkv.vllm.layout import LayerLayout, build_geometry, worker_layout
+from hybridkv.vllm.layout import LayerLayout, Parallelism, build_geometry, worker_layout
 from tests.kv_memory import BLOCKS, CACHES, Cache, full, layers, state
 from tests.simulation.configs import base_config
 
@@ -75,3 +76,21 @@ def test_how_a_state_is_arranged_is_a_part_of_the_identity() -> None:
     assert tokens_first["layers"] == channels_first["layers"]
     assert tokens_first != channels_first
     assert facts(3, 1024) == tokens_first
+
+
+@pytest.mark.parametrize(
+    ("came", "ranks", "says"),
+    [
+        ([], None, "ranks none of 0"),
+        ([1], None, "ranks 1 of 1"),
+        ([1], 2, "ranks 1 of 2"),
+        ([0], 2, "ranks 0 of 2"),
+        ([0, 2], None, "ranks 0, 2 of 2"),
+    ],
+)
+def test_ranks_without_a_layout_are_named(came: list[int], ranks: int | None, says: str) -> None:
+    """Not all ranks' layouts come where each rank has a scheduler of its own."""
+    memory = CACHES["LBNHC"].memory()
+    layouts = dict.fromkeys(came, worker_layout(memory.config, memory.views))
+    with pytest.raises(GeometryError, match=rf'{says}; distributed_executor_backend="mp" works'):
+        build_geometry(memory.config, layouts, None, Parallelism(ranks=ranks))
