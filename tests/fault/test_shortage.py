@@ -20,6 +20,7 @@ import pytest
 
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.core.packed import unpack_u64
+from hybridkv.core.sizes import parse_size
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.daemon.loop import RESERVE_AHEAD_BYTES, RESERVE_STEP_BYTES, DaemonServer, ServeOptions
 from hybridkv.lab.daemon_process import DaemonProcess
@@ -267,3 +268,103 @@ def test_an_arena_grows_again_once_there_is_memory(own_memory: OwnMemory) -> Non
         ]
         filler.unlink()
         until(lambda: pages(1) > before + (128 << 20), "the arena grows")
+
+
+class ControlGroup:
+    """A control group of this machine with a memory limit, and the processes in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.processes: list[subprocess.Popen[str]] = []
+
+    @property
+    def is_first(self) -> bool:
+        """True for a group of version 1."""
+        return (self.path / "memory.limit_in_bytes").exists()
+
+    def limit(self, limit_bytes: int) -> None:
+        name = "memory.limit_in_bytes" if self.is_first else "memory.max"
+        (self.path / name).write_text(str(limit_bytes))
+
+    def start(self, *command: str) -> "subprocess.Popen[str]":
+        """Start a program in the group."""
+        enter = f'echo $$ >"{self.path}/cgroup.procs" && exec "$@"'
+        process = subprocess.Popen(
+            ["sh", "-c", enter, "sh", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def killed(self) -> int:
+        """The processes that the kernel has ended for want of memory."""
+        events = (self.path / ("memory.oom_control" if self.is_first else "memory.events")).open()
+        with events:
+            counted = dict(line.split() for line in events)
+        return int(counted["oom_kill"])
+
+
+@pytest.fixture
+def control_group() -> Iterator[ControlGroup]:
+    tops = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
+    top = next((top for top in tops if (top / "cgroup.procs").exists()), tops[1])
+    group = ControlGroup(top / f"hybridkv-test-{os.getpid()}")
+    try:
+        group.path.mkdir()
+    except OSError:
+        pytest.skip("needs the right to make a control group")
+    try:
+        if not (group.is_first or (group.path / "memory.max").exists()):
+            pytest.skip("needs a control group with the memory controller")
+        yield group
+    finally:
+        for process in group.processes:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=DEADLINE_SECONDS)
+        group.path.rmdir()
+
+
+def test_the_cache_leaves_others_of_its_control_group_their_memory(
+    control_group: ControlGroup, tmp_path: Path
+) -> None:
+    """The daemon that an engine starts is in the engine's group, whose limit may change later."""
+    socket_path = str(tmp_path / "own.sock")
+    hold = "held = bytearray(200 << 20); print(); input(); held += bytearray(20 << 20); print()"
+    engine = control_group.start(sys.executable, "-uc", f"{hold}; input()")
+    assert engine.stdin is not None
+    assert engine.stdout is not None
+    engine.stdout.readline()
+    control_group.limit(640 << 20)
+    serve = [sys.executable, "-m", "hybridkv", "serve", "--metrics-port", "-1"]
+    serve += ["--socket", socket_path, "--ram"]
+
+    _, refusal = control_group.start(*serve, "1GiB").communicate(timeout=DEADLINE_SECONDS)
+    assert f"ram=1GiB is larger than the memory limit of 640MiB of {control_group.path}" in refusal
+    fitting = control_group.start(*serve, refusal.partition('; "')[2].partition('" works')[0])
+    until(lambda: Path(socket_path).is_socket() and greeted(socket_path), "it serves")
+    fitting.send_signal(signal.SIGINT)
+    assert "WARNING" not in fitting.communicate(timeout=DEADLINE_SECONDS)[1], "it fits"
+
+    control_group.limit(512 << 20)
+    daemon = control_group.start(*serve, "500MiB")
+    assert daemon.stderr is not None
+    warning = next(line for line in daemon.stderr if "WARNING" in line)
+    assert "ram=500MiB leaves no room in the memory limit of 512MiB" in warning
+    warning = next(line for line in daemon.stderr if "arena stays at" in line)
+    assert f"512MiB of {control_group.path} has no room for more; a limit of" in warning
+    with ControlClient(socket_path) as control:
+
+        def held_bytes() -> int:
+            return int(control.stats().values["bytes_reserved"])
+
+        assert 64 << 20 < held_bytes() < RESERVE_AHEAD_BYTES
+        engine.stdin.write("\n")
+        engine.stdin.flush()
+        engine.stdout.readline()
+        assert not control_group.killed()
+        works = warning.rpartition("a limit of ")[2].partition(" works")[0]
+        control_group.limit(parse_size(works, "limit"))
+        until(lambda: held_bytes() >= RESERVE_AHEAD_BYTES, "the arena grows")

@@ -468,10 +468,16 @@ HANDLERS = (
         "attach_failed",
     ),
     Handler(
-        "_group_limit_bytes",
+        "_number",
         "suppress(OSError, ValueError)",
-        "This machine has no such control group, or one without a limit.",
-        NO + "the machine's own memory is then the limit",
+        "The control group has no such limit.",
+        NO + "the limits that are there are the limit, or else the machine's own memory is",
+    ),
+    Handler(
+        "_lines",
+        "suppress(OSError)",
+        "This machine has no such control group, or the process has ended.",
+        NO + "the limits that are there are the limit, or else the machine's own memory is",
     ),
     Handler(
         "append",

@@ -25,6 +25,7 @@ from hybridkv.client.control import (
     DaemonUnreachableError,
     runtime_directory,
 )
+from hybridkv.client.link import peer_pid
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSettings, resolve
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Check, Finding, Verdict, fail, failure, ok, warn
@@ -40,6 +41,7 @@ from hybridkv.lab.configuration import ConfigReport, inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
 from hybridkv.shm import arena
 from hybridkv.shm.access import group_id
+from hybridkv.shm.control_groups import memory_groups
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 
@@ -263,7 +265,7 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
     except ConfigError as error:
         yield failure("memory", error)
         return
-    yield _memory(wanted, arena_bytes, directory)
+    yield _memory(wanted, arena_bytes, peer_pid(socket_path), directory)
     if report.preview is not None:
         ram_bytes = arena_bytes or wanted.ram_bytes or arena.default_ram_bytes(directory)
         totals = capacity.make_plan(report.preview, ram_bytes, slot_bytes).totals
@@ -314,8 +316,14 @@ def _mapping(settings: Settings, welcome: Welcome, group: int | None) -> Finding
     return ok("arena", f"{path} can be mapped")
 
 
-def _memory(settings: DaemonSettings, arena_bytes: int | None, directory: Path) -> Finding:
-    """Returns the finding on whether the machine has the memory that a new daemon would take."""
+def _memory(
+    settings: DaemonSettings, arena_bytes: int | None, pid: int, directory: Path
+) -> Finding:
+    """Returns the finding on whether there is the memory that a daemon has, or would take.
+
+    `arena_bytes` is the size of the arena of a running daemon, whose process id is `pid` where it
+    can be seen.
+    """
     machine, free = map(
         format_size, (arena.machine_memory_bytes(), arena.shm_free_bytes(directory))
     )
@@ -327,10 +335,14 @@ def _memory(settings: DaemonSettings, arena_bytes: int | None, directory: Path) 
             arena.check_ram(wanted, "kv_connector_extra_config.ram", directory)
         except ConfigError as error:
             return failure("memory", error)
-        return ok("memory", f"{format_size(wanted)} {room}")
+        is_less = settings.ram_bytes is None and memory_groups()
+        less = ", and less where the engine leaves less in its control group" if is_less else ""
+        good = ok("memory", f"{format_size(wanted)} {room}{less}")
+        return arena.limit_finding(wanted) or good
     has = format_size(arena_bytes)
     if settings.ram_bytes is None or settings.ram_bytes == arena_bytes:
-        return ok("memory", f"the daemon has {has} {room}")
+        warning = arena.limit_finding(arena_bytes, arena_bytes, f"{pid}") if pid > 0 else None
+        return warning or ok("memory", f"the daemon has {has} {room}")
     ram = format_size(settings.ram_bytes)
     what = f"ram={ram} is asked for, and the running daemon has {has}"
     return warn("memory", what, "ending that daemon before serving works")

@@ -293,8 +293,8 @@ def open_arena(
     remove_orphans(directory)
     wanted_bytes = shm.default_ram_bytes(directory) if ram_bytes is None else ram_bytes
     shm.check_ram(wanted_bytes, "ram", directory)
-    if warning := shm.limit_warning(wanted_bytes):
-        logger.warning(warning)
+    if warning := shm.limit_finding(wanted_bytes):
+        logger.warning(warning.sentence)
     slots_bytes = wanted_bytes // SLOT_ALIGN * SLOT_ALIGN
     path = directory / f"{_arena_prefix(socket_path)}{boot}"
     try:

@@ -185,8 +185,8 @@ class ArenaReserver:
             try:
                 self._arena.allocate_pages(self.reserved_bytes, stop)
             except OSError as error:
-                is_full = error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
-                kind = "shared memory is used up" if is_full else str(error)
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                kind = "shared memory is used up" if is_full else error.strerror
                 if not self._has_failed:
                     logger.warning("arena stays at %s: %s", format_size(self.reserved_bytes), kind)
                 self._has_failed = True

@@ -49,8 +49,8 @@ RECENT_PROBLEMS = {
     ),
     "reserves_failed": CountedProblem(
         "warn",
-        "times the cache could not grow, because its directory is full; a larger volume or a "
-        "smaller --ram works",
+        "times the cache could not grow, because its directory or control group is full; a "
+        "larger volume or limit, or a smaller --ram, works",
     ),
     "slots_short": CountedProblem(
         "note", "write slots were wanted and not there; what would have been in them is not stored"

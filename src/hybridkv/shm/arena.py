@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -13,7 +14,9 @@ from typing import NamedTuple
 
 from hybridkv.core import option_parsers
 from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.findings import Finding, warn
 from hybridkv.core.sizes import format_size
+from hybridkv.shm.control_groups import memory_groups
 from hybridkv.shm.numa import interleave, memory_nodes
 from hybridkv.shm.trailer import trailer_bytes
 
@@ -25,8 +28,6 @@ _FLOCK = struct.Struct("@hhqqi4x")  # type, whence, start, length, process: stru
 _MADV_POPULATE_WRITE = 23
 _TMPFS_MAGIC = 0x01021994  # The kind of a file system, which begins Linux's struct statfs.
 _STATFS_BYTES_MAX = 256
-_DAEMON_BYTES, _DAEMON_SHARE = 128 << 20, 64
-"""The memory of a daemon beside its arena: these bytes, and 1/64 of the arena for its index."""
 _POPULATE_STEP_BYTES = 8 << 20
 
 
@@ -62,8 +63,13 @@ class Arena:
         """The address of the first byte in this process."""
 
     def allocate_pages(self, start: int, stop: int) -> None:
-        """Allocate the pages of [start, stop), so that no write fails. Raises OSError (ENOSPC)."""
+        """Allocate the pages of [start, stop), so that no write fails. Those before exist.
+
+        Raises OSError: ENOSPC where the file system is full, and ENOMEM where a control group has
+        no room left. The kernel reports no error for these: it ends a process of the group.
+        """
         assert self._fd is not None, "only the arena's owner reserves"
+        _check_growth(start, stop, self.slots_bytes)
         os.posix_fallocate(self._fd, start, stop - start)
 
     def populate(self, start: int, stop: int) -> None:
@@ -235,17 +241,21 @@ def _open_removed(path: Path, pid: int) -> int | None:
 
 
 def machine_memory_bytes() -> int:
-    """Return the memory this process may use: the machine's, or its control group's limit."""
+    """Return the memory this process may use: the machine's, or its control groups' least limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(total, _group_limit_bytes() or total)
+    return min([total, *(group.limit_bytes for group in memory_groups())])
 
 
-def _group_limit_bytes() -> int | None:
-    """Return the memory limit of this process's control group (a container), or None."""
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            return int(Path(limit).read_text())
-    return None
+def _check_growth(start: int, stop: int, size_bytes: int) -> None:
+    """Raise OSError (ENOMEM) where a control group has no room for more pages of an arena.
+
+    Its pages below `start` exist, and those up to `stop` are asked for.
+    """
+    for group in memory_groups():
+        if not group.allows_growth(start, stop):
+            works = format_size(group.needed_bytes(size_bytes, start))
+            what = f"{group.limit} has no room for more; a limit of {works} works"
+            raise OSError(errno.ENOMEM, what)
 
 
 def shm_free_bytes(directory: Path) -> int:
@@ -257,37 +267,43 @@ def shm_free_bytes(directory: Path) -> int:
 def default_ram_bytes(directory: Path) -> int:
     """Return the default size of an arena, in whole MiB.
 
-    It is a quarter of the machine's memory, or 0.9 of what is free in `directory` if that is less.
+    It is a quarter of the machine's memory, or of the least limit of a control group. It is less
+    where that does not fit into a group beside what is in use there, such as the engine, or where
+    less than that is free in `directory`: then it is 0.9 of that.
     """
-    quarter = min(machine_memory_bytes() // 4, shm_free_bytes(directory) * 9 // 10)
-    return max(quarter >> 20, 1) << 20
+    sizes = [machine_memory_bytes() // 4, shm_free_bytes(directory) * 9 // 10]
+    sizes += [group.fitting_bytes for group in memory_groups()]
+    return max(min(sizes) >> 20, 1) << 20
 
 
-def limit_warning(ram_bytes: int) -> str:
-    """Return a warning where a container's limit has no room for the daemon beside its cache.
+def limit_finding(ram_bytes: int, arena_bytes: int = 0, process: str = "self") -> Finding | None:
+    """Return a warning where a control group has no room for an arena beside what is in use.
 
-    The kernel ends the daemon once both together exceed the limit. Empty where all is well.
+    `process` is the daemon by its name in /proc, and pages of `arena_bytes` exist already. The
+    arena grows as far as there is room. The kernel would end the daemon, or the engine, else.
     """
-    limit = _group_limit_bytes()
-    needed = ram_bytes + ram_bytes // _DAEMON_SHARE + _DAEMON_BYTES
-    if limit is None or needed <= limit:
-        return ""
-    return (
-        f"ram={format_size(ram_bytes)} leaves no room for the daemon in the container's memory "
-        f"limit of {format_size(limit)}; a limit of {format_size(needed)} works"
-    )
+    for group in memory_groups(process):
+        needed = group.needed_bytes(ram_bytes, arena_bytes)
+        if needed > group.limit_bytes:
+            others = format_size(group.others_bytes(arena_bytes))
+            what = (
+                f"ram={format_size(ram_bytes)} leaves no room in {group.limit} for the daemon and "
+                f"the {others} that others use, so the cache stays smaller"
+            )
+            return warn("memory", what, f"a limit of {format_size(needed)} works")
+    return None
 
 
 def check_ram(ram_bytes: int, setting: str, directory: Path = SHM_DIR) -> None:
     """Raise ConfigError, with a size that works, if `directory` has no room for `ram_bytes`."""
     machine, shm_free = machine_memory_bytes(), shm_free_bytes(directory)
+    limits = {group.limit_bytes: group for group in memory_groups()}
     works = f'"{format_size(default_ram_bytes(directory))}" works'
     if ram_bytes < RAM_BYTES_MIN:
         least = format_size(RAM_BYTES_MIN)
         what = f"is less than {least}, the least that a cache can be (was a unit forgotten?)"
-    elif ram_bytes > machine and machine == _group_limit_bytes():
-        what = f"is larger than the container's memory limit of {format_size(machine)}"
-        what += ", which the cache counts against"
+    elif ram_bytes > machine and machine in limits:
+        what = f"is larger than {limits[machine].limit}, which the cache counts against"
     elif ram_bytes > machine:
         what = f"is larger than this machine's memory of {format_size(machine)}"
     elif ram_bytes + trailer_bytes(ram_bytes) > shm_free:

@@ -125,19 +125,20 @@ def test_a_volume_that_is_too_small(machine: Machine, ram: str, size: str) -> No
 def test_a_limit_of_memory_counts_the_cache(tmp_path: Path) -> None:
     """Shared memory counts against the limit of the container that touches it first."""
     (limit := tmp_path / "limit").mkdir()
-    (limit / "memory.max").write_text(f"{48 << 20}\n")
+    (limit / "memory.max").write_text(f"{200 << 20}\n")
+    (limit / "memory.current").write_text(f"{16 << 20}\n")
     daemon = a_daemon()
     daemon.spec["volumeMounts"].append({"name": "limit", "mountPath": LIMIT})
     with Machine(tmp_path, given={"limit": limit}) as machine:
-        message = refusal(start(machine, daemon, "64MiB"))
-        assert "ram=64MiB is larger than the container's memory limit of 48MiB" in message
-        assert message.endswith('"12MiB" works')
-        running = serves(machine, daemon, "32MiB")
+        message = refusal(start(machine, daemon, "300MiB"))
+        assert f"ram=300MiB is larger than the memory limit of 200MiB of {LIMIT}" in message
+        assert message.endswith('"50MiB" works')
+        running = serves(machine, daemon, "60MiB")
         (line,) = [
             line for line in running.log.read_text().splitlines() if "leaves no room" in line
         ]
-        assert " WARNING ram=32MiB leaves no room for the daemon" in line
-        assert line.endswith("memory limit of 48MiB; a limit of 160.5MiB works")
+        assert f" WARNING ram=60MiB leaves no room in the memory limit of 200MiB of {LIMIT}" in line
+        assert line.endswith("so the cache stays smaller; a limit of 208.9MiB works")
 
 
 def test_another_user_is_told_which_one_works(machine: Machine) -> None:
