@@ -268,12 +268,6 @@ HANDLERS = (
     ),
     Handler(
         "Writers.make_directories",
-        "suppress(FileNotFoundError)",
-        "A new writer has no file yet that shows that it lives; it is written later.",
-        NO + "it is the usual case of a first start",
-    ),
-    Handler(
-        "Writers.make_directories",
         "suppress(FileExistsError)",
         "Another daemon wrote the layout's file first; its content is checked next.",
         NO + "it is the usual case of a later start",
@@ -303,28 +297,34 @@ HANDLERS = (
         NO + "the next look forgets its records",
     ),
     Handler(
-        "Writers._adopt",
+        "Writers._take_over",
         "suppress(FileNotFoundError)",
         "Another daemon renamed the directory first, and takes it over alone.",
         NO + "exactly one daemon is meant to succeed",
     ),
     Handler(
-        "Writers._adopt",
+        "Writers._take_over",
         "suppress(FileNotFoundError)",
         "What the lost writer left in the directory is gone already.",
         NO + "the wanted state is reached",
     ),
     Handler(
-        "Writers._adopt",
+        "Writers._take_over",
         "suppress(OSError)",
         "A directory that is not empty stays, and is taken over again later.",
         NO + "the next take-over tries it again",
     ),
     Handler(
-        "Writers._adopt",
+        "Writers._take_over",
         "suppress(FileNotFoundError)",
         "The record was removed before it could be taken over.",
         NO + "a record that is gone is a miss, which lookups count",
+    ),
+    Handler(
+        "_about_bytes",
+        "suppress(OSError)",
+        "The size of one file of a sample is not needed: the log says about how much there is.",
+        NO + "the sentence says about",
     ),
     Handler(
         "shards",

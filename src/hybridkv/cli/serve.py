@@ -16,7 +16,7 @@ from hybridkv.client.start_daemon import EXIT_ALREADY_SERVED, EXIT_SERVING
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSetting, resolve
 from hybridkv.core.paths import check_node_name
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.daemon.filesystem import AlreadyServedError, node_name
+from hybridkv.daemon.filesystem import AlreadyServedError, fleeting_host_name, node_name
 from hybridkv.daemon.loop import ServeOptions, serve
 from hybridkv.shm.access import group_id
 from hybridkv.shm.arena import shm_directory
@@ -68,6 +68,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
         group=group_id(settings.group),
         traces_url=settings.traces or "",
     )
+    host = fleeting_host_name(os.environ)
+    if settings.node is None and host and any(tier.kind == "disk" for tier in options.tiers):
+        text = "node: the host name %s is a container's and may be new with each; --node gpu7 works"
+        logging.getLogger("hybridkv.daemon").warning(text, host)
     detach = _detach(log_file) if arguments.detach else lambda: None
 
     def on_serving() -> None:

@@ -11,7 +11,7 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -436,6 +436,16 @@ def node_name(socket_path: Path) -> str:
     # Linux has no host names of more than 64 characters.
     host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname())[:64]
     return f"{host}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
+
+
+def fleeting_host_name(environment: Mapping[str, str]) -> str | None:
+    """Returns this host's name where it is a container's, which the next container may not have.
+
+    Docker and podman name a host by 12 digits of the container's id, Kubernetes by the pod.
+    """
+    host = socket.gethostname()
+    is_container = re.fullmatch("[0-9a-f]{12}", host) or "KUBERNETES_SERVICE_HOST" in environment
+    return host if is_container else None
 
 
 def _arena_prefix(socket_path: Path | str) -> str:

@@ -126,9 +126,14 @@ def arena_seen(path: str, given: str | None = None) -> Path:
 
 def is_in_memory(directory: Path) -> bool:
     """Return True where the files of a directory are on a tmpfs."""
+    return file_system(directory) == _TMPFS_MAGIC
+
+
+def file_system(directory: Path) -> int | None:
+    """Return the kind of a directory's file system, a number of statfs(2). None = unknown."""
     statfs = ctypes.create_string_buffer(_STATFS_BYTES_MAX)
     failed = ctypes.CDLL(None).statfs(os.fsencode(directory), statfs)
-    return not failed and ctypes.c_long.from_buffer(statfs).value == _TMPFS_MAGIC
+    return None if failed else ctypes.c_long.from_buffer(statfs).value
 
 
 def new_lock() -> int:

@@ -56,6 +56,22 @@ def test_the_node_that_is_not_named_can_be_used(host: str, monkeypatch: pytest.M
     assert place.node_name(Path("/run/d.sock")) != place.node_name(Path("/run/e.sock"))
 
 
+@pytest.mark.parametrize(
+    ("host", "environment", "is_fleeting"),
+    [
+        ("gpu7", {}, False),
+        ("0a1b2c3d4e5f", {}, True),
+        ("0a1b2c3d4e5g", {}, False),
+        ("hybridkv-7d9f4-x2x8k", {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, True),
+    ],
+)
+def test_a_containers_host_name_is_known_not_to_last(
+    host: str, environment: dict[str, str], is_fleeting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    assert place.fleeting_host_name(environment) == (host if is_fleeting else None)
+
+
 def test_a_plain_name_is_kept() -> None:
     assert check_node_name("gpu7.rack1 [a]") == "gpu7.rack1 [a]"
     with pytest.raises(ConfigError, match='"gpu7" works'):

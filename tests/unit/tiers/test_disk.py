@@ -6,6 +6,9 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
+from hybridkv.tiers.disk.alive import Life, proven_life
 from hybridkv.tiers.disk.files import (
     FAILED_IN_A_ROW_MAX,
     QUARANTINE_MAX,
@@ -27,7 +31,7 @@ from hybridkv.tiers.disk.files import (
 )
 from hybridkv.tiers.disk.index import STUCK_MAX
 from hybridkv.tiers.disk.tier import DiskTier
-from hybridkv.tiers.disk.writers import LAYOUT_FILE, check_root
+from hybridkv.tiers.disk.writers import LAYOUT_FILE, QUIET_SECONDS, check_root
 from hybridkv.tiers.factory import make_tier
 from tests.invariants import check_disk
 from tests.tier_suite import SampleObject, TierSuite, make_sample, read
@@ -214,6 +218,128 @@ def test_what_a_lost_writer_left_is_taken_over_within_the_bound(tmp_path: Path) 
     assert [read(tier, sample) for sample in kept] == [None] * len(kept)
     for sample in samples:
         assert isinstance(read(lost, sample), MissingError | None)
+
+
+@pytest.mark.parametrize("lives", [2, 4])
+def test_a_daemon_under_a_new_name_keeps_the_bound_of_all_its_lives(
+    tmp_path: Path, lives: int
+) -> None:
+    """A container that is made anew has another host name."""
+    for life in range(lives):
+        tier = opened(tmp_path, f"c{life}", "1MiB")
+        samples = [make_sample(100 * life + number, 100_000) for number in range(12)]
+        for sample in samples:
+            assert tier.put([sample.write_request()]) == [None]
+            assert real_bytes(tmp_path) <= 1 << 20
+        check_disk(tier)
+        tier.close()
+    assert os.listdir(tmp_path / "objects") == [f"c{lives - 1}"]
+    again = opened(tmp_path, "last", "1MiB")
+    there = again.find([sample.key for sample in samples])
+    assert there.count(True) > 3, "what the life before stored is still hit"
+
+
+def test_a_new_daemon_leaves_what_it_has_no_room_for_until_its_writer_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may come back under its own name in a minute."""
+    caplog.set_level("INFO")
+    dead = opened(tmp_path, "dead", "2MiB")
+    samples = [make_sample(number, 100_000) for number in range(10)]
+    dead.put([sample.write_request() for sample in samples])
+    dead.close()
+    tier = opened(tmp_path, size="1MiB")
+    assert "that dead left; 5 stay where they are for lack of room" in caplog.text
+    assert "and 5 of 1 other writers" in caplog.text
+    check_disk(tier)
+    tier.tend()
+    assert [read(tier, sample) for sample in samples] == [None] * 10, "read where it is"
+    (home,) = tmp_path.glob("objects/dead*")
+    os.utime(home, (1, 1))
+    tier.writers.look_due_at = 0
+    tier.tend()
+    assert os.listdir(tmp_path / "objects") == ["here"]
+    check_disk(tier)
+
+
+def test_a_daemon_that_runs_gives_a_dead_one_time_to_come_back(tmp_path: Path) -> None:
+    tier, other, sample = opened(tmp_path), opened(tmp_path, "other"), make_sample(1)
+    other.put([sample.write_request()])
+    other.close()
+    tier.writers.look_due_at = 0
+    tier.tend()
+    back = opened(tmp_path, "other")
+    assert back.index.ours
+    silent = time.time() - 2 * QUIET_SECONDS
+    os.utime(tmp_path / "objects/other/alive", (silent, silent))
+    tier.writers.look_due_at = 0
+    tier.tend()
+    assert tier.index.ours.keys() == set(), "it lives, and has only been silent"
+
+
+def test_a_dead_writer_of_this_machine_is_taken_over_within_minutes(tmp_path: Path) -> None:
+    tier, other, sample = opened(tmp_path), opened(tmp_path, "other"), make_sample(1)
+    other.put([sample.write_request()])
+    other.close()
+    silent = time.time() - 2 * QUIET_SECONDS
+    os.utime(tmp_path / "objects/other/alive", (silent, silent))
+    tier.writers.look_due_at = 0
+    tier.tend()
+    assert tier.index.ours.keys() == {sample.key}
+    assert os.listdir(tmp_path / "objects") == ["here"]
+
+
+@pytest.mark.parametrize("why", ["network", "older version"])
+def test_a_silent_writer_that_may_live_is_left_and_the_log_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    if why == "network":
+        monkeypatch.setattr("hybridkv.tiers.disk.alive.file_system", lambda _: 0x6969)
+    opened(tmp_path, "other").put([make_sample(number).write_request() for number in range(3)])
+    alive = tmp_path / "objects/other/alive"
+    if why == "older version":
+        alive.write_text("0" * 32)
+    tier = opened(tmp_path)
+    assert not caplog.text
+    silent = time.time() - 2 * QUIET_SECONDS
+    os.utime(alive, (silent, silent))
+    for _ in range(3):
+        tier.writers.look_due_at = 0
+        tier.tend()
+    assert sorted(os.listdir(tmp_path / "objects")) == ["here", "other"]
+    (message,) = caplog.messages
+    assert "the writer other of" in message
+    assert "about 60KiB in 3 objects stay beside the bound" in message
+
+
+def test_a_writer_that_is_being_taken_over_opens_when_that_is_done(tmp_path: Path) -> None:
+    opened(tmp_path, "back").close()
+    with proven_life(tmp_path / "objects/back/alive") as life:
+        assert life is Life.DEAD
+        with pytest.raises(TierError, match="temporarily unavailable"):
+            opened(tmp_path, "back")
+    back = opened(tmp_path, "back")
+    with proven_life(tmp_path / "objects/back/alive") as life:
+        assert life is Life.ALIVE
+    assert back.put([make_sample(1).write_request()]) == [None]
+
+
+def test_a_killed_process_is_a_dead_writer_at_once(tmp_path: Path) -> None:
+    code = (
+        "import sys; from hybridkv.core.tier_urls import parse_tier;"
+        "from hybridkv.tiers.disk.tier import DiskTier;"
+        "tier = DiskTier(parse_tier(sys.argv[1], 'disk'), 'killed'); tier.open();"
+        "print(flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", code, f"disk://{tmp_path}?bytes=64MiB"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == b"\n"
+        opened(tmp_path).close()
+        assert (tmp_path / "objects/killed").exists()
+        killed.kill()
+    opened(tmp_path, "next")
+    assert os.listdir(tmp_path / "objects") == ["next"]
 
 
 def test_two_daemons_of_one_name_do_not_write_over_each_other(tmp_path: Path) -> None:
@@ -873,9 +999,10 @@ def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
     tmp_path: Path, number: int, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     samples = [make_sample(number) for number in range(5)]
-    opened(tmp_path, "lost").put([sample.write_request() for sample in samples])
-    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    lost = opened(tmp_path, "lost")
+    lost.put([sample.write_request() for sample in samples])
     tier = opened(tmp_path)
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
     bad = os.path.basename(tier.index.others[samples[2].key])
     real = getattr(os, call)
 
@@ -918,9 +1045,10 @@ def test_where_all_files_fail_the_tier_does(tmp_path: Path) -> None:
 
 def test_what_is_removed_while_it_is_taken_over_keeps_no_other_from_it(tmp_path: Path) -> None:
     samples = [make_sample(number) for number in range(3)]
-    opened(tmp_path, "lost").put([sample.write_request() for sample in samples])
-    os.utime(tmp_path / "objects/lost/alive", (1, 1))
+    lost = opened(tmp_path, "lost")
+    lost.put([sample.write_request() for sample in samples])
     tier = opened(tmp_path)
+    os.utime(tmp_path / "objects/lost/alive", (1, 1))
     real, turns = os.rename, iter([True])
 
     def meanwhile(path: Any, to: Any) -> None:

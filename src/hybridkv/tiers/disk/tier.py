@@ -3,7 +3,7 @@
 ::
 
     hybridkv-tier                                  the version of this layout
-    objects/WRITER/alive                           touched by that writer while it lives
+    objects/WRITER/alive                           touched and locked by that writer while it lives
     objects/WRITER/KK/KEY.PARENT[i]                a record; hexadecimal digits, i = interior
     objects/WRITER/tmp/D/N                         a record that is being written
     quarantine/...                                 damaged records, the last few
@@ -47,7 +47,7 @@ from hybridkv.tiers.disk.files import (
     set_aside,
 )
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
-from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers
+from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers, homes
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -128,20 +128,23 @@ class DiskTier(Tier):
                 with index.lock:
                     index.evict_bytes(_ROOM_BYTES)
                 self._settle()
+            writers.adopt_lost()
+            writers.index_others()
         except OSError as error:
             if error.errno not in _SETTINGS:
                 raise _translated(error) from error
             what = f"disk: {writers.root} cannot be used ({error.strerror})"
             raise ConfigError(what, "a directory that you may write to works") from error
         logger.info(
-            "disk: %s has %d objects of ours, %s of at most %s%s",
+            "disk: %s has %d objects of ours, %s of at most %s, and %d of %d other writers%s",
             writers.root,
             len(index.ours),
             format_size(index.held_bytes),
             format_size(index.max_bytes),
+            len(index.others),
+            len(homes(writers.root)) - 1,
             "" if self._direct else "; no direct I/O there",
         )
-        writers.index_others()
 
     def peek(self, key: bytes) -> bool:
         return key in self.index.ours or key in self.index.others
@@ -207,7 +210,8 @@ class DiskTier(Tier):
         }
 
     def close(self) -> None:
-        """Nothing is held open between calls."""
+        """Let go of `alive`, by which others know that this daemon is gone."""
+        self.writers.give_up_home()
 
     def release_files(self) -> None:
         """Let others take over this writer's files at once, because it has no next life."""
@@ -308,10 +312,7 @@ class DiskTier(Tier):
     def _settle(self) -> None:
         """Write the files of a start, `probe` and `alive`. Raises OSError."""
         self._probe()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        # A FIFO in its place is an error, and no wait for its reader.
-        with open(os.open(self.writers.alive, flags | os.O_NONBLOCK, 0o600), "w") as file:
-            file.write(self.writers.token)
+        self.writers.write_token()
 
     def _probe(self) -> None:
         """Find out whether the file system takes direct I/O."""

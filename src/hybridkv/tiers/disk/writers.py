@@ -1,24 +1,32 @@
 """The writers of a directory tier: who may write where, who lives, who takes over lost files.
 
 A daemon writes below its own directory only, and reads the records in all of them. It touches its
-file `alive` every ALIVE_SECONDS. A writer that has not done so for LOST_SECONDS is lost. Another
-daemon renames its directory, which only one daemon can do. It moves the records to its own
-directory, as far as its bound allows.
+file `alive` every ALIVE_SECONDS, and keeps it locked (disk.alive). A writer is lost that has not
+touched it for LOST_SECONDS, or whose process is proven to be dead. Another daemon renames its
+directory, which only one daemon can do. It moves the records to its own directory, as far as its
+bound allows. What there is no room for stays, until its writer has been silent for LOST_SECONDS.
+
+A daemon that starts takes over at once what a dead writer left, because it may be that writer under
+a new name, and then the bound holds over both lives. A daemon that runs waits for QUIET_SECONDS, in
+which a writer may come back under its own name.
 """
 
 import contextlib
 import logging
+import math
 import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.sizes import format_size
 from hybridkv.tiers.contract import TierError
+from hybridkv.tiers.disk.alive import Claim, Life, proven_life
 from hybridkv.tiers.disk.files import (
     FileErrors,
     FoundFile,
@@ -28,6 +36,7 @@ from hybridkv.tiers.disk.files import (
     records,
     shard_records,
     shards,
+    taken_bytes,
 )
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
 
@@ -39,6 +48,7 @@ ALIVE_SECONDS = 30.0  # How often a writer touches its `alive`.
 QUIET_SECONDS = 10 * ALIVE_SECONDS
 """A writer that has been silent for so long writes nothing at the moment."""
 LOST_SECONDS = 3600.0  # A writer that has been silent for so long never comes back.
+SAMPLE_FILES = 256  # Files of a silent writer whose sizes stand for those of all.
 LOOK_SHARE = 50  # At most 1/50 of the time is spent on looking for records of others.
 TMP = "tmp"
 TMP_DIRECTORIES = 8
@@ -106,17 +116,17 @@ class Writers:
         self.alive = self.home / "alive"
         self._index = index
         self._adopts = adopts
-        self.token = uuid.uuid4().hex  # The content of `alive` while this daemon has the directory.
+        self.claim: Claim | None = None  # None before `make_directories`.
         self.alive_due_at = 0.0  # When `alive` is touched next.
         self.look_due_at = 0.0  # When `tend` looks at the other writers next.
         self._shards: dict[str, ShardLook] = {}  # By path, those of all other writers.
+        self._reported: set[Path] = set()  # Directories of silent writers that the log names.
 
     def make_directories(self) -> None:
         """Make this daemon's directories, and remove files that it never finished."""
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            # From here on nobody takes the directory over.
-            os.utime(self.alive)
+        # From here on nobody takes the directory over.
+        self.claim = Claim(self.alive)
         for number in range(TMP_DIRECTORIES):
             (self.home / TMP / str(number)).mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.root / "quarantine").mkdir(mode=0o700, exist_ok=True)
@@ -131,6 +141,16 @@ class Writers:
                     os.unlink(os.path.join(directory, name))
         self._index.count_failed(errors)
 
+    def write_token(self) -> None:
+        """Say that the directory is this daemon's, and not that of another of the same name."""
+        assert self.claim is not None, "make_directories comes first"
+        self.claim.put_token()
+
+    def give_up_home(self) -> None:
+        """Give up this daemon's directory, so that others may take over what is in it."""
+        if self.claim is not None:
+            self.claim.release()
+
     def index_own(self) -> None:
         """Index this daemon's records anew. The caller calls `look` next."""
         self._index.index_directory(self.home)
@@ -144,7 +164,7 @@ class Writers:
         if now < self.alive_due_at:
             return True
         try:
-            if read_regular(self.alive) != self.token:
+            if self.claim is None or read_regular(self.alive) != self.claim.token:
                 works = "give each node its own name (--node), or directory"
                 raise TierError(f"another daemon writes to {self.home}; {works}")
             # It is touched and not written: on a full file system it would be empty afterwards.
@@ -158,8 +178,8 @@ class Writers:
         """Look for other writers' records if it is due, and adopt those of lost writers."""
         if now >= self.look_due_at:
             self.index_others()
-            if self._adopts:
-                self._adopt()
+            for home, silent in self.adopt_lost(QUIET_SECONDS).items():
+                self._report_silent(home, silent)
             self.look_due_at = time.monotonic() + LOOK_SHARE * (time.monotonic() - now)
 
     def index_others(self) -> None:
@@ -190,36 +210,71 @@ class Writers:
     def _others(self) -> list[Path]:
         return [home for home in homes(self.root) if home != self.home]
 
-    def _adopt(self) -> None:
-        now = self.alive.stat().st_mtime
-        for home in self._others():
-            silent = silent_seconds(home, now)
-            if silent is None or silent < LOST_SECONDS:
-                continue
-            # A writer that comes back under the old name finds nothing half removed.
-            lost = home.with_name(f"{home.name.partition(_LOST)[0]}{_LOST}{uuid.uuid4().hex[:8]}")
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(home, lost)
-                self._forget([path for path in self._shards if os.path.dirname(path) == str(home)])
-                found: list[FoundFile] = []
-                errors = FileErrors()
-                for path, name in list(records(lost)):
-                    with contextlib.suppress(FileNotFoundError), errors:
-                        found.append(found_file(path, name))
-                self._take_over(home.name, found, errors)
-                for directory, _, files in os.walk(lost, topdown=False):
-                    for file in files:
-                        # A record that could not be taken over is read where it is.
-                        if parse_name(file) is None:
-                            with contextlib.suppress(FileNotFoundError), errors:
-                                os.unlink(os.path.join(directory, file))
-                    with contextlib.suppress(OSError):
-                        os.rmdir(directory)
-                self._index.count_failed(errors)
+    def adopt_lost(self, patience_seconds: float = -math.inf) -> dict[Path, float]:
+        """Take over what lost writers left, the last that wrote first.
 
-    def _take_over(self, writer: str, found: Iterable[FoundFile], errors: FileErrors) -> None:
-        """Move the newest records here, as many as the bound allows, and remove the others."""
-        index, moved_count, dropped_count = self._index, 0, 0
+        Whether a writer is dead is asked after `patience_seconds` of its silence. Returns the
+        directories of writers of which that is unknown, and the seconds of their silence.
+        """
+        unknown: dict[Path, float] = {}
+        if not self._adopts:
+            return unknown
+        now = self.alive.stat().st_mtime
+        silences = [(silent_seconds(home, now), home) for home in self._others()]
+        for silent, home in sorted(
+            (silent, home) for silent, home in silences if silent is not None
+        ):
+            if silent >= min(patience_seconds, LOST_SECONDS):
+                with proven_life(home / "alive") as life:
+                    if silent >= LOST_SECONDS or life is Life.DEAD:
+                        self._take_over(home, drops=silent >= LOST_SECONDS)
+                    elif life is Life.UNKNOWN:
+                        unknown[home] = silent
+        return unknown
+
+    def _report_silent(self, home: Path, silent: float) -> None:
+        """Log once what a writer that may be dead has beside this daemon's bound."""
+        if home in self._reported:
+            return
+        self._reported.add(home)
+        with self._index.lock:
+            paths = [path for path in self._index.others.values() if path.startswith(f"{home}/")]
+        text = (
+            "disk: the writer %s of %s has been silent for %d seconds and may be dead: about %s in"
+            " %d objects stay beside the bound until it has been silent for %d seconds; a name that"
+            " lasts (--node) lets a daemon find its own objects again"
+        )
+        size = format_size(_about_bytes(paths))
+        logger.warning(text, home.name, self.root, silent, size, len(paths), LOST_SECONDS)
+
+    def _take_over(self, home: Path, drops: bool) -> None:
+        """Move a lost writer's records here. `drops`: those without room here are removed."""
+        # A writer that comes back under the old name finds nothing half removed.
+        lost = home.with_name(f"{home.name.partition(_LOST)[0]}{_LOST}{uuid.uuid4().hex[:8]}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(home, lost)
+            self._forget([path for path in self._shards if os.path.dirname(path) == str(home)])
+            found: list[FoundFile] = []
+            errors = FileErrors()
+            for path, name in list(records(lost)):
+                with contextlib.suppress(FileNotFoundError), errors:
+                    found.append(found_file(path, name))
+            self._adopt_files(home.name, found, errors, drops)
+            for directory, _, files in os.walk(lost, topdown=False):
+                for file in files:
+                    # A record that could not be taken over is read where it is.
+                    if parse_name(file) is None:
+                        with contextlib.suppress(FileNotFoundError), errors:
+                            os.unlink(os.path.join(directory, file))
+                with contextlib.suppress(OSError):
+                    os.rmdir(directory)
+            self._index.count_failed(errors)
+
+    def _adopt_files(
+        self, writer: str, found: Iterable[FoundFile], errors: FileErrors, drops: bool
+    ) -> None:
+        """Move the newest records here, as many as the bound allows; `drops` removes the others."""
+        index, moved_count, rest_count = self._index, 0, 0
         newest: set[FoundFile] = set()
         with index.lock:
             room = index.max_bytes - index.held_bytes
@@ -233,13 +288,16 @@ class Writers:
                 with errors:
                     if file in newest and self._adopt_file(file):
                         moved_count += 1
-                    else:
+                        continue
+                    is_double = file.name.key in index.ours
+                    rest_count += not is_double
+                    if drops or is_double:
                         os.unlink(file.path)
-                        dropped_count += file.name.key not in index.ours
             except FileNotFoundError:
                 continue  # Somebody else removed it.
-        text = "disk: took over %d objects that %s left; %d were dropped for lack of room"
-        logger.info(text, moved_count, writer, dropped_count)
+        text = "disk: took over %d objects that %s left; %d %s for lack of room"
+        done = "were dropped" if drops else "stay where they are"
+        logger.info(text, moved_count, writer, rest_count, done)
 
     def _adopt_file(self, file: FoundFile) -> bool:
         """Move a record here. Returns False where there is no room for it. Raises OSError."""
@@ -256,3 +314,12 @@ class Writers:
             if error.errno not in FULL_ERRORS:
                 raise
         return False
+
+
+def _about_bytes(paths: Sequence[str]) -> int:
+    """Returns about how many bytes the files take, by those of SAMPLE_FILES of them."""
+    sizes = []
+    for path in paths[:: max(1, len(paths) // SAMPLE_FILES)]:
+        with contextlib.suppress(OSError):
+            sizes.append(taken_bytes(os.stat(path, follow_symlinks=False)))
+    return sum(sizes) * len(paths) // max(1, len(sizes))
