@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridkv.cli.arguments import CONFIG, Argument, command, settings_file, socket_of, switch
-from hybridkv.cli.logs import start_log
+from hybridkv.cli.logs import Hangup, has_terminal, start_log
 from hybridkv.client.start_daemon import EXIT_ALREADY_SERVED, EXIT_SERVING
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS, DaemonSetting, resolve
 from hybridkv.core.paths import check_node_name
@@ -42,7 +43,10 @@ def _option(setting: DaemonSetting) -> Argument:
     switch("--detach", "return when it serves, and go on in the background, with no parent"),
 )
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Serve until a signal. SIGTERM leaves the cache to the next daemon, and SIGINT frees it."""
+    """Serve until a signal. SIGTERM leaves the cache to the next daemon, and SIGINT frees it.
+
+    SIGHUP opens the log file anew, and ends the daemon as SIGTERM does if its terminal was closed.
+    """
     if arguments.disk is not None:
         arguments.disk = os.path.abspath(arguments.disk)
     file = settings_file(arguments)
@@ -74,12 +78,20 @@ def run_serve(arguments: argparse.Namespace) -> int:
         logging.getLogger("hybridkv.daemon").warning(text, host)
     detach = _detach(log_file) if arguments.detach else lambda: None
 
+    # Whoever started it by nohup wants it to go on without the terminal.
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    hangup = Hangup(
+        log_file,
+        has_own_stderr=arguments.detach,
+        ends_with_terminal=has_terminal() and not is_ignored,
+    )
+
     def on_serving() -> None:
         _notify()
         detach()
 
     try:
-        serve(options, on_serving)
+        serve(options, on_serving, hangup.on_hangup)
     except AlreadyServedError as error:
         logging.getLogger("hybridkv.daemon").warning("%s", error)
         return EXIT_ALREADY_SERVED

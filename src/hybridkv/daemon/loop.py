@@ -51,7 +51,7 @@ logger = logging.getLogger("hybridkv.daemon")
 IDLE_SECONDS = 0.0005  # While no message comes, the ceiling is computed for so long at a time.
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 DESCRIPTORS_MAX = 2 * clients.CONNECTIONS_MAX + 64
 """Descriptors that the daemon may need: two for each connection (socket, process), and others."""
 OPEN_SECONDS = 2.0
@@ -239,6 +239,7 @@ class DaemonServer:
             counts_users=options.user_quota_bytes is not None,
         )
         self._snapshots: deque[Future[Snapshot]] = deque()  # Those that other threads wait for.
+        self._work: deque[Callable[[], None]] = deque()  # What `run_in_loop` was given.
         self._running = True
         self._keeps_arena = True
         self._await_tiers()
@@ -286,6 +287,8 @@ class DaemonServer:
         self._take_finished_jobs()
         if time.monotonic() >= self._files_due_at:
             self._check_files()
+        while self._work:
+            self._work.popleft()()
         while self._snapshots:
             self._snapshots.popleft().set_result(self.daemon.view.snapshot(time.monotonic()))
         if not ready and not waiting:
@@ -300,6 +303,11 @@ class DaemonServer:
         """
         self._keeps_arena = keep_arena
         self._running = False
+        self._waker.wake()
+
+    def run_in_loop(self, work: Callable[[], None]) -> None:
+        """Call `work` in the loop's next turn. It may be called from signal handlers."""
+        self._work.append(work)
         self._waker.wake()
 
     def sleep_seconds(self) -> float | None:
@@ -483,10 +491,13 @@ class DaemonServer:
         self._socket.close()
 
 
-def serve(options: ServeOptions, on_serving: Callable[[], None]) -> None:
+def serve(
+    options: ServeOptions, on_serving: Callable[[], None], on_hangup: Callable[[], bool]
+) -> None:
     """Run a daemon until SIGTERM, which keeps the arena for the next one, or SIGINT.
 
-    `on_serving` is called once, when clients can connect.
+    `on_serving` is called once, when clients can connect. `on_hangup` is called after each SIGHUP;
+    where it returns False, the daemon ends as after SIGTERM.
     """
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         # A message wakes the daemon on its sender's core more often than not. A batch task waits
@@ -499,14 +510,20 @@ def serve(options: ServeOptions, on_serving: Callable[[], None]) -> None:
     if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MAX:
         most = DESCRIPTORS_MAX if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MAX)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+    def hang_up() -> None:
+        if not on_hangup():
+            server.end_run(keep_arena=True)
+
     # A signal that comes as soon as the socket is there waits for its handler.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         server = DaemonServer(options)
         signal.signal(signal.SIGTERM, lambda *_: server.end_run(keep_arena=True))
         signal.signal(signal.SIGINT, lambda *_: server.end_run(keep_arena=False))
+        signal.signal(signal.SIGHUP, lambda *_: server.run_in_loop(hang_up))
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     on_serving()
     server.run()
     if (arena := server.left_arena) is not None:

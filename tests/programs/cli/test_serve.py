@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from hybridkv.core.settings import parse_settings
 from hybridkv.daemon import filesystem as place
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import RAM_BYTES_MIN, check_ram
-from tests.waiting import DEADLINE_SECONDS
+from tests.waiting import DEADLINE_SECONDS, until
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -266,3 +268,75 @@ def test_a_traceback_in_json_is_in_its_line() -> None:
     document = json.loads(line)
     assert (document["level"], document["message"]) == ("error", "failed: 1")
     assert document["exception"].endswith("ValueError: two\nlines")
+
+
+@pytest.mark.parametrize("is_rotated", [True, False])
+def test_a_hang_up_opens_the_log_file_anew(tmp_path: Path, is_rotated: bool) -> None:
+    with DaemonProcess(str(tmp_path / "run/d.sock"), "16MiB") as daemon:
+        log, old = tmp_path / "run/d.log", tmp_path / "run/d.log.1"
+        if is_rotated:
+            log.rename(old)
+        assert daemon.process is not None
+        daemon.process.send_signal(signal.SIGHUP)
+        line = "SIGHUP: the log file was opened anew"
+        until(lambda: log.exists() and line in log.read_text(), "the log goes on")
+        assert daemon.stop() == 0
+        assert ("serving" in log.read_text()) == (not is_rotated)
+        assert not is_rotated or "SIGHUP" not in old.read_text()
+
+
+def test_a_hang_up_without_a_directory_for_the_log_ends_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "logs/own.log"
+    file.parent.mkdir()
+    with DaemonProcess(
+        str(tmp_path / "run/d.sock"), "16MiB", options=["--log-file", str(file)]
+    ) as daemon:
+        file.parent.rename(tmp_path / "old")
+        assert daemon.process is not None
+        daemon.process.send_signal(signal.SIGHUP)
+        line = f"SIGHUP: {file} cannot be opened anew (No such file or directory)"
+        until(lambda: line in (tmp_path / "old/own.log").read_text(), "the old log says so")
+        assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("how", ["kill", "closed", "nohup"])
+def test_a_closed_terminal_ends_a_daemon_with_a_word(tmp_path: Path, how: str) -> None:
+    """A shell's exit and `kill -HUP` send one signal; only the first ends the daemon."""
+    socket_path, log = tmp_path / "run/d.sock", tmp_path / "own.log"
+    options = ["--log-file", str(log)] if how == "nohup" else []
+    code = (
+        "import fcntl, os, signal, sys, termios; os.setsid();"
+        "fcntl.ioctl(int(sys.argv[1]), termios.TIOCSCTTY, 0);"
+        f"signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if how == 'nohup' else 'SIG_DFL'});"
+        "os.execv(sys.executable, [sys.executable, '-m', 'hybridkv', *sys.argv[2:]])"
+    )
+    words = ["serve", "--socket", str(socket_path), "--ram", "16MiB", "--metrics-port", "-1"]
+    ours, theirs = pty.openpty()
+    output = tmp_path / "stderr"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(theirs), *words, *options],
+            pass_fds=[theirs],
+            stderr=file,
+        )
+    os.close(theirs)
+    try:
+        written = log if how == "nohup" else output
+        until(lambda: written.exists() and "serving" in written.read_text(), "it serves")
+        if how != "kill":
+            os.close(ours)
+        if how != "closed":
+            process.send_signal(signal.SIGHUP)
+        line = "the terminal was closed" if how == "closed" else "SIGHUP"
+        until(lambda: line in written.read_text(), "the log says so")
+        if how != "closed":
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_SECONDS) == 0
+        assert len(place.stale_arenas(socket_path)) == 1, "the cache stays"
+    finally:
+        process.kill()
+        process.wait()
+        if how == "kill":
+            os.close(ours)
+        for arena in place.stale_arenas(socket_path):
+            arena.unlink()
