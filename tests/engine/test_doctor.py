@@ -215,6 +215,55 @@ def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
     }
 
 
+def inspected(*arguments: str) -> dict[str, Finding]:
+    """Returns the findings of a command line that vLLM refuses before it builds a model."""
+    from hybridkv.lab.configuration_child import inspect
+
+    found = {}
+    for finding in inspect([*arguments, "--kv-transfer-config", json.dumps(CONNECTOR)]).findings:
+        if finding.check not in found or finding.verdict is Verdict.FAIL:
+            found[finding.check] = finding
+    return found
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "what"),
+    [
+        ("--kv-transfer-config", "{bad", "Invalid JSON: key must be a string at line 1 column 2"),
+        ("--kv-transfer-config", '{"kv_role":"x"}', "kv_role: Input should be 'kv_producer'"),
+        ("--compilation-config", "{bad", "Invalid JSON"),
+    ],
+)
+def test_json_that_cannot_be_read_is_one_sentence(option: str, text: str, what: str) -> None:
+    from hybridkv.lab.configuration_child import inspect
+
+    report = inspect(["m", option, text])
+    assert f"{option}: {what}" in report.unreadable
+    assert "\n" not in report.unreadable
+    is_ours = option == "--kv-transfer-config"
+    works = json.dumps(CONNECTOR, separators=(",", ":")) if is_ours else "one JSON object"
+    assert works in report.readable
+
+
+def test_a_model_that_is_not_there_has_a_remedy(tmp_path: Path) -> None:
+    refused = inspected(str(tmp_path))["vllm arguments"]
+    assert refused.verdict is Verdict.FAIL
+    assert "a directory with a config.json works" in refused.remedy
+
+
+def test_what_vllm_refuses_by_itself_is_said_to_be_so() -> None:
+    model = str(bundled_models()["qwen3"])
+    refused = inspected(model, "--skip-tokenizer-init", "--max-model-len=100000000")
+    assert refused["vllm arguments"].remedy.startswith("vLLM refuses it without hybridkv too")
+
+
+def test_offloading_of_vllm_is_refused_by_its_name(tmp_path: Path) -> None:
+    """It takes this connector's place. doctor itself made vLLM look for its class here."""
+    found = inspected(str(tmp_path), "--kv-offloading-size=4")
+    assert found["connector"].what.startswith("--kv-offloading-size has vLLM serve its own")
+    assert "OffloadingConnector not found" not in str(found)
+
+
 @pytest.mark.soak
 def test_several_connectors_are_looked_into() -> None:
     ours = {**CONNECTOR, "kv_connector_extra_config": {"load_weight": 2, "checksum": "of"}}

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from hybridkv.lab.tiny_model import write_tiny_model
 from hybridkv.vllm.preflight import serves_tails
 from tests.engine.support import KV_BYTES, MEMORY, CommandReport
 from tests.seeds import ONE_THREAD
@@ -89,6 +91,20 @@ def test_every_arm_is_right(model: str) -> None:
         assert turns["not_served"] is None
     else:
         assert arms["second turns"]["not_served"], "it says why it is skipped"
+
+
+@pytest.mark.soak
+def test_a_model_of_ones_own_gets_the_memory_that_it_needs(tmp_path: Path) -> None:
+    """Without an argument of vLLM on memory, and with prompts of its own tokenizer."""
+    write_tiny_model(tmp_path)
+    status, proof = verify(
+        *("--model", str(tmp_path), "--ram", "256MiB", "--"),
+        *("--dtype", "float32", "--enforce-eager"),
+    )
+    assert status == 0, json.dumps(proof, indent=2)
+    assert proof["prompts"] == "English text"
+    assert proof["warnings"] == []
+    assert proof["distinct_answers"] == proof["answers"] >= 5
 
 
 @pytest.mark.soak

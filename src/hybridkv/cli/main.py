@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import difflib
 import errno
 import importlib
 import io
@@ -56,6 +57,7 @@ COMMANDS = {
         "replay", "say what caches of several sizes would have hit on a trace of prompts"
     ),
     "doctor": CommandEntry("plan", "check a vllm serve command line before it is served"),
+    "model": CommandEntry("model", "write a tiny model, to try vllm serve with"),
     "verify": CommandEntry("verify", "prove on real engines that the cache changes no answer"),
     "completion": CommandEntry(
         "completion", "print a script by which a shell completes commands and options"
@@ -110,6 +112,11 @@ def _run(words: list[str]) -> int:
         command = subparsers.add_parser(name, help=about, description=description)
         if words[:1] == [name]:
             add_arguments(command, name)
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        alike = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"did you mean {alike[0]!r}?" if alike else '"hybridkv --help" lists all'
+        print(f"hybridkv: {words[0]!r} is no command; {hint}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     # argparse refuses what follows "--" where options come before it.
     cut = words.index("--") if "--" in words else len(words)
     parsed = parser.parse_args(words[:cut])

@@ -52,7 +52,10 @@ _SHOWN_CHECKS = frozenset((Check.FIRST_HIT, Check.SPECULATIVE_DECODING))
 DAEMON_SECONDS = 2.0
 LINGERING = Path("/var/lib/systemd/linger")  # It has a file for each user that lingers.
 SYSTEM_UIDS_END = 1000  # systemd keeps what users with lower numbers have.
-_VLLM_ARGUMENTS = 'a whole "vllm serve MODEL ..." command line, or its arguments'
+_VLLM_ARGUMENTS = (
+    'a whole "vllm serve MODEL ..." command line, or its arguments (default: this environment and '
+    "machine are checked)"
+)
 
 
 class PlannedModel(NamedTuple):
@@ -187,11 +190,16 @@ def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[st
 
 @command(JSON, option("vllm_arguments -- VLLM ARGS", _VLLM_ARGUMENTS, nargs="*"))
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Run every check and print. Returns 1 if the engine would not start, or not use the cache."""
-    serving = configuration.serve_arguments(arguments.vllm_arguments)
-    if not serving:
-        raise ConfigError("doctor: what to check is missing", '"-- vllm serve MODEL ..." works')
-    report = configuration.inspect_arguments(serving, waiting=waiting)
+    """Run every check and print. Returns 1 if the engine would not start, or not use the cache.
+
+    Without a command line, the environment and this machine are checked.
+    """
+    serving = configuration.serve_command(arguments.vllm_arguments)
+    # The checks of this machine read the same variables as vLLM would.
+    os.environ.update(serving.variables)
+    report = configuration.inspect_arguments(
+        serving.arguments, waiting=waiting, with_environment=True
+    )
     findings = [*report.findings, *host_findings(report)]
     counts = Counter(finding.verdict for finding in findings)
     failed = counts[Verdict.FAIL]
@@ -199,20 +207,19 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         identity = {"identity": report.identity, "identity_facts": report.facts}
         print_json({"ok": not failed, "checks": [*map(asdict, findings)], **identity})
         return int(failed > 0)
-    columns = ("check", "state", "what", "remedy")
+    columns = ("check", "state", "what")
     table = new_table(columns, columns, "hybridkv doctor")
     for column in table.columns:
         column.overflow = "fold"
     for finding in findings:
-        table.add_row(
-            finding.check,
-            str(finding.verdict),
-            finding.what,
-            finding.remedy,
-            style=STYLES.get(finding.verdict),
-        )
+        style = STYLES.get(finding.verdict)
+        table.add_row(finding.check, str(finding.verdict), finding.what, style=style)
     console = PlainConsole(160)
     console.print(table)
+    for finding in findings:
+        if finding.remedy:
+            # One line each, however long, so that it can be copied.
+            console.print(f"{finding.check}: {finding.remedy}", highlight=False, soft_wrap=True)
     if report.identity:
         without = "" if report.settings.weights_identity else " without the weights"
         console.print(f"identity{without} {report.identity}", highlight=False)

@@ -19,13 +19,16 @@ from hybridkv.cli.arguments import JSON, command, model_arguments, option
 from hybridkv.cli.terminal import PlainConsole, new_table, print_json
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.findings import Verdict
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.policies import LoadPolicy
+from hybridkv.core.settings import TRANSFER
 from hybridkv.core.sizes import format_size
 from hybridkv.lab import judging
+from hybridkv.lab.configuration import inspect_model
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.engine_process import CONNECTOR, EngineProcess, NotServedError
-from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
+from hybridkv.lab.engine_process import EngineProcess, NotServedError
+from hybridkv.lab.judging import Measured, ReferenceAnswers, Variety, VerifyArm
 from hybridkv.lab.models import (
     WIDEN_SEED,
     bundled_arguments,
@@ -33,11 +36,19 @@ from hybridkv.lab.models import (
     bundled_models,
     check_served,
 )
+from hybridkv.lab.prompts import (
+    CHUNKS_MIN,
+    WINDOWS,
+    cut_prompts,
+    engine_bounds,
+    english,
+    names_option,
+    wanted_chunks,
+)
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena
 from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset
 from hybridkv.wire.messages import WireGeometry, describe_groups
 
-CHUNKS = 5  # Whole chunks of a prompt.
 LOCAL_CHUNKS = 2  # Chunks of the prompt that the engine's own cache holds in the mixed arm.
 MAX_TOKENS = 16
 KILLED_TOKENS = 64  # Of the arm in which the daemon is killed: it dies while the engine computes.
@@ -57,6 +68,7 @@ SETTLED_COUNTERS = (
     "bytes_stored",
 )
 FLIP_BITS = 0x41
+ENGLISH, RANDOM_TOKENS = "English text", "random tokens"
 NO_BRANCH = "it takes recurrent layers, and no drafter that shortens the engine's own hits"
 LEFT = ("arm", "tokens", "log-probs", "bytes", "drafts", "compared with")
 RIGHT = ("prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "stored", "loaded")
@@ -116,6 +128,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
                 print_json({"ok": False, "model": model, "error": str(error)})
             raise
     ok = all(arm.ok for arm in arms)
+    variety, warnings = verification.variety, verification.warnings
     if ok:
         shutil.rmtree(logs)
     if arguments.json:
@@ -125,7 +138,11 @@ def run_verify(arguments: argparse.Namespace) -> int:
                 "model": model,
                 "chunk_tokens": verification.chunk_tokens,
                 "groups": verification.groups,
-                "distinct_tokens": verification.distinct_tokens,
+                "prompts": verification.prompt_source,
+                "answers": variety.answers,
+                "distinct_answers": variety.distinct_answers,
+                "distinct_tokens": variety.distinct_tokens,
+                "warnings": warnings,
                 "seconds": round(verification.seconds, 1),
                 "arms": [*map(asdict, arms)],
             }
@@ -135,6 +152,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     else:
         chunk = f"chunk {verification.chunk_tokens} tokens, groups {verification.groups}"
         _print_table(f"hybridkv verify {model}: {chunk}", arms)
+        for warning in warnings:
+            print(f"warning: {warning}")
         verdict = "every answer and every byte is right" if ok else "DIFFERENT: see the red rows"
         print(f"{verdict} ({verification.seconds:.0f} s)")
     return int(not ok)
@@ -288,7 +307,8 @@ class Verification:
             missing = f"there is no directory {model}"
             named = missing if "/" in model else f"{model!r} is not bundled"
             raise ConfigError(f"--model: {named}", f"{', '.join(bundled_models())} work")
-        self._arguments += request.vllm_arguments
+        self._model = None if bundled else model
+        self._given = request.vllm_arguments
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
             what = "VLLM_ENABLE_V1_MULTIPROCESSING=1 hides the block pool, which one arm must empty"
             raise ConfigError(what, "VLLM_ENABLE_V1_MULTIPROCESSING=0 works")
@@ -298,8 +318,11 @@ class Verification:
         self._other_daemons = _Daemons(directory, "other", request)
         self.chunk_tokens = 0
         self.groups = ""
-        self.distinct_tokens = 0  # Of the first answer; one that repeats itself proves little.
+        self.prompt_source = RANDOM_TOKENS
+        self.variety = Variety(0, 0, 0)
+        self.warnings: list[str] = []  # Why equal answers prove little.
         self.seconds = 0.0
+        self._chunks = CHUNKS_MIN  # Whole chunks of a prompt.
         self._stateless_tokens = 0
         """How many tokens earlier the last state of a prompt stands. vLLM plans its steps by the
         block that its own hits with a drafter drop."""
@@ -314,6 +337,9 @@ class Verification:
     def run_arms(self) -> list[VerifyArm]:
         """Run all arms. Returns them, or the first arm alone where vLLM serves no such engine."""
         started = time.monotonic()
+        if self._model is not None:
+            self._arguments += self._bounding_arguments()
+        self._arguments += self._given
         try:
             with self._daemons:
                 measured = [*self._first_engine(), *self._second_engine()]
@@ -323,13 +349,10 @@ class Verification:
             return [VerifyArm("cold", not_served=NotServedError.REASON)]
         finally:
             self.seconds = time.monotonic() - started
-        self.distinct_tokens = len(set(reference.computed["tokens"]))
-        if self.distinct_tokens == 1:
-            self._say(
-                "warning: this model repeats one token, so equal tokens prove little; "
-                "log-probabilities still do"
-            )
-        expected = CHUNKS * self.chunk_tokens
+        self.variety = judging.variety_of(reference)
+        if self.variety.warning:
+            self.warnings.append(self.variety.warning)
+        expected = self._chunks * self.chunk_tokens
         arms = [judging.judge_reference(len(self._prompt), expected, reference)]
         for measures in measured:
             arms.append(self._judges.get(measures.name, judging.judge)(measures, reference))
@@ -348,7 +371,7 @@ class Verification:
             has_states = any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
             if has_states:
                 self._stateless_tokens = engine.info["dropped_tokens"]
-            self._make_prompts(engine.info, geometry)
+            self._make_prompts(engine, geometry)
             if has_states and not self._stateless_tokens:
                 self._prompts.branch = [
                     *self._first_part,
@@ -360,7 +383,7 @@ class Verification:
             if self._flip:
                 self._flip_one_byte(stored_before)
             engine.reset_caches()
-            yield self._measure(engine, "warm", [self._prompt], external_chunks=CHUNKS)
+            yield self._measure(engine, "warm", [self._prompt], external_chunks=self._chunks)
             self._compute_split(engine)
             engine.reset_caches()
             engine.generate(self._first_part, max_tokens=1)
@@ -368,7 +391,7 @@ class Verification:
                 engine,
                 "mixed local and external",
                 [self._split],
-                external_chunks=CHUNKS - LOCAL_CHUNKS,
+                external_chunks=self._chunks - LOCAL_CHUNKS,
                 local_chunks=LOCAL_CHUNKS,
             )
             if engine.info["dropped_tokens"] and not self._stateless_tokens:
@@ -420,7 +443,9 @@ class Verification:
     def _second_engine(self) -> Iterator[Measured]:
         with self._engine("second engine, started later") as engine:
             self._warm_up(engine)
-            yield self._measure(engine, "engine restarted", [self._prompt], external_chunks=CHUNKS)
+            yield self._measure(
+                engine, "engine restarted", [self._prompt], external_chunks=self._chunks
+            )
             yield from self._measure_repeated(engine, "after the engine's restart")
             if not self._prompts.turns.skipped:
                 turns = self._prompts.turns
@@ -432,7 +457,9 @@ class Verification:
             self._daemons.start_last()
             engine.reset_caches()
             self._connect(engine, self._warm_up_prompt[: self.chunk_tokens // 2])
-            yield self._measure(engine, "daemon restarted", [self._prompt], external_chunks=CHUNKS)
+            yield self._measure(
+                engine, "daemon restarted", [self._prompt], external_chunks=self._chunks
+            )
             yield from self._measure_repeated(engine, "after the daemon's restart")
             yield self._measure(engine, "preempted", self._prompts.crowd, external_chunks=1)
 
@@ -487,7 +514,7 @@ class Verification:
         if self._prompts.repeated:
             self._judges[arm] = judging.judge_repeated
             prompts = self._prompts.repeated
-            chunks = CHUNKS * len(prompts)
+            chunks = self._chunks * len(prompts)
             yield self._measure(engine, arm, prompts, external_chunks=chunks, together=False)
 
     def _measure(
@@ -578,21 +605,66 @@ class Verification:
         for length in (len(self._warm_up_prompt), len(self._warm_up_prompt) % self.chunk_tokens):
             engine.generate(self._warm_up_prompt[:length], max_tokens=2)
 
-    def _make_prompts(self, info: Mapping[str, Any], geometry: WireGeometry) -> None:
-        """Draw the prompts of all arms. Raises ConfigError where they do not fit the model."""
-        unit = geometry.alignment_tokens  # The engine's own hits end at its multiples.
+    def _bounding_arguments(self) -> list[str]:
+        """Return how long a context and how much memory the proof needs, as arguments of vLLM.
+
+        Raises ConfigError where the engine could not be served.
+        """
+        words = [*self._given, "--kv-transfer-config", self._transfer()]
+        report = inspect_model(self._model, words, self._say_waiting)
+        for finding in report.findings:
+            if finding.verdict is Verdict.FAIL:
+                raise ConfigError(finding.what, finding.remedy)
+        preview = report.preview
+        if preview is None or preview.geometry is None:
+            return []  # The engine says what is wrong.
+        chunk_tokens = preview.geometry.chunk_tokens
+        windows = [group.window_tokens for group in preview.groups]
+        whole = (wanted_chunks(chunk_tokens, windows) + 1) * chunk_tokens + KILLED_TOKENS
+        turn = TURN_CHUNKS * chunk_tokens + max(TURNS) + KILLED_TOKENS
+        # A drafter makes the engine's own hits shorter by a block.
+        context = max(whole, turn) + max(group.tokens_per_block for group in preview.groups)
+        prompts = 3 + PREEMPTED_PROMPTS + self._repeat + 2 * len(TURNS)
+        if names_option(self._given, "--max-model-len"):
+            context = max(context, preview.max_model_len)
+        bounds = engine_bounds(preview, context, prompts)
+        if chosen := bounds.arguments(self._given):
+            self._say(f"the engines get {bounds}, unless your arguments say otherwise")
+        return chosen
+
+    def _say_waiting(self, seconds: float) -> None:
+        self._say(f"  vLLM reads the configuration, since {seconds:.0f} s")
+
+    def _make_prompts(self, engine: EngineProcess, geometry: WireGeometry) -> None:
+        """Cut or draw the prompts of all arms. Raises ConfigError where they do not fit."""
+        info, unit = engine.info, geometry.alignment_tokens
+        # The engine's own hits end at multiples of the unit.
         tail_tokens = self._stateless_tokens + min(unit, max(3, self.chunk_tokens // 3))
-        length = CHUNKS * self.chunk_tokens + tail_tokens
+        room = (info["max_model_len"] - MAX_TOKENS - tail_tokens) // self.chunk_tokens
+        windows = [group.window_tokens for group in geometry.groups]
+        wanted = wanted_chunks(self.chunk_tokens, windows)
+        self._chunks = max(CHUNKS_MIN, min(wanted, room))
+        length = self._chunks * self.chunk_tokens + tail_tokens
         if length + MAX_TOKENS > info["max_model_len"]:
             raise ConfigError(
-                f"max_model_len={info['max_model_len']} is too short for {CHUNKS} chunks of "
+                f"max_model_len={info['max_model_len']} is too short for {CHUNKS_MIN} chunks of "
                 f"{self.chunk_tokens} tokens",
                 f"-- --max-model-len {length + MAX_TOKENS} works",
             )
-        tokens = range(2, info["vocab_size"])
+        if self._chunks < wanted:
+            self.warnings.append(
+                f"prompts of {length} tokens have less than {WINDOWS:g} windows of "
+                f"{max(windows)} tokens; a longer --max-model-len proves more"
+            )
+        first_tokens = TURN_CHUNKS * self.chunk_tokens - 2 * unit + 3
+        most = info["max_model_len"] - MAX_TOKENS
+        turns = [min(first_tokens + new, most) for new in TURNS]
+        texts = self._texts(
+            engine, 3 + PREEMPTED_PROMPTS + self._repeat + len(turns), max(length, *turns)
+        )
+        arm_prompts, second = texts[: -len(turns)], texts[-len(turns) :]
         self._prompt, self._warm_up_prompt, self._split, *arm_prompts = (
-            random.Random(WIDEN_SEED + number).choices(tokens, k=length)
-            for number in range(3 + PREEMPTED_PROMPTS + self._repeat)
+            text[:length] for text in arm_prompts
         )
         crowd = arm_prompts[:PREEMPTED_PROMPTS]
         self._prompts.repeated = arm_prompts[PREEMPTED_PROMPTS:]
@@ -603,14 +675,25 @@ class Verification:
         if why := info["no_tails"]:
             self._prompts.turns = _SecondTurns(skipped=why)
             return
-        first_tokens = TURN_CHUNKS * self.chunk_tokens - 2 * unit + 3
-        room, rng = info["max_model_len"] - MAX_TOKENS - first_tokens, random.Random(WIDEN_SEED - 1)
-        second = [rng.choices(tokens, k=first_tokens + min(new, room)) for new in TURNS]
+        second = [text[:tokens] for text, tokens in zip(second, turns, strict=True)]
         self._prompts.turns = _SecondTurns(
             first=[prompt[:first_tokens] for prompt in second],
             second=second,
             hit_tokens=(first_tokens - 1) // unit * unit * len(second),
         )
+
+    def _texts(self, engine: EngineProcess, count: int, length: int) -> list[list[int]]:
+        """Return prompts of one length: English text, or random tokens without a tokenizer."""
+        encoded = engine.encode(english(count * length))
+        beginning, tokens = encoded["beginning"], encoded["tokens"]
+        if len(tokens) > count:
+            self.prompt_source = ENGLISH
+            cut = cut_prompts(tokens, count, length - len(beginning))
+            return [[*beginning, *text] for text in cut]
+        if self._model is not None:
+            self.warnings.append("the engine has no tokenizer, so the prompts are random tokens")
+        drawn = range(2, engine.info["vocab_size"])
+        return [random.Random(WIDEN_SEED + at).choices(drawn, k=length) for at in range(count)]
 
     def _engine(self, what: str, connector: bool = True) -> EngineProcess:
         """Start an engine: that of the proof, or without `connector` the oracle."""
@@ -620,21 +703,19 @@ class Verification:
             # The oracle is a hit of the same length, of the same prompt: nothing in it is stale.
             arguments = [*map(_without_block_drop, arguments)]
         elif connector:
-            checksum = "off" if self._flip == "blind" else "paranoid"
-            # Every hit is to be loaded and judged, even where computing would be faster.
-            extra = {**self._daemons.settings, "checksum": checksum}
-            extra |= {"load_policy": LoadPolicy.ALWAYS.value, "audit": "off"}
-            transfer = {
-                "kv_connector": CONNECTOR,
-                "kv_connector_module_path": "hybridkv.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {**extra, "lookup_timeout_ms": 2000},
-            }
-            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+            arguments += ["--kv-transfer-config", self._transfer()]
         self._engines_started += 1
         log_path = self._logs / f"engine-{self._engines_started}.log"
         return EngineProcess(arguments, log_path, self._say, self._environment)
+
+    def _transfer(self) -> str:
+        """Return vLLM's --kv-transfer-config of the engines with hybridkv."""
+        checksum = "off" if self._flip == "blind" else "paranoid"
+        # Every hit is to be loaded and judged, even where computing would be faster.
+        extra = {**self._daemons.settings, "checksum": checksum}
+        extra |= {"load_policy": LoadPolicy.ALWAYS.value, "audit": "off"}
+        extra["lookup_timeout_ms"] = 2000
+        return json.dumps({**TRANSFER, "kv_connector_extra_config": extra})
 
     def _stats(self) -> dict[str, float]:
         return _stats(self._daemons.socket_path)

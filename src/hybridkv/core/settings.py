@@ -12,6 +12,13 @@ from hybridkv.core.geometry import RANKS_MAX
 from hybridkv.core.policies import LoadPolicy
 
 LOAD_TIMEOUT_SECONDS_MAX = 30.0
+TRANSFER = {
+    "kv_connector": "HybridKVConnector",
+    "kv_connector_module_path": "hybridkv.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+"""The `--kv-transfer-config` that works for every model."""
 _WHERE = "kv_connector_extra_config"
 
 

@@ -1,10 +1,12 @@
-"""Previews of an engine from its configuration, by a child that asks vLLM (configuration_child)."""
+"""Previews of an engine from its configuration, by a child that asks vLLM (configuration_entry)."""
 
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise, repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,6 +25,8 @@ from hybridkv.lab.models import (
 from hybridkv.wire.messages import WireEngine, geometry_from_wire
 
 PREVIEW_SECONDS_MAX = 600.0
+MODEL_WORKS = "a directory with a config.json works (`hybridkv model DIR` makes a tiny one)"
+_API_SERVER, _CLI = "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"
 PREVIEW_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 """Defaults for the child. Variables of the user win."""
 
@@ -41,24 +45,37 @@ class ConfigReport:
     facts: dict[str, str] = field(default_factory=dict)
     """Facts of the identity by name, as JSON."""
     unreadable: str = ""  # Why vLLM cannot read the arguments; nothing else is known then.
+    readable: str = "vllm serve --help=all lists what works"  # The remedy where it cannot.
+
+
+class ServeCommand(NamedTuple):
+    """A command line that serves: the arguments of `vllm serve`, and variables before it."""
+
+    arguments: list[str]
+    variables: dict[str, str]
 
 
 def inspect_arguments(
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
     waiting: Callable[[float], None] = lambda seconds: None,
+    *,
+    with_environment: bool = False,
 ) -> ConfigReport:
     """Return what `vllm serve` with these arguments would be.
 
-    `waiting` is called every few seconds, with the seconds since vLLM was asked. Raises ConfigError
-    where vLLM cannot read the arguments, and HybridKVError where it ends or does not answer.
+    `waiting` is called every few seconds, with the seconds since vLLM was asked. With
+    `with_environment` there are findings about the environment too, and without arguments no
+    others. Raises ConfigError where vLLM cannot read the arguments, and HybridKVError where it ends
+    or does not answer.
     """
     model = _model_of(arguments)
     if model.startswith(("/", "./", "../")) and not Path(model).exists():
-        raise ConfigError(f"model: there is no {model}", "a directory with a config.json works")
+        raise ConfigError(f"model: there is no {model}", MODEL_WORKS)
     with tempfile.TemporaryFile() as log:
         variables = ChildEnvironment(PREVIEW_ENVIRONMENT, environment)
-        with AnsweringChild("hybridkv.lab.configuration_child", arguments, log, variables) as child:
+        words = [str(int(with_environment)), *arguments]
+        with AnsweringChild("hybridkv.lab.configuration_entry", words, log, variables) as child:
             try:
                 answer = child.receive_answer(PREVIEW_SECONDS_MAX, waiting)
             except TimeoutError as error:
@@ -71,7 +88,7 @@ def inspect_arguments(
                 raise HybridKVError(f"vLLM ended with status {status}:\n{log_tail(log.read())}")
     report = msgspec.json.decode(answer, type=ConfigReport)
     if report.unreadable:
-        raise ConfigError(report.unreadable, "vllm serve --help=all lists what works")
+        raise ConfigError(report.unreadable, report.readable)
     return report
 
 
@@ -102,20 +119,32 @@ def inspect_model(
         check_readable(name)
     words = [*bundled_arguments(name), *vllm_arguments] if bundled else vllm_arguments
     model_words = [] if model is None else [str(bundled or model)]
-    environment = bundled_environment(name) if bundled else None
-    report = inspect_arguments([*model_words, *serve_arguments(words)], environment, waiting)
+    serving = serve_command(words)
+    environment = serving.variables | (bundled_environment(name) if bundled else {})
+    report = inspect_arguments([*model_words, *serving.arguments], environment, waiting)
     if report.preview is not None and model is not None:
         report.preview = replace(report.preview, model=model)
     return report
 
 
-def serve_arguments(words: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line: ["vllm", "serve", "--seed=1"] -> ["--seed=1"]."""
-    rest = list(words)
-    for word in ("vllm", "serve"):
-        if rest[:1] == [word]:
-            del rest[0]
-    return rest
+def serve_command(words: Sequence[str]) -> ServeCommand:
+    """Return the arguments of a command line in any of the forms in which vLLM is started.
+
+    ["SEED=1", "vllm", "serve", "m", "--seed=1"] -> ["m", "--seed=1"] and {"SEED": "1"};
+    ["python3", "-m", "vllm.entrypoints.openai.api_server", "--seed=1"] -> ["--seed=1"]
+    """
+    for at in range(len(words)):
+        first, *rest = words[at:]
+        starts = (
+            (Path(first).name == "vllm" and rest[:1] == ["serve"], 1),
+            (first == "-m" and rest[:1] == [_API_SERVER], 1),
+            (first == "-m" and rest[:2] == [_CLI, "serve"], 2),
+        )
+        for is_start, count in starts:
+            if is_start:
+                pairs = (re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.S) for word in words[:at])
+                return ServeCommand(rest[count:], {p[1]: p[2] for p in pairs if p})
+    return ServeCommand([*words[1:]] if words[:1] == ["serve"] else [*words], {})
 
 
 def preview_of(engine: WireEngine) -> ConfigPreview:

@@ -1,7 +1,6 @@
-"""The child behind `hybridkv plan` and `doctor`: vLLM's configuration is read, and not served.
+"""The work of configuration_entry: vLLM's configuration is read, and not served.
 
-The child answers once, with a ConfigReport. Its arguments after the descriptor are those of
-`vllm serve`. The model is built on torch's meta device, where a tensor has a shape and no bytes.
+The model is built on torch's meta device, where a tensor has a shape and no bytes.
 vLLM's own code then makes the groups and the layers' views, so every figure is that of a served
 engine.
 """
@@ -9,16 +8,20 @@ engine.
 import contextlib
 import copy
 import importlib
+import json
 import logging
 import sys
 import tempfile
+from argparse import ArgumentError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import msgspec
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from pydantic import ValidationError
 from vllm.config import KVTransferConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -48,7 +51,7 @@ from hybridkv.core.keys import fingerprint
 from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import state_findings
 from hybridkv.lab.capacity import ConfigPreview, GroupPreview
-from hybridkv.lab.configuration import ConfigReport
+from hybridkv.lab.configuration import MODEL_WORKS, ConfigReport
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
@@ -111,18 +114,18 @@ def inspect(arguments: list[str]) -> ConfigReport:
         # vLLM's stand-in where there is no Triton backend; some models ask for it while built.
         triton.set_allocator = lambda allocate: None
 
-    def refuse(message: str) -> NoReturn:
-        raise HybridKVError(message)
-
     report = ConfigReport()
     parser = argument_parser()(FlexibleArgumentParser(prog="vllm serve"))
-    parser.error = refuse
+    parser.error = _refuse
     try:
         parsed = parser.parse_args(arguments)
-    except HybridKVError as error:
-        return ConfigReport(unreadable=str(error))
+    except ConfigError as error:
+        return replace(report, unreadable=error.what, readable=error.remedy or report.readable)
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
+    if getattr(parsed, "kv_offloading_size", None) is not None:
+        report.findings.append(preflight.offloading_finding())
+        parsed.kv_offloading_size = None
     report.findings += preflight.transfer_findings(parsed.kv_transfer_config)
     is_named = all(finding.verdict is not Verdict.FAIL for finding in report.findings)
     if not is_named:
@@ -133,7 +136,18 @@ def inspect(arguments: list[str]) -> ConfigReport:
         engine_arguments = AsyncEngineArgs.from_cli_args(parsed)
         return engine_arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
 
-    config = _guarded("vllm arguments", report, create_engine_config)
+    def remedy() -> str:
+        if _is_missing(parsed.model):
+            return MODEL_WORKS
+        parsed.kv_transfer_config = None
+        try:
+            create_engine_config()
+        except Exception:
+            logger.exception("hybridkv: vLLM refuses")
+            return "vLLM refuses it without hybridkv too; `vllm serve --help=all` lists what works"
+        return "vLLM takes these arguments without --kv-transfer-config"
+
+    config = _guarded("vllm arguments", report, create_engine_config, remedy)
     if config is None:
         return report
     served = _served_configs(config, is_named, report)
@@ -147,6 +161,35 @@ def inspect(arguments: list[str]) -> ConfigReport:
     if cache is not None:
         _judge_cache(config, report, cache)
     return report
+
+
+def _refuse(message: str) -> NoReturn:
+    """Raise a ConfigError for arguments that cannot be parsed. argparse calls this as `error`."""
+    refused = cause = sys.exception()
+    while cause is not None and not isinstance(cause, (ValidationError, json.JSONDecodeError)):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or not isinstance(refused, ArgumentError):
+        raise ConfigError(message)
+    option = refused.argument_name or "an option"
+    what = f"its value is no JSON ({cause})"
+    if isinstance(cause, ValidationError):
+        error = cause.errors()[0]
+        what = ": ".join([*map(str, error["loc"]), error["msg"]])
+    is_ours = "--kv-transfer-config" in option
+    works = preflight.TRANSFER_WORKS if is_ours else "one JSON object in single quotes works"
+    raise ConfigError(f"{option}: {what}", works)
+
+
+def _is_missing(model: str) -> bool:
+    """Return True if a model is neither on this machine's disks nor in its cache of the hub."""
+    path = Path(model)
+    if path.exists():
+        names = ("config.json", "params.json")
+        return path.is_dir() and not any((path / name).exists() for name in names)
+    try:
+        return not isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except HFValidationError:
+        return True
 
 
 def _served_configs(config: Any, is_named: bool, report: ConfigReport) -> list[ServedConfig]:
@@ -184,15 +227,23 @@ def _served_configs(config: Any, is_named: bool, report: ConfigReport) -> list[S
     ]
 
 
-def _guarded(check: str, report: ConfigReport, make: Callable[[], Result]) -> Result | None:
-    """Return `make()`. Where that raises, add a FAIL in vLLM's words and return None."""
+def _guarded(
+    check: str,
+    report: ConfigReport,
+    make: Callable[[], Result],
+    remedy: Callable[[], str] = lambda: "",
+) -> Result | None:
+    """Return `make()`. Where that raises, add a FAIL in vLLM's words, and return None.
+
+    `remedy` is asked for the remedy then.
+    """
     try:
         return make()
     except Exception as error:
         logger.exception("hybridkv: vLLM refuses")
         what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         line = next(filter(None, map(str.strip, what.splitlines())), type(error).__name__)
-        report.findings.append(fail(check, f"vLLM says: {line}"))
+        report.findings.append(fail(check, f"vLLM says: {line}", remedy()))
         return None
 
 
@@ -433,8 +484,3 @@ def _worker_layout(
         config, shard_views(config, built.block_views(config, views), shards)[0]
     )
     return replace(layout, device=vllm_config.device_config.device_type)
-
-
-if __name__ == "__main__":
-    with Connection(int(sys.argv[1])) as pipe:
-        pipe.send_bytes(msgspec.json.encode(inspect(sys.argv[2:])))

