@@ -47,14 +47,19 @@ def queries() -> list[str]:
 
 
 def test_every_metric_of_the_daemon_exists() -> None:
-    named = {name for query in queries() for name in re.findall(r"hybridkv_daemon_\w+", query)}
+    named = {
+        name for query in queries() for name in re.findall(r"(?<!vllm:)hybridkv_daemon_\w+", query)
+    }
     assert len(named) > 30
     assert named <= set(exposed())
 
 
 def test_every_metric_of_vllm_is_one_that_we_know() -> None:
     named = {name for query in queries() for name in re.findall(r"vllm:(\w+)", query)}
-    assert named == OF_VLLM
+    ours = {name for name in named if name.startswith("hybridkv_")}
+    assert named - ours == OF_VLLM
+    page = (OPS.parent / "docs" / "METRICS.md").read_text()
+    assert not [name for name in ours if f"`vllm:{name.removesuffix('_bucket')}`" not in page]
 
 
 def test_labels_are_those_that_the_metrics_have() -> None:
@@ -101,6 +106,19 @@ def test_panels_do_not_lie_on_each_other() -> None:
     assert len(ids) == len(set(ids))
 
 
+def test_the_service_is_hardened_and_stays_ended() -> None:
+    """`hybridkv stop` ends it with 0, and the memory and the sockets stay where they are."""
+    unit = (OPS / "systemd" / "hybridkv.service").read_text()
+    set_lines = {line for line in unit.splitlines() if not line.startswith("#")}
+    assert "Restart=on-failure" in set_lines
+    assert not {line for line in set_lines if line.startswith(("RemoveIPC", "PrivateUsers"))}
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("needs systemd-analyze (Debian: systemd)")
+    words = [analyze, "security", "--offline=true", "--threshold=30", "systemd/hybridkv.service"]
+    process = subprocess.run(words, cwd=OPS, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+
 def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
     assert len({rule["alert"] for rule in RULES}) == len(RULES) >= 8
     for rule in RULES:
@@ -129,7 +147,7 @@ class AlertCase(NamedTuple):
 
     alert: str
     series: Mapping[str, str]
-    """The series that the events change, without `hybridkv_daemon_`."""
+    """The series that the events change, those of the daemon without `hybridkv_daemon_`."""
     silent_minute: int
     sounding_minute: int
     labels: Mapping[str, str] = {}
@@ -177,6 +195,21 @@ ALERT_CASES = (
         },
         silent_minute=30,
         sounding_minute=80,
+    ),
+    AlertCase(
+        "HybridKVEngineWithoutDaemon", {"vllm:hybridkv_daemon_connected": "1x5 0x20"}, 14, 17
+    ),
+    AlertCase("HybridKVEngineQuarantined", {"vllm:hybridkv_quarantined": "0x5 1x20"}, 6, 8),
+    AlertCase(
+        "HybridKVEngineFaults",
+        {"vllm:hybridkv_faults_total{hook='h'}": "0x9 1x20"},
+        silent_minute=9,
+        sounding_minute=11,
+        labels={"hook": "h"},
+    ),
+    AlertCase("HybridKVEngineLoadsOverdue", {"vllm:hybridkv_loads_overdue": "0x5 1x20"}, 9, 12),
+    AlertCase(
+        "HybridKVEngineWrongBytes", {"vllm:hybridkv_condemned_slots_total": "0x9 1x20"}, 9, 11
     ),
     AlertCase(
         "HybridKVLookupsNotCounted",
@@ -231,7 +264,7 @@ def test_every_alert_sounds_from_the_first_event_on(tmp_path: Path, fresh_series
     for case in ALERT_CASES:
         series = []
         for metric, values in case.series.items():
-            is_ours = not metric.startswith("up{")
+            is_ours = not metric.startswith(("up{", "vllm:"))
             full = f"hybridkv_daemon_{metric}" if is_ours else metric
             if is_ours and full not in fresh_series:
                 values = values.replace("0x9", "_x9")

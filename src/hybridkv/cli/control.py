@@ -1,7 +1,10 @@
 """`hybridkv ping`, `stats`, `clear` and `explain`: a daemon is asked once."""
 
 import argparse
+import contextlib
 import json
+import os
+from pathlib import Path
 
 from hybridkv.cli.arguments import JSON, SOCKET, command, control_of, option, socket_of, switch
 from hybridkv.cli.terminal import pairs, plain, print_json
@@ -42,6 +45,8 @@ def run_stats(arguments: argparse.Namespace) -> int:
         welcome, report, engines = control.welcome, control.stats(), control.engines()
     facts = {"boot": welcome.boot, "arena": welcome.arena_path, "pid": str(welcome.pid)}
     facts["metrics"] = report.metrics_url
+    if log_path := _log_of(welcome.pid):
+        facts["log"] = log_path
     for number, tier in enumerate(report.tiers):
         bound = "" if tier.max_bytes is None else f", at most {format_size(tier.max_bytes)}"
         facts[f"tier_{number}"] = f"{tier.name}: written {tier.write}{bound}"
@@ -60,6 +65,18 @@ def run_stats(arguments: argparse.Namespace) -> int:
     texts |= {name: _value_text(name, value) for name, value in sorted(report.values.items())}
     print("\n".join(pairs(texts.items())))
     return 0
+
+
+def _log_of(pid: int) -> str:
+    """The file that a daemon of this machine appends to, which is its log. Empty if unknown."""
+    for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError, ValueError):
+            path = os.readlink(descriptor)
+            lines = Path(f"/proc/{pid}/fdinfo/{descriptor.name}").read_text().splitlines()
+            flags = next(line for line in lines if line.startswith("flags:"))
+            if int(flags.split()[1], 8) & os.O_APPEND and Path(path).is_file():
+                return path
+    return ""
 
 
 def _value_text(name: str, value: float) -> str:

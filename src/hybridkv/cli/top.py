@@ -30,6 +30,7 @@ INTERVAL_SECONDS_MIN = 0.25
 LOOK_SECONDS = 0.1  # A key or another size of the terminal is seen so soon.
 ANSWER_SECONDS = 5.0
 QUIT_KEYS = frozenset("qQ\x03\x1b")
+WRAP_KEYS = frozenset("wW")
 _SEQUENCE = re.compile(r"\x1b+(\[[0-?]*[ -/]*[@-~]?|O.|[^\x1b\[O])")
 """The sequences that a terminal sends for arrows, function keys, and keys with Alt."""
 WIDTH_MIN = 40
@@ -47,7 +48,7 @@ OUTCOME_COLOURS = {Outcome.LOADED: "green", Outcome.FAILED: "red"}
     option("--interval SECONDS", "(default: %(default)s)", type=float, default=INTERVAL_SECONDS),
 )
 def run_top(arguments: argparse.Namespace) -> int:
-    """Show the status until q or Ctrl-C, or print it once."""
+    """Show the status until q or Ctrl-C, or print it once. The key w wraps lines, or cuts them."""
     if not arguments.interval >= INTERVAL_SECONDS_MIN:
         what = f"interval={arguments.interval} is shorter than {INTERVAL_SECONDS_MIN} s"
         raise ConfigError(what, "1 works")
@@ -59,7 +60,7 @@ def run_top(arguments: argparse.Namespace) -> int:
             print_json(msgspec.to_builtins(status))
         else:
             # A frame without a height has everything.
-            text = frame(status, socket_path, console.width, 0)
+            text = frame(status, socket_path, console.width, 0, is_wrapped=True)
             console.print(text, soft_wrap=True, highlight=False)
         return 0
     with contextlib.suppress(KeyboardInterrupt), _keys():
@@ -78,23 +79,26 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
         # An error of the first answer is printed in the ordinary way.
         client = ControlClient(socket_path, ANSWER_SECONDS)
         control: ControlClient | None = stack.enter_context(client)
-        status, why = _ask(client), ""
+        status, why, is_wrapped = _ask(client), "", False
         with Live(
             console=console, screen=True, auto_refresh=False, vertical_overflow="crop"
         ) as live:
             while True:
                 size = console.size
-                text = frame(status, socket_path, size.width, size.height - bool(why))
+                height = size.height - bool(why)
+                text = frame(status, socket_path, size.width, height, is_wrapped=is_wrapped)
                 if why:
                     head = f"no answer, shown is the last one: {why}"[: size.width]
                     text = Text.assemble((head, "bold red"), "\n", text)
                 live.update(text, refresh=True)
-                until = time.monotonic() + interval
-                while time.monotonic() < until and console.size == size:
+                until, keys = time.monotonic() + interval, set[str]()
+                while time.monotonic() < until and console.size == size and not keys & WRAP_KEYS:
                     ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
-                    if ready and keys_in(os.read(sys.stdin.fileno(), 64)) & QUIT_KEYS:
+                    keys = keys_in(os.read(sys.stdin.fileno(), 64)) if ready else set()
+                    if keys & QUIT_KEYS:
                         return
-                if console.size != size:
+                is_wrapped ^= bool(keys & WRAP_KEYS)
+                if console.size != size or keys & WRAP_KEYS:
                     continue
                 try:
                     if control is None:
@@ -133,10 +137,11 @@ def keys_in(sent: bytes) -> set[str]:
     return set(_SEQUENCE.sub("", sent.decode(errors="replace"))) if sent else {"q"}
 
 
-def frame(status: Status, place: str, width: int, height: int) -> Text:
+def frame(status: Status, place: str, width: int, height: int, *, is_wrapped: bool = False) -> Text:
     """Returns the page of the daemon at `place`, in lines of `width` columns.
 
-    It has at most `height` lines, and with 0 as many as it needs.
+    It has at most `height` lines, and with 0 as many as it needs. With `is_wrapped` a longer line
+    goes on in the next, and else it is cut.
     """
     width = max(width, WIDTH_MIN)
     problems = [problem for problem in status.health if problem.level != "note"]
@@ -150,6 +155,9 @@ def frame(status: Status, place: str, width: int, height: int) -> Text:
     head += [Text(), *_levels(status, width), Text()]
     parts = [part(status, width) for part in (_past, _groups, _engines, _decisions)]
     lines = [*head, *_fitted(parts, height - len(head) if height else None)]
+    if is_wrapped:
+        console = Console(width=width)
+        lines = [part for line in lines for part in (line.wrap(console, width) or [line])]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return Text("\n").join(lines[:height] if height else lines)
@@ -188,9 +196,9 @@ def _levels(status: Status, width: int) -> Iterable[Text]:
         is_below = ceiling - hit >= 0.0005
         limit = f"{ceiling:.1%} that a cache of unlimited size had" if is_below else ""
         yield line.append(f" of {limit or 'as much as there was'}", "dim")
-    used = values["bytes_committed"] + values["bytes_writing"]
-    line = _held("ram", used, values["bytes_arena"], meter)
-    yield line.append(f"  {values['objects']:,.0f} objects", "dim")
+    line = _held("ram", values["bytes_committed"], values["bytes_arena"], meter)
+    reserved = format_size(values["bytes_writing"])
+    yield line.append(f"  {values['objects']:,.0f} objects, {reserved} reserved", "dim")
     for tier in status.tiers:
         state = Text("breaker open", COLOURS["bad"]) if tier.is_shut else Text("well", "green")
         if not tier.is_open or tier.is_hung:

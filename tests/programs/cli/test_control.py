@@ -96,6 +96,12 @@ def test_that_a_socket_is_another_users_is_said(other_users_socket: str) -> None
     assert "belongs to user id 65534, and you are user id 65533" in result.stderr, result.stderr
 
 
+def test_stats_name_the_log(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", "--json", "--socket", daemon.socket_path]) == 0
+    log = json.loads(capsys.readouterr().out)["log"]
+    assert log == str(Path(daemon.socket_path).with_suffix(".log"))
+
+
 def test_clear_tells_which_tiers_it_did_not_reach(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

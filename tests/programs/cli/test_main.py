@@ -55,6 +55,22 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert "run the cache daemon of this node" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("serv", "did you mean 'serve'?"),
+        ("stat", "did you mean 'stats'?"),
+        ("xyzzy", '"hybridkv --help" lists all'),
+    ],
+)
+def test_a_mistyped_command_is_one_sentence(
+    typed: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hint is given for something alike alone."""
+    assert main([typed, "--socket", "/none"]) == 2
+    assert capsys.readouterr().err == f"hybridkv: {typed!r} is no command; {hint}\n"
+
+
 def test_versions_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that must agree: of the package, of the protocol, and of vLLM as `doctor` has them."""
     with pytest.raises(SystemExit) as ended:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hybridkv.cli.main import main
-from hybridkv.cli.top import QUIT_KEYS, frame, keys_in
+from hybridkv.cli.top import QUIT_KEYS, WRAP_KEYS, frame, keys_in
 from hybridkv.client.control import ControlClient
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess
@@ -95,6 +95,22 @@ def test_without_a_height_there_is_all_of_it(status: Status) -> None:
     text = frame(status, "/run/daemon.sock", 100, 0).plain
     assert text.count("failed: ") == 20
     assert "engine 29" in text
+
+
+def test_a_line_that_is_cut_can_be_read(status: Status) -> None:
+    """The key w wraps, and so does a frame that is printed once."""
+    cut = frame(status, "/run/daemon.sock", 60, 30).plain
+    text = frame(status, "/run/daemon.sock", 60, 0, is_wrapped=True).plain
+    assert "…" in cut
+    assert max(map(len, text.split("\n"))) <= 60
+    assert " ".join(status.help.split()) in " ".join(text.split())
+    assert {*keys_in(b"w")} <= WRAP_KEYS
+
+
+def test_ram_is_one_number(status: Status) -> None:
+    """That of the objects, as the status page's tile and its table of tiers."""
+    (line,) = [line for line in frame(status, "x", 100, 0).plain.split("\n") if line[:4] == "ram "]
+    assert f" {format_size(status.values['bytes_committed'])} of " in line
 
 
 def test_an_empty_daemon_has_a_frame_too() -> None:
