@@ -105,6 +105,8 @@ def test_the_numbers_are_drawn(page: Elements) -> None:
     assert "all is well" in page.text["state"]
     assert "75.0 %" in page.text["tiles"], "three hits of four"
     assert re.search(r"of 32 MiB, 24 objects", page.text["tiles"])
+    (tile,) = re.findall(r"RAM([\d.]+ \w+)of 32 MiB", page.text["tiles"])
+    assert re.search(rf"ramwell{tile}of 32 MiB", page.text["tiers"]), "one size in both places"
     assert "disk" in page.text["tiers"]
     assert "well" in page.text["tiers"]
     assert "group 1 sliding" in page.text["groups"]
