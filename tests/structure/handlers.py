@@ -553,6 +553,33 @@ HANDLERS = (
         NO + "the findings of the configuration already name the error",
     ),
     Handler(
+        "inspect.remedy",
+        "except Exception",
+        "vLLM refuses the arguments without this connector too, which is said as the remedy.",
+        NO + "a finding has it",
+    ),
+    Handler(
+        "_why_not_imported",
+        "except Exception",
+        "An import of vLLM may raise anything; `doctor` says what.",
+        NO + "a finding has it",
+    ),
+    Handler(
+        "command_finding", "except Exception", "So may the `vllm` command.", NO + "a finding has it"
+    ),
+    Handler(
+        "command_finding",
+        "suppress(SystemExit)",
+        "The command ends like this once it has printed its version.",
+        NO + "it is the good end",
+    ),
+    Handler(
+        "_log_of",
+        "suppress(OSError, ValueError)",
+        "A descriptor of the daemon that is closed meanwhile, or another user's, is not its log.",
+        NO + "`stats` names no log",
+    ),
+    Handler(
         "_guarded",
         "except Exception",
         "What vLLM refuses is printed as a finding that failed.",

@@ -44,7 +44,7 @@ SHARED_NAMES = (
     ),
     SharedNames(
         "The engine's process carries out what its owner calls.",
-        "generate reset_caches",
+        "encode_text generate reset_caches",
         "EngineProcess EngineRunner",
     ),
     SharedNames(

@@ -684,7 +684,7 @@ class Verification:
 
     def _texts(self, engine: EngineProcess, count: int, length: int) -> list[list[int]]:
         """Return prompts of one length: English text, or random tokens without a tokenizer."""
-        encoded = engine.encode(english(count * length))
+        encoded = engine.encode_text(english(count * length))
         beginning, tokens = encoded["beginning"], encoded["tokens"]
         if len(tokens) > count:
             self.prompt_source = ENGLISH

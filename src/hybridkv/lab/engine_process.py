@@ -157,9 +157,9 @@ class EngineProcess(AnsweringChild):
         answer: list[dict[str, Any]] = self.end_command()
         return answer
 
-    def encode(self, text: str) -> dict[str, list[int]]:
-        """Return what `EngineRunner.encode` returns."""
-        self.begin_command("encode", text=text)
+    def encode_text(self, text: str) -> dict[str, list[int]]:
+        """Return what `EngineRunner.encode_text` returns."""
+        self.begin_command("encode_text", text=text)
         answer: dict[str, list[int]] = self.end_command()
         return answer
 

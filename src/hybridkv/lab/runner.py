@@ -138,7 +138,7 @@ class EngineRunner:
             self._engine.add_request(request_id, tokens, params)
         return results
 
-    def encode(self, text: str) -> dict[str, list[int]]:
+    def encode_text(self, text: str) -> dict[str, list[int]]:
         """Return the tokens that every prompt begins with, and those of a text without them.
 
         Both are empty where the engine has no tokenizer.
@@ -216,7 +216,7 @@ def main() -> None:
         answer({**info, "dropped_tokens": scheduler.block_size if drops_blocks else 0})
         commands: dict[str, Callable[..., object]] = {
             "generate": runner.generate,
-            "encode": runner.encode,
+            "encode_text": runner.encode_text,
             "reset_caches": runner.reset_caches,
         }
         # Until the parent has ended, or closed its side.
