@@ -40,7 +40,7 @@ COMMANDS = {
         "arenas", "list the memory of all your daemons, also of those that have ended"
     ),
     "stats": CommandEntry("control", "print the daemon's counters"),
-    "top": CommandEntry("top", "show what the daemon does, live"),
+    "top": CommandEntry("top", "show what the daemon does, live; w wraps lines, q ends it"),
     "explain": CommandEntry("control", "say what became of a request, and why"),
     "fsck": CommandEntry(
         "bundle", "prove every object in a directory, and put right what is wrong"

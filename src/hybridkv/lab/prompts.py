@@ -67,7 +67,7 @@ class EngineBounds:
         return chosen
 
     def __str__(self) -> str:
-        """Say them: "a context of 1,024 tokens and 256MiB of KV cache"."""
+        """Say them: "a context of 1,024 tokens, 256MiB of KV cache"."""
         return (
             f"a context of {self.max_model_len:,} tokens, {format_size(self.kv_bytes)} of KV cache"
         )
