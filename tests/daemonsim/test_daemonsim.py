@@ -65,6 +65,8 @@ RARE = (
     "waits_to_the_end",
     "waits_left",
     "jobs_discard",
+    "logins_changed",
+    "logins_refused",
 )
 """Counts that few seeds reach."""
 NOT_HERE = {

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import part_digests, payload_offset, sign, slot_bytes
 from hybridkv.tiers.contract import (
@@ -64,6 +65,7 @@ class Vault:
         """True for a tier that must be asked which objects it has."""
         self.max_bytes = max_bytes
         self.records: dict[bytes, bytes] = {}
+        self.login = 0  # The number of its login, as settings say it. It may change at any time.
         self.delays = Delays(1, 300)
         self.ills: dict[str, int] = {}
         """The time until which each fault lasts, by its name."""
@@ -169,18 +171,23 @@ class SimTier(Tier):
         self._vault = vault
         self._system = vault.system
         self._known: dict[bytes, None] = {}
-        self.is_open = False
+        self._login = -1  # That of the last `open`.
 
     @property
     def _rng(self) -> random.Random:
         return self._system.rng
 
+    @property
+    def is_served(self) -> bool:
+        """True where it was opened with the login that the vault has."""
+        return self._login == self._vault.login
+
     def open(self) -> None:
+        self._login = self._vault.login
         self._call("open")
         if self._vault.is_ill("tier_shut"):
             raise TierError("it does not answer")
         self._known = {} if self._vault.is_remote else dict.fromkeys(self._vault.records)
-        self.is_open = True
 
     def peek(self, key: bytes) -> bool | None:
         is_there = key in self._known
@@ -220,11 +227,14 @@ class SimTier(Tier):
         return {"objects": float(len(self._known))}
 
     def close(self) -> None:
-        """Nothing is held."""
+        self._login = -1
 
     def _call(self, name: str) -> None:
         vault = self._vault
         self._system.pause(vault.delays.low, vault.delays.high)
+        if not self.is_served:
+            vault.counts["logins_refused"] += 1
+            raise TierError("wrong login")
         if vault.is_ill("tier_slow"):
             self._system.pause(1, SECOND // 2)
         if name not in vault.sick_calls:
@@ -278,10 +288,10 @@ class SimTier(Tier):
             self._breath("put")
             image += piece[half:]
         if vault.is_ill("tier_full", 0.8):
-            return FullError("no room")
+            return FullError("no room", Refusal.NO_SPACE)
         if vault.max_bytes is not None:
             if len(image) > vault.max_bytes:
-                return FullError("no room")
+                return FullError("no room", Refusal.BOUND)
             while sum(map(len, vault.records.values())) + len(image) > vault.max_bytes:
                 evicted = next(iter(vault.records))
                 del vault.records[evicted]

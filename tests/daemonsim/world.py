@@ -210,6 +210,9 @@ class World:
         self._vaults: list[Vault] = []
         if draw.tiers:
             self._have_tiers()
+            if seed % 6 == 4:
+                # By the seed and not by a draw, so that other seeds stay what they were.
+                system.after(SECOND // 10, SECOND, self._change_login)
 
     def _have_tiers(self) -> None:
         """Some tiers, sometimes two over the same records, with what another node stored there."""
@@ -303,9 +306,12 @@ class World:
 
         def is_over() -> bool:
             assert system.now < deadline, (
-                f"STALL: {[engine.scheduler.describe() for engine in self._engines]}"
+                "STALL: a tier is not served again, or"
+                f" {[engine.scheduler.describe() for engine in self._engines]}"
             )
             if system.server is None:
+                return False
+            if not all(line.is_open and line.tier.is_served for line in self._daemon().tiers):
                 return False
             return all(engine.scheduler.is_settled for engine in self._engines if engine.is_whole)
 
@@ -659,6 +665,13 @@ class World:
         vault.ills[name] = self._system.now + self._rng.randrange(low, high)
         vault.sick_calls = self._rng.choice((CALLS, ("get",), ("get", "put"), ("find", "put")))
         return vault
+
+    def _change_login(self) -> None:
+        """Change a tier's login, which only `open` learns, and which no calm changes back."""
+        self._rng.choice(self._vaults).login += 1
+        self.counts["logins_changed"] += 1
+        if not self._over:
+            self._system.after(SECOND // 2, 2 * SECOND, self._change_login)
 
     def _do_tier_slow(self) -> None:
         delays = self._rng.choice((Delays(100, 20_000), Delays(10_000, 400_000)))

@@ -15,11 +15,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.refusals import Refusal
 from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
 
 
 class TierError(HybridKVError):
     """The tier failed. The breaker counts it."""
+
+    def __init__(self, what: str, refusal: Refusal | None = None) -> None:
+        """`refusal` is the reason of storage that answers and takes no record. None = it failed.
+
+        A tier that fails again and again is closed and opened again. One that refuses is not.
+        """
+        super().__init__(what)
+        self.refusal = refusal
 
 
 class MissingError(TierError):
@@ -96,9 +105,11 @@ class Tier(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Connect, or scan the records. It is called at the start and again after a TierError.
+        """Connect, or scan the records. It asks the storage, by what the settings say now.
 
-        Raises ConfigError for settings that can never work, else TierError. `peek` works before.
+        So it reads files of settings, and resolves addresses, each time. It is called at the start,
+        and after `close`. Raises ConfigError for settings that cannot work, else TierError. `peek`
+        works before.
         """
 
     def peek(self, key: bytes) -> bool | None:
@@ -151,4 +162,8 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release every resource. Records stay. Other threads may still be inside a call."""
+        """Release every resource. Records stay, and `open` may follow.
+
+        Other threads may still be inside a call, which then ends, with an error or without one.
+        Until the next `open` a call may fail. Never raises.
+        """

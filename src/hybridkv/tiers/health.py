@@ -3,10 +3,11 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from hybridkv.core.breaker import Breaker
+from hybridkv.core.breaker import FAILURES_TO_OPEN, Breaker
+from hybridkv.core.refusals import REFUSALS, Refusal, describe_refusal
 from hybridkv.core.speed import Speed
 from hybridkv.core.tier_urls import TierSpec, WritePolicy
 from hybridkv.tiers.contract import (
@@ -18,6 +19,7 @@ from hybridkv.tiers.contract import (
     UndecodableError,
 )
 from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, JobOutcome, TierJob, WrongBytesError
+from hybridkv.tiers.refusals import RefusedPeriods
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -29,6 +31,12 @@ JOB_SECONDS = 0.1
 SUSPECTS_MAX = 1 << 14  # With more suspects, damage is found record by record.
 TEND_SECONDS = 1.0
 OPEN_AGAIN_SECONDS = 5.0
+FAILURES_TO_REOPEN = FAILURES_TO_OPEN + 3
+"""After so many failures in a row a tier is closed, and opened with what its settings say then."""
+REOPEN_SECONDS_MAX = 60.0
+"""The longest pause between two such times. The first is OPEN_AGAIN_SECONDS, each next the double.
+"""
+FAILURE_LOG_SECONDS = 60.0  # Without a failure for so long, the next one is logged.
 HOUR_SECONDS = 3600.0
 BURST_SHARE = 4  # A quarter of an hour's bytes may be written at once.
 COLD_SHARE = 2  # Objects that nobody has read are written while half of the burst is left.
@@ -67,12 +75,16 @@ class TierState:
         self.number = number
         self.bit = 1 << number  # The tier's bit of Slot.in_tiers.
         self.name = name
+        self._where = f"{name} ({spec.shown})"  # For the log.
         self.tier = tier
         self.peek = tier.peek
         self.spec = spec
         self.speed = Speed()  # Bytes per second that lookups saw, over all threads.
         self.writing_speed = Speed()  # Bytes per second of one job.
         self.is_open = False
+        self._refused = RefusedPeriods()
+        self.refusals: Mapping[Refusal, float] = {}
+        """The reasons for which it refuses objects for longer than a minute, and the seconds."""
         self.counters: Counter[str] = Counter()
         self.suspects: set[bytes] = set()
         """Keys of records that may be damaged, until they are read whole or written anew."""
@@ -84,6 +96,11 @@ class TierState:
         self._busy: Counter[JobKind] = Counter()
         self._open_at = 0.0
         self._tend_at = 0.0
+        self._fails_for_long = False  # It is to be closed and opened again.
+        self._reopen_at = -math.inf  # Before that it is not opened again for its failures.
+        self._reopen_pause = OPEN_AGAIN_SECONDS
+        self._failure_log_at = 0.0  # Before that, failures go on that the log has.
+        self._open_error = ""  # The last error of `open` that the log has. Empty = it was open.
         self._budget = (spec.hourly_bytes or 0) / BURST_SHARE
         """Bytes that the hourly bound admits at once, as of `_budget_at`."""
         self._budget_at = 0.0
@@ -172,10 +189,15 @@ class TierState:
         del self.running[job]
         self._busy[job.kind] -= 1
         failed = outcome.error is not None or _is_ill(outcome.errors, job.kind)
-        if failed and not (self._reading.failures or self.writing.failures):
-            # The first failure in a row.
-            first = next(filter(None, (outcome.error, *outcome.errors)))
-            logger.warning("%s: %s", self.name, first)
+        first = next(filter(None, (outcome.error, *outcome.errors)), None)
+        refusal = first.refusal if first is not None else None
+        self._note_refusals(job, outcome, now)
+        if job.kind is JobKind.OPEN:
+            self._log_open(first)
+        elif failed and refusal is None:
+            if now >= self._failure_log_at:
+                logger.warning("%s: %s", self.name, first)
+            self._failure_log_at = now + FAILURE_LOG_SECONDS
 
         def updated(breaker: Breaker) -> Breaker:
             return breaker.on_failure(now) if failed else breaker.on_success()
@@ -197,7 +219,12 @@ class TierState:
                 self._clears_again = False
                 self.submit_job(TierJob(JobKind.CLEAR, self.number), now)
             case JobKind.TEND if failed:
-                self._reading, self.writing = updated(self._reading), updated(self.writing)
+                self.writing = updated(self.writing)
+                self._reading = updated(self._reading) if refusal is None else self._reading
+        failures = max(self._reading.failures, self.writing.failures)
+        is_due = failures >= FAILURES_TO_REOPEN and now >= self._reopen_at
+        if failed and refusal is None and self.is_open and is_due:
+            self._fails_for_long = True
         self._count(job, outcome)
 
     def tick(self, now: float) -> None:
@@ -207,8 +234,13 @@ class TierState:
                 job.is_late = True
                 self.counters["jobs_late"] += 1
                 logger.warning("%s hangs: it is left alone until it answers", self.name)
+        self.refusals = self._refused.lasting(now)
+        for refusal in self._refused.take_unlogged(now):
+            logger.warning("%s refuses objects: %s", self._where, describe_refusal(refusal))
         due_at, kind = self._upkeep()
         if now >= due_at:
+            if self._fails_for_long:
+                self._begin_anew(now)
             self._tend_at = now + TEND_SECONDS if self.is_open else self._tend_at
             self.submit_job(TierJob(kind, self.number), now)
 
@@ -223,8 +255,39 @@ class TierState:
         yield "jobs_running", float(len(self.running))
         yield "is_open", float(self.is_open)
         yield "breaker_open", float(self.is_shut or self.is_hung)
+        yield "refusing", float(bool(self.refusals))
         yield "bytes_per_second", self.speed.per_second
         yield "written_bytes_per_second", self.writing_speed.per_second
+
+    def _begin_anew(self, now: float) -> None:
+        """Ask nothing of the tier until it was closed, and opened with what its settings say."""
+        logger.warning("%s fails again and again: it is opened anew", self.name)
+        self.counters["times_reopened"] += 1
+        self.is_open = self._fails_for_long = False
+        is_first = now - self._reopen_at > REOPEN_SECONDS_MAX
+        pause = OPEN_AGAIN_SECONDS if is_first else 2 * self._reopen_pause
+        self._reopen_pause = min(pause, REOPEN_SECONDS_MAX)
+        self._reopen_at = now + self._reopen_pause
+
+    def _log_open(self, error: TierError | None) -> None:
+        """Log that the tier cannot be opened, once for each reason, and that it is open again."""
+        text = "" if error is None else str(error)
+        if text and text != self._open_error:
+            logger.warning("%s cannot be opened: %s", self.name, text)
+        elif self._open_error and not text:
+            logger.warning("%s is open again", self.name)
+        self._open_error = text
+
+    def _note_refusals(self, job: TierJob, outcome: JobOutcome, now: float) -> None:
+        """Remember what the job says about whether the tier takes objects."""
+        errors = outcome.errors if outcome.error is None else (outcome.error,)
+        refusals = {error.refusal for error in errors if error and error.refusal}
+        is_accepted = outcome.error is None
+        if job.kind is JobKind.WRITE:
+            is_accepted = any(error is None for _, error in _moved(job, outcome))
+        for refusal in self._refused.on_job_done(job.kind, refusals, is_accepted, now):
+            text = "%s takes objects again, which it had refused: %s"
+            logger.warning(text, self._where, REFUSALS[refusal].cause)
 
     def _late_at(self, job: TierJob) -> float:
         """Returns when the job becomes late. Infinity = it is late already, or has no limit."""
@@ -236,6 +299,8 @@ class TierState:
         kind = JobKind.TEND if self.is_open else JobKind.OPEN
         if self._busy[kind] or (self.is_open and self.is_hung):
             return math.inf, kind
+        if self._fails_for_long:
+            return 0.0, JobKind.OPEN
         return self._tend_at if self.is_open else self._open_at, kind
 
     def _count(self, job: TierJob, outcome: JobOutcome) -> None:

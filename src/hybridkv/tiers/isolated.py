@@ -224,7 +224,9 @@ class IsolatedProcess:
                     lane.sock.shutdown(socket.SHUT_RDWR)
                 if lane in self.free_lanes:
                     lane.sock.close()
+            # The shared memory goes with the last lane that a thread still has.
             self.free_lanes.clear()
+            self._lanes.clear()
             os.close(self._life)
             self._changed.notify_all()
 

@@ -95,6 +95,8 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
     try:
         match job.kind:
             case JobKind.OPEN:
+                # What was settled when it was opened is settled anew.
+                tier.close()
                 tier.open()
             case JobKind.TEND:
                 tier.tend()
@@ -207,6 +209,7 @@ class TierThreads:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._idle = 0  # Threads without a job. If negative, jobs that wait for a thread.
+        self._closed = False
 
     def start_or_queue(self, job: TierJob) -> None:
         """Give a job to a thread. Where none can start, it waits for a running one, or fails."""
@@ -237,13 +240,14 @@ class TierThreads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(seconds / max(1, len(self._threads)))
+        self._closed = True  # No job that waits opens the tier again.
         closing = threading.Thread(target=self._tier.close, daemon=True)
         closing.start()
         closing.join(seconds)
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None and not self._closed:
             try:
                 outcome = execute(self._tier, job, self._memory)
             except BaseException as error:  # noqa: BLE001  # a library's panic must not lose a job

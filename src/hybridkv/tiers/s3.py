@@ -8,12 +8,15 @@
     PREFIX/KK/KEY              a record; KEY in hexadecimal digits, KK its first two
     PREFIX/quarantine/KEY      a damaged one, put aside
 
-Credentials come from where the AWS tools have them: AWS_ACCESS_KEY_ID and its sisters, or the
-machine's role. The bucket has no bound here. Its owner's lifecycle rules decide what goes.
+Credentials come from where the AWS tools have them: AWS_ACCESS_KEY_ID and its sisters, the file of
+AWS_SHARED_CREDENTIALS_FILE, or the machine's role. `open` looks for them anew. The bucket has no
+bound here. Its owner's lifecycle rules decide what goes.
 """
 
 import asyncio
 import concurrent.futures
+import configparser
+import os
 import re
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -28,6 +31,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
@@ -49,9 +53,15 @@ _FAULTS = (BaseError, OSError, ValueError, RuntimeError)
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _PREFIX = re.compile(rf"{_PART}(/{_PART})*")
 _OURS = re.compile(rf"(..)/(?=\1)({KEY_DIGITS})")
+_LOGIN = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
-_FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "EntityTooLarge")
+_FULL_CODES: Mapping[str, Refusal] = {
+    "QuotaExceeded": Refusal.QUOTA,
+    "XMinioStorageFull": Refusal.NO_SPACE,
+    "InsufficientStorage": Refusal.NO_SPACE,
+    "EntityTooLarge": Refusal.TOO_LARGE,
+}
 _REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 
 
@@ -110,7 +120,6 @@ class S3Tier(Tier):
         self._lock = threading.Lock()  # For the attributes below.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread  # Serves the loop, where there is one.
-        self._closed = False
         self._aside = 0
         self._finds_cut = 0
 
@@ -119,14 +128,12 @@ class S3Tier(Tier):
     def open(self) -> None:
         """List the first names, which shows whether the bucket can be used."""
         try:
-            self._opened = S3Store(self._bucket, **self._settings)
+            self._opened = S3Store(self._bucket, **(self._settings | _login_of_file()))
         except (*_FAULTS, TypeError) as error:
             raise ConfigError(
                 f"{self._place}: not usable ({type(error).__name__})", "region=us-east-1 works"
             ) from None
         with self._lock:
-            if self._closed:
-                raise TierError("closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 serve = partial(_serve, self._loop)
@@ -216,8 +223,7 @@ class S3Tier(Tier):
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
-            loop, self._loop = self._loop, None
+            loop, self._loop, self._opened = self._loop, None, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join(GRACE_SECONDS)
@@ -300,10 +306,12 @@ class S3Tier(Tier):
         if code == "NoSuchKey":
             return contract.MissingError("the object went while it was read")
         if status == 507 or code in _FULL_CODES:
-            return contract.FullError(f"{self._place} is full ({code or status})")
+            what = f"{self._place} is full ({code or status})"
+            return contract.FullError(what, _FULL_CODES.get(code, Refusal.NO_SPACE))
         words = " ".join(str(word) for word in (status, code) if word)
         does = f"answers {words}" if words else "does not answer"
-        return TierError(f"{self._place} {does} ({type(error).__name__})")
+        refusal = Refusal.PERMISSION if code == "AccessDenied" else None
+        return TierError(f"{self._place} {does} ({type(error).__name__})", refusal)
 
     def _list_error(self, error: Exception) -> Exception:
         """Returns the error of the first listing, which may be the fault of a setting."""
@@ -323,6 +331,25 @@ class S3Tier(Tier):
             is_missing = isinstance(failure, contract.MissingError)
             return TierError(str(failure)) if is_missing else failure
         return ConfigError(f"{self._place}: {what}", remedy)
+
+
+def _login_of_file() -> dict[str, str]:
+    """Returns the keys in the credentials file of the AWS tools, by the names of the library.
+
+    The library reads the environment, which goes before, and the machine's role. Empty = the
+    environment has a login, or the file has none.
+    """
+    if os.environ.keys() & {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}:
+        return {}
+    file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
+    profile = os.environ.get("AWS_PROFILE") or "default"
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(os.path.expanduser(file))
+    except (configparser.Error, UnicodeDecodeError):
+        return {}
+    found = dict(parser[profile]) if parser.has_section(profile) else {}
+    return {name: value for name, value in found.items() if name in _LOGIN}
 
 
 def _path(key: bytes) -> str:

@@ -112,6 +112,16 @@ class PatientTier(S3Tier):
     Under load it may do so for long, and let whoever removes the object wait beyond the timeout.
     """
 
+    is_patient = False
+
+    def open(self) -> None:
+        super().open()
+        self.is_patient = True
+
+    def close(self) -> None:
+        self.is_patient = False  # A tier that is closed has no answer, however often it is asked.
+        super().close()
+
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         return self._again(super().get, items)
 
@@ -127,9 +137,8 @@ class PatientTier(S3Tier):
 
         until(is_done, "rclone removes it")
 
-    @staticmethod
     def _again(
-        call: Callable[[Sequence[_Item]], list[TierError | None]], items: Sequence[_Item]
+        self, call: Callable[[Sequence[_Item]], list[TierError | None]], items: Sequence[_Item]
     ) -> list[TierError | None]:
         results = call(items)
 
@@ -138,7 +147,7 @@ class PatientTier(S3Tier):
             if broken:
                 for at, error in zip(broken, call([items[at] for at in broken]), strict=True):
                     results[at] = error
-            return not broken
+            return not broken or not self.is_patient
 
         until(is_told, "rclone answers")
         return results
@@ -151,6 +160,9 @@ class TestS3(TierSuite):
 
     def make(self) -> Tier:
         return PatientTier(parse_tier(self.url, "tier"))
+
+    def make_away(self) -> Tier:
+        return tier_of(f"s3://bucket/kv?endpoint=http://127.0.0.1:{free_port()}")
 
 
 class TestWithoutPrefix(TestS3):
@@ -450,6 +462,34 @@ def test_credentials_that_are_revoked_are_an_error_of_each_item(
     assert all("403" in str(error) and SECRET_KEY not in str(error) for error in errors)
     with pytest.raises(ConfigError):
         tier.open()
+
+
+def test_keys_that_are_rotated_in_their_file_are_used_after_the_next_opening(
+    own_server: S3Server, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "credentials"
+
+    def write(secret: str) -> None:
+        login = f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {secret}\n"
+        file.write_text(f"[default]\nregion = nowhere\n{login}[other]\naws_access_key_id = qzx\n")
+
+    write(SECRET_KEY)
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    tier, sample = make(own_server.url("kv")), make_sample(1)
+    assert tier.put([sample.write_request()]) == [None]
+    own_server.kill()
+    changed = [word.replace(SECRET_KEY, "the%second/one") for word in own_server.command()]
+    own_server.command = lambda: changed  # type: ignore[method-assign]
+    own_server.start()
+    (error,) = tier.put([sample.write_request()])
+    assert error is not None
+    assert error.refusal is None, "it is opened anew"
+    write("the%second/one")
+    tier.close()
+    tier.open()
+    assert tier.put([sample.write_request()]) == [None]
+    assert read(tier, sample) is None
 
 
 @pytest.mark.parametrize(

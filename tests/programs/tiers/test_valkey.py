@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.tiers.contract import (
     DamagedError,
@@ -50,6 +51,8 @@ from tests.programs.tiers.records import (
 from tests.programs.tiers.servers import ValkeyServer, free_port
 from tests.programs.tiers.test_encoded import key_file
 from tests.tier_suite import SampleObject, TierSuite, make_sample, pages, read
+from tests.unit.daemon.harness import engine
+from tests.unit.daemon.tier_node import FULL, Node
 from tests.waiting import DEADLINE_SECONDS
 
 Make = Callable[[str], ValkeyTier]
@@ -90,6 +93,9 @@ class TestOverTcp(TierSuite):
 
     def make(self) -> Tier:
         return tier_of(self.url)
+
+    def make_away(self) -> Tier:
+        return tier_of(f"valkey://127.0.0.1:{free_port()}/0")
 
 
 class TestOverUnixSocket(TestOverTcp):
@@ -213,6 +219,7 @@ def test_a_full_server_is_full_and_still_answers(tmp_path: Path, make: Make) -> 
         errors = tier.put([sample.write_request() for sample in samples])
         assert errors[0] is None
         assert isinstance(errors[-1], FullError)
+        assert errors[-1].refusal is Refusal.MEMORY
         assert {type(error) for error in errors} == {type(None), FullError}
         assert read(tier, samples[0]) is None
         tier.tend()
@@ -318,6 +325,88 @@ def test_closing_wakes_who_waits(own_server: ValkeyServer) -> None:
     assert_closing_wakes(tier, own_server, sending)
 
 
+# What was settled when it was opened, and is no longer so
+
+
+@contextlib.contextmanager
+def pair(tmp_path: Path) -> Iterator[list[ValkeyServer]]:
+    """Two servers."""
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    with ValkeyServer(places[0]) as first, ValkeyServer(places[1]) as second:
+        yield [first, second]
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["replica", "gone"])
+def test_a_failover_is_followed(tmp_path: Path, make: Make, is_gone: bool) -> None:
+    """The address leads to another server. Connections to the old one stay open, or break."""
+    with pair(tmp_path) as (old, new):
+        address = tmp_path / "valkey.sock"
+        address.symlink_to(old.socket)
+        tier, samples = make(f"valkey+unix://{address}?db=0"), [make_sample(n) for n in range(3)]
+        assert tier.put([samples[0].write_request()]) == [None]
+        if is_gone:
+            old.kill()
+        else:
+            with raw(old) as client:
+                client.replicaof("127.0.0.1", new.port)
+        address.unlink()
+        address.symlink_to(new.socket)
+        (error,) = tier.put([samples[1].write_request()])
+        if not is_gone:
+            assert error is not None
+            assert error.refusal is Refusal.READ_ONLY
+        assert tier.put([samples[2].write_request()]) == [None], "by another connection"
+        with raw(new) as client:
+            assert client.exists(f"hybridkv:1:{samples[2].key.hex()}")
+
+
+def test_a_password_that_is_rotated_in_its_file_is_used(
+    guarded: ValkeyServer, tmp_path: Path
+) -> None:
+    """The daemon finds that the tier fails, and opens it anew."""
+    file = tmp_path / "password"
+    file.write_text("open/#?@:%\n")
+    url = f"valkey://127.0.0.1:{guarded.port}/0?password_file={file}"
+    node = Node(url, make=lambda spec, name: ValkeyTier(spec))
+    engine(node.daemon, 1, FULL)
+    node.store_if_room(FULL, [1])
+    with library.Valkey(host="127.0.0.1", port=guarded.port, password="open/#?@:%") as client:
+        assert client.dbsize()
+        client.flushall()
+        client.config_set("requirepass", "second")
+        client.client_kill_filter(_type="normal", skipme=True)
+    file.write_text("second")
+    for number in range(2, 12):
+        node.store_if_room(FULL, [number])
+        node.tick(1.0)
+        node.work()
+    with library.Valkey(host="127.0.0.1", port=guarded.port, password="second") as client:
+        assert client.dbsize()
+    assert node.daemon.tiers[0].counters["times_reopened"] == 1
+    node.daemon.tiers[0].tier.close()
+
+
+def test_an_authority_that_was_replaced_is_used_after_the_next_opening(
+    own_server: ValkeyServer, make: Make, tmp_path: Path
+) -> None:
+    relay = Relay(tmp_path, own_server.port)
+    tier = make(f"rediss://localhost:{relay.port}/0?ca={relay.certificate}")
+    assert tier.put([make_sample(1).write_request()]) == [None]
+    relay.renew_certificate()
+    tier.pool.drop_idle()
+    (error,) = tier.put([make_sample(2).write_request()])
+    assert error is not None
+    assert error.refusal is None, "it is opened anew"
+    assert "ca=/path/to/authority.pem works" in str(error)
+    tier.close()
+    tier.open()
+    assert tier.put([make_sample(2).write_request()]) == [None]
+    tier.close()
+    relay.close()
+
+
 # Settings that can never work
 
 
@@ -362,8 +451,9 @@ def test_a_password_may_stand_in_a_file(guarded: ValkeyServer, make: Make, tmp_p
     file, place = tmp_path / "password", f"127.0.0.1:{guarded.port}/0"
     file.write_text("wrong\n")
     url = f"valkey://{place}?password_file={file}"
-    with pytest.raises(ConfigError, match="refuses this user or password"):
+    with pytest.raises(ConfigError, match="refuses this user or password") as caught:
         tier_of(url).open()
+    assert caught.value.remedy == f"the password that it knows in password_file={str(file)!r} works"
     file.write_text("open/#?@:%\n")
     assert read(make(url), make_sample(1)) is not None
     file.write_text("qzxjwv")
@@ -461,16 +551,19 @@ class Relay:
     """Ends TLS and passes the bytes on."""
 
     def __init__(self, place: Path, target: int) -> None:
-        self.certificate = place / "certificate.pem"
-        key = place / "key.pem"
-        _write_certificate(self.certificate, key)
+        self.certificate, self._key = place / "certificate.pem", place / "key.pem"
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(self.certificate, key)
+        self.renew_certificate()
         self._target = target
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
+
+    def renew_certificate(self) -> None:
+        """Have another certificate, of another authority, in the same file."""
+        _write_certificate(self.certificate, self._key)
+        self._context.load_cert_chain(self.certificate, self._key)
 
     def close(self) -> None:
         """Close the server, after every client has closed."""

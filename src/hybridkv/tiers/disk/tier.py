@@ -26,6 +26,7 @@ from itertools import count
 from pathlib import Path
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.refusals import Refusal, refusal_of
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN
@@ -269,7 +270,9 @@ class DiskTier(Tier):
             try:
                 if not index.make_room(reserved):
                     most = format_size(index.max_bytes)
-                    return contract.FullError(f"{format_size(size)} do not fit into {most}")
+                    what = f"{format_size(size)} do not fit into {most}"
+                    is_stuck = index.strays and reserved <= index.max_bytes
+                    return contract.FullError(what, Refusal.STUCK if is_stuck else Refusal.BOUND)
             except OSError as error:
                 return _translated(error)
             index.writing_bytes += reserved
@@ -331,4 +334,4 @@ class DiskTier(Tier):
 
 def _translated(error: OSError) -> TierError:
     kind = contract.FullError if error.errno in FULL_ERRORS else TierError
-    return kind(f"{error.strerror}: {error.filename or 'a record'}")
+    return kind(f"{error.strerror}: {error.filename or 'a record'}", refusal_of(error))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.refusals import Refusal
 from hybridkv.core.sizes import format_size
 from hybridkv.tiers.contract import TierError
 from hybridkv.tiers.disk.alive import Claim, Life, proven_life
@@ -166,7 +167,8 @@ class Writers:
         try:
             if self.claim is None or read_regular(self.alive) != self.claim.token:
                 works = "give each node its own name (--node), or directory"
-                raise TierError(f"another daemon writes to {self.home}; {works}")
+                what = f"another daemon writes to {self.home}; {works}"
+                raise TierError(what, Refusal.TAKEN)
             # It is touched and not written: on a full file system it would be empty afterwards.
             os.utime(self.alive)
         except FileNotFoundError:

@@ -40,6 +40,7 @@ from urllib.parse import urlsplit
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.option_parsers import choice
+from hybridkv.core.refusals import Refusal
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN
@@ -143,6 +144,11 @@ class MooncakeTier(Tier):
 
     def open(self) -> None:
         """Start the children, or prove that they work. Takes `timeout` and their start."""
+        self._closed = False
+        self._connect()
+
+    def _connect(self) -> None:
+        """Start the children that do not work, unless the tier is closed."""
         with self._opening:
             if self._closed:
                 raise TierError("the tier is closed")
@@ -242,7 +248,7 @@ class MooncakeTier(Tier):
         """Start children that have ended, and remove records that could not be removed before."""
         keeps = not self._segment_bytes or (self.keeper is not None and self.keeper.can_answer)
         if self._is_sick or not keeps or self.client is None or not self.client.can_answer:
-            self.open()
+            self._connect()
         with self._discarded_lock:
             discarded = list(self._discarded)
         if discarded:
@@ -342,10 +348,11 @@ class MooncakeTier(Tier):
             if errors[at] is None and size > self._lane_bytes:
                 # A put that does not fit is not the server's failure, and is not tried again.
                 kind = contract.FullError if method == "put_objects" else TierError
-                errors[at] = kind(
+                what = (
                     f"a record of {size} bytes is over a quarter of the option buffer;"
                     f" buffer={format_size(LANES * size)} works"
                 )
+                errors[at] = kind(what, Refusal.TOO_LARGE)
         wanted = [item for item, error in zip(items, errors, strict=True) if error is None]
         act = partial(self._transfer_group, method, self._deadline())
         results = iter(in_batches(wanted, min(GROUP_BYTES, self._lane_bytes), ITEMS_MAX, act))
@@ -397,7 +404,7 @@ class MooncakeTier(Tier):
         words = f"Mooncake: {_WORDS.get(code, 'error')} ({code})"
         if code in _ABSENT:
             return contract.MissingError(words)
-        return contract.FullError(words) if code == _FULL else TierError(words)
+        return contract.FullError(words, Refusal.MEMORY) if code == _FULL else TierError(words)
 
     def _listing(self) -> str:
         deadline, body = Deadline(self._timeout_seconds), bytearray()

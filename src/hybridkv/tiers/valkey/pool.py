@@ -97,6 +97,8 @@ class ConnectionPool:
 
     def connect(self, deadline: Deadline) -> None:
         """Log in anew. Raises ConfigError where the login can never work, else TierError."""
+        with self._lock:
+            self._closed = False
         if self._wants_tls:
             try:
                 self._tls = ssl.create_default_context(cafile=self._authority)
@@ -144,7 +146,11 @@ class ConnectionPool:
             if isinstance(error, OSError | ProtocolError | ValueError):
                 raise self._error_of(error) from None
             raise
-        self._keep(connection)
+        if connection.is_refused:
+            self._drop([connection])
+            self.drop_idle()  # They lead to the same server, with the same login.
+        else:
+            self._keep(connection)
 
     def _keep(self, connection: RespConnection) -> None:
         connection.used_at = time.monotonic()
@@ -188,10 +194,10 @@ class ConnectionPool:
 
     def refusal_error(self, refusal: RefusedCommand, step: str = "") -> TierError | ConfigError:
         """Returns the error for a refusal at `open`. `step` is the command of the login, or ""."""
-        wrong_login = (
-            "the server refuses this user or password",
-            f"{self._works('USER:PASSWORD@')} with those that it knows",
-        )
+        login = f"{self._works('USER:PASSWORD@')} with those that it knows"
+        if self._password_file:
+            login = f"the password that it knows in password_file={self._password_file!r}"
+        wrong_login = ("the server refuses this user or password", login)
         meanings = {
             "NOAUTH": ("the server wants a password", self._works(":PASSWORD@")),
             "WRONGPASS": wrong_login,

@@ -19,6 +19,9 @@ LINE_BYTES_MAX = 16 << 10
 BULK_BYTES_MAX = 64 << 20  # Of a bulk string that is no value, as of INFO, or SCAN's keys.
 ELEMENTS_MAX = 1 << 20
 DEPTH_MAX = 2
+_OF_COMMANDS = frozenset(("OOM", "WRONGTYPE", "NOPERM"))
+"""Refusals that say nothing of the connection. After any other, as READONLY of a server that became
+a replica, the connection is left, because another one may lead to another server or login."""
 _END = b"\r\n"
 
 
@@ -50,6 +53,7 @@ class RespConnection(io.RawIOBase):
         self._sock = sock
         self.deadline = deadline  # Of the call that uses it now.
         self.used_at = 0.0  # When the last call ended, by the monotonic clock.
+        self.is_refused = False  # The server refused something that another connection may get.
         self._buffered = io.BufferedReader(self, BUFFER_BYTES)
 
     def readable(self) -> bool:
@@ -82,7 +86,9 @@ class RespConnection(io.RawIOBase):
             raise ProtocolError("a line without end")
         kind, rest = line[:1], line[1 : -len(_END)]
         if kind == b"-":
-            return _refusal(rest)
+            refusal = _refusal(rest)
+            self.is_refused = self.is_refused or refusal.code not in _OF_COMMANDS
+            return refusal
         if into is not None and kind != b"$":
             raise ProtocolError("an answer that is no value")
         if kind == b"+":

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
@@ -28,6 +29,14 @@ FLIGHT_BYTES_MAX = 8 << 20
 """Bytes of values in one round trip: the server keeps a copy of what it has not sent yet."""
 FLIGHT_COMMANDS_MAX = 1000
 TRIES = 2
+_REFUSALS: Mapping[str, Refusal] = {
+    "OOM": Refusal.MEMORY,
+    "READONLY": Refusal.READ_ONLY,
+    "NOPERM": Refusal.PERMISSION,
+    "MISCONF": Refusal.SERVER,  # It cannot save to its disk, and therefore takes no writes.
+    "NOREPLICAS": Refusal.SERVER,
+}
+"""By the code of an error, the reason of a server that answers and takes no values."""
 _MEMORY = re.compile(rb"^(used_memory|maxmemory):(\d{1,20})\r?$", re.MULTILINE)
 
 
@@ -99,7 +108,9 @@ class ValkeyTier(Tier):
         return [
             self._error_of(next(answers))
             if size <= VALUE_BYTES_MAX
-            else contract.FullError(f"{self._place} takes no value of {size} bytes")
+            else contract.FullError(
+                f"{self._place} takes no value of {size} bytes", Refusal.TOO_LARGE
+            )
             for size in sizes
         ]
 
@@ -196,7 +207,8 @@ class ValkeyTier(Tier):
     def _error_of(self, answer: _Answer) -> TierError | None:
         if isinstance(answer, RefusedCommand):
             kind = contract.FullError if answer.code == "OOM" else TierError
-            return kind(f"{self._place} refuses ({answer.code})")
+            what = f"{self._place} refuses ({answer.code})"
+            return kind(what, _REFUSALS.get(answer.code))
         return answer if isinstance(answer, TierError) else None
 
     def _checked(self, answer: _Answer) -> Reply:
