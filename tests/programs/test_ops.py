@@ -163,6 +163,7 @@ ALERT_CASES = (
     AlertCase("HybridKVAuditDiffered", {"audits_differed_total": "0x9 1x20"}, 9, 11),
     AlertCase("HybridKVTierNotOpen", {"tier_is_open{tier='disk'}": "1x5 0x20"}, 9, 12, OF_DISK),
     AlertCase("HybridKVTierSick", {"tier_breaker_open{tier='disk'}": "0x5 1x20"}, 9, 12, OF_DISK),
+    AlertCase("HybridKVTierRefuses", {"tier_refusing{tier='disk'}": "0x5 1x20"}, 5, 8, OF_DISK),
     AlertCase("HybridKVWrongBytes", {"objects_condemned_total": "0x9 1x20"}, 9, 11),
     AlertCase(
         "HybridKVWrongBytes",

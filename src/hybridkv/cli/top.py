@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import termios
+import textwrap
 import time
 import tty
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -151,7 +152,9 @@ def frame(status: Status, place: str, width: int, height: int, *, is_wrapped: bo
     up = f"  up {_time(status.uptime_seconds)}  "
     head = [Text.assemble(("hybridkv", "bold"), "  ", state, up, (plain(place), "dim"))]
     for problem in status.health[: 3 if height else 100]:
-        head.append(Text(f"• {plain(problem.text)}", COLOURS[problem.level]))
+        # Its end has the cure, so it is wrapped and not cut.
+        wrapped = textwrap.wrap(f"• {plain(problem.text)}", width, subsequent_indent="  ")
+        head += [Text(line, COLOURS[problem.level]) for line in wrapped]
     head += [Text(), *_levels(status, width), Text()]
     parts = [part(status, width) for part in (_past, _groups, _engines, _decisions)]
     lines = [*head, *_fitted(parts, height - len(head) if height else None)]
@@ -200,9 +203,11 @@ def _levels(status: Status, width: int) -> Iterable[Text]:
     reserved = format_size(values["bytes_writing"])
     yield line.append(f"  {values['objects']:,.0f} objects, {reserved} reserved", "dim")
     for tier in status.tiers:
-        state = Text("breaker open", COLOURS["bad"]) if tier.is_shut else Text("well", "green")
+        state = Text("well", "green")
         if not tier.is_open or tier.is_hung:
             state = Text("hangs" if tier.is_open else "not open", COLOURS["bad"])
+        elif tier.refusals or tier.is_shut:
+            state = Text("refuses" if tier.refusals else "breaker open", COLOURS["bad"])
         speed = tier.values.get("bytes_per_second", 0.0)
         note = f", reads {format_size(speed)}/s" if speed else ""
         line = _held(tier.name, tier.values.get("bytes"), tier.values.get("bytes_max"), meter)

@@ -11,7 +11,7 @@ from hybridkv.observe.history import Sample, Series, Snapshot
 from hybridkv.observe.status import StatusReport
 from hybridkv.store.index import Namespace
 from hybridkv.wire.messages import describe_groups
-from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierStatus
+from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierRefusal, TierStatus
 
 SAMPLED = (
     "lookups",
@@ -181,6 +181,7 @@ class DaemonView:
                 is_shut=tier.is_shut,
                 is_hung=tier.is_hung,
                 values=dict(tier.values()),
+                refusals=[TierRefusal(*refusal) for refusal in tier.refusals.items()],
             )
             for tier in self._state.tiers
         ]

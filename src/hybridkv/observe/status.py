@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from hybridkv import __version__
 from hybridkv.core.audit import AuditOutcome
+from hybridkv.core.refusals import describe_refusal
 from hybridkv.core.sizes import format_size
 from hybridkv.observe.history import Past, RequestOutcome, Sample, Snapshot
 from hybridkv.wire import status as wire
@@ -196,9 +197,13 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
             state = "cannot be used; it is opened again every few seconds"
         elif tier.is_hung:
             state = "hangs; nothing is asked of it until it answers"
-        elif tier.is_shut:
+        elif tier.is_shut and not tier.refusals:
             state = "fails; it is asked only now and then until it is well"
         found += [wire.Problem("bad", f"{where} {state}")] if state else []
+        for refusal in tier.refusals:
+            minutes = f"{refusal.seconds / MINUTE_SECONDS:,.0f} min"
+            text = f"has refused objects for {minutes}: {describe_refusal(refusal.reason)}"
+            found.append(wire.Problem("bad", f"{where} {text}"))
         found += [
             wire.Problem("note", f"{where}: {count:,.0f} objects {what}, since the daemon began")
             for name, what in TIER_NOTES.items()

@@ -8,6 +8,15 @@ from enum import StrEnum
 
 from msgspec import Struct
 
+from hybridkv.core.refusals import Refusal
+
+
+class TierRefusal(Struct, frozen=True):
+    """A reason for which a tier refuses objects, for longer than a minute."""
+
+    reason: Refusal
+    seconds: float
+
 
 class TierStatus(Struct, frozen=True):
     """The state of one tier below RAM."""
@@ -23,6 +32,7 @@ class TierStatus(Struct, frozen=True):
     is_hung: bool
     values: dict[str, float]
     """The tier's counters and gauges, by their metrics' names without `tier_`."""
+    refusals: list[TierRefusal] = []
 
     @property
     def is_reachable(self) -> bool:

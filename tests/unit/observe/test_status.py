@@ -8,12 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from hybridkv.core.audit import AuditOutcome
+from hybridkv.core.refusals import Refusal
 from hybridkv.daemon.view import HOUR_SAMPLES, HOUR_STEP_SECONDS, SAMPLED
 from hybridkv.observe.catalog import Values
 from hybridkv.observe.history import Sample, Snapshot
 from hybridkv.observe.status import StatusReport, health, verdict
 from hybridkv.wire.messages import Found, Lookup, Release, ReportAudit
-from hybridkv.wire.status import SessionStatus, TierStatus
+from hybridkv.wire.status import SessionStatus, TierRefusal, TierStatus
 from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
 from tests.unit.observe.test_metrics import PART, SMALL
 
@@ -38,6 +39,7 @@ SESSION = SessionStatus(
     is_connected=True,
     since=0.0,
 )
+FULL = TierRefusal(Refusal.NO_SPACE, 120.0)
 NOW = 5000.0
 
 
@@ -116,6 +118,12 @@ def test_audits_are_told_and_a_difference_is_bad() -> None:
         (replace(WELL, is_open=False), "bad", "cannot be used"),
         (replace(WELL, is_hung=True), "bad", "hangs"),
         (replace(WELL, is_shut=True), "bad", "fails"),
+        (
+            replace(WELL, refusals=[FULL]),
+            "bad",
+            "refused objects for 2 min: its file system is full",
+        ),
+        (replace(WELL, refusals=[FULL], is_shut=True), "bad", "full; free the file system"),
         (replace(WELL, values={"objects_damaged": 3.0}), "note", "3 objects were damaged"),
         (replace(WELL, values={"objects_shed": 2.0}), "note", "2 objects were not written"),
     ],

@@ -264,7 +264,7 @@ function tiers(status) {
     element("td", "number", "–"), element("td", "number", "–"));
   rows("tiers", [ram, ...status.tiers.map((tier) => {
     const [level, state] = !tier.is_open ? ["bad", "not open"] : tier.is_hung ? ["bad", "hangs"] :
-      tier.is_shut ? ["bad", "breaker open"] : ["good", "well"];
+      tier.refusals.length ? ["bad", "refuses"] : tier.is_shut ? ["bad", "breaker open"] : ["good", "well"];
     const known = (value) => (value ? speed(value) : "–");
     const held = element("td", "number", tier.values.bytes === undefined ? "–" : bytes(tier.values.bytes));
     if (tier.values.bytes_max) held.append(element("small", "", `of ${bytes(tier.values.bytes_max)}`));
