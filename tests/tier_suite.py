@@ -3,18 +3,26 @@
 The suite puts whole records, and proves what it reads as the daemon does.
 """
 
+import contextlib
 import itertools
 import mmap
+import os
 import random
+import resource
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+from hybridkv.core.errors import ConfigError
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.shm.slots import SLOT_ALIGN, payload_offset
 from hybridkv.tiers.contract import (
     DamagedError,
+    FullError,
     MissingError,
     ReadRequest,
     Tier,
@@ -29,8 +37,11 @@ from hybridkv.tiers.record import (
     read_head,
     write_head,
 )
+from tests.waiting import DEADLINE_SECONDS, until
 
 THREADS = 4
+CALLS = 20  # Calls that `waits` makes.
+BOUND_BYTES = 256 << 10
 SEED = 5
 FEW_VALUES = bytes(range(16)) * 16  # Turns random bytes into such as a codec makes smaller.
 _namespaces = itertools.count(1)
@@ -98,6 +109,40 @@ def read(tier: Tier, wanted: SampleObject, cut: int = 0) -> TierError | None:
     return error
 
 
+def waits(call: Callable[[], object]) -> bool:
+    """Whether each call waits for something, or reads or writes a file or pipe.
+
+    It is counted by the kernel for this thread. So a busy machine changes nothing: it takes the
+    processor away from a thread, and does not make it wait in each call.
+    """
+
+    def counts() -> tuple[int, int]:
+        fields = dict(
+            line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines()
+        )
+        switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        return switches, int(fields["syscr"]) + int(fields["syscw"])
+
+    def grown(times: int) -> list[int]:
+        before = counts()
+        for _ in range(times):
+            call()
+        return [after - number for number, after in zip(before, counts(), strict=True)]
+
+    nothing = grown(0)
+    return any(number - idle >= CALLS for number, idle in zip(grown(CALLS), nothing, strict=True))
+
+
+def resources() -> list[int]:
+    """The open files, threads and children of this process: how many of each."""
+    children = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
+    return [
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        len(list(itertools.chain.from_iterable(children))),
+    ]
+
+
 class TierSuite(ABC):
     """Every promise of tiers.contract. Each test gets a tier of its own, with nothing in it."""
 
@@ -110,9 +155,20 @@ class TierSuite(ABC):
     discards_for_all = True
     """Whether what one tier object discarded is missing for others at once, not only later."""
 
+    release_seconds = DEADLINE_SECONDS
+    """The longest that resources may take to go after `close`."""
+
     @abstractmethod
     def make(self) -> Tier:
         """A tier over this test's storage: the first finds nothing, later ones what was put."""
+
+    @abstractmethod
+    def make_away(self) -> Tier:
+        """A tier whose storage is not there."""
+
+    def make_bounded(self) -> Tier | None:
+        """A tier with a bound of BOUND_BYTES. None = the kind has no bound of its own."""
+        return None
 
     def opened(self) -> Tier:
         """A tier that can be used."""
@@ -282,3 +338,125 @@ class TierSuite(ABC):
         tier.put([make_sample(1).write_request()])
         assert all(value >= 0 for value in tier.gauges().values())
         self.close([tier])
+
+    def test_what_the_loop_calls_returns_at_once(self) -> None:
+        tier, there, missing = self.make(), make_sample(1), make_sample(2)
+        assert tier.peek(there.key) in (False, None), "it works before `open`"
+        tier.gauges()
+        tier.open()
+        assert tier.put([there.write_request()]) == [None]
+        for key in (there.key, missing.key):
+            assert not waits(lambda key=key: tier.peek(key)), "peek"  # type: ignore[misc]
+        assert not waits(tier.gauges), "gauges"
+        self.close([tier])
+
+    def test_a_record_that_ends_within_a_page_is_damaged(self) -> None:
+        if self.encoded:
+            return
+        tier, sample = self.opened(), make_sample(1)
+        cut = WriteRequest(sample.key, [sample.memory[: len(sample.memory) - 100]])
+        (error,) = tier.put([cut])
+        if error is None:
+            (error,) = tier.get([ReadRequest(sample.key, [pages(len(sample.memory))])])
+            assert isinstance(error, DamagedError)
+        self.close([tier])
+
+    def test_use_finds(self) -> None:
+        tier, there, missing = self.opened(), make_sample(1), make_sample(2)
+        assert tier.put([there.write_request()]) == [None]
+        assert tier.use([missing.key, there.key]) == [False, True]
+        self.close([tier])
+
+    def test_memory_is_the_callers_again_after_a_call(self) -> None:
+        tier, sample, other = self.opened(), make_sample(1), make_sample(2)
+        assert tier.put([sample.write_request(), other.write_request()]) == [None, None]
+        into = pages(len(sample.memory))
+        assert tier.get([ReadRequest(sample.key, [into])]) == [None]
+        into[:] = b"\xa5" * len(into)
+        assert read(tier, other) is None
+        tier.tend()
+        assert into == b"\xa5" * len(into)
+        self.close([tier])
+
+    def test_the_bound_of_bytes_is_kept(self) -> None:
+        tier = self.make_bounded()
+        if tier is None:
+            return
+        tier.open()
+        samples = [make_sample(number, 20_000) for number in range(30)]
+        for sample in samples:
+            (error,) = tier.put([sample.write_request()])
+            assert error is None or isinstance(error, FullError)
+            kept = [one for one in samples if not self.encoded and read(tier, one) is None]
+            assert sum(len(one.memory) for one in kept) <= BOUND_BYTES
+            gauges = tier.gauges()
+            assert gauges["bytes"] <= gauges["bytes_max"] == BOUND_BYTES
+        assert any(tier.find([sample.key for sample in samples]))
+        noise = random.Random(1).randbytes(2 * BOUND_BYTES)  # No codec makes it smaller.
+        large, small = make_sample(1000, payload=noise), make_sample(1001)
+        errors = tier.put([large.write_request(), small.write_request()])
+        assert isinstance(errors[0], FullError)
+        assert errors[0].refusal is not None
+        assert errors[1] is None, "a fault of one item is the error of that item"
+        self.close([tier])
+
+    def test_opening_asks_the_storage(self) -> None:
+        tier = self.make_away()
+        with pytest.raises((TierError, ConfigError)):
+            tier.open()
+        self.close([tier])
+
+    def test_closing_releases_everything(self) -> None:
+        sample = make_sample(1)
+        before: list[int] = []
+        for _ in range(2):  # What a library keeps for the next tier is there after the first one.
+            before = resources()
+            tier = self.opened()
+            assert tier.put([sample.write_request()]) == [None]
+            assert read(tier, sample) is None
+            self.close([tier])
+        until(
+            lambda: all(now <= then for now, then in zip(resources(), before, strict=True)),
+            "open files, threads and processes are gone",
+            self.release_seconds,
+        )
+        del tier  # Until here it was held, so that nothing was released by its end.
+
+    def test_closed_and_opened_again_it_works(self) -> None:
+        tier, sample = self.opened(), make_sample(1)
+        for _ in range(2):
+            assert tier.put([sample.write_request()]) == [None]
+            assert read(tier, sample) is None
+            self.close([tier, tier])
+            with contextlib.suppress(TierError):
+                tier.find([sample.key])
+            assert isinstance(read(tier, sample), TierError | None)
+            tier.open()
+            assert read(tier, sample) is None or not self.persistent
+        self.close([tier])
+
+    def test_a_call_ends_where_the_tier_is_closed(self) -> None:
+        tier, sample = self.opened(), make_sample(1, 300_000)
+        begun, over = threading.Barrier(THREADS + 1), threading.Event()
+        faults: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                begun.wait(DEADLINE_SECONDS)
+                errors: list[TierError | None] = []
+                while not over.is_set():
+                    errors += [*tier.put([sample.write_request()]), read(tier, sample)]
+                assert all(isinstance(error, TierError | None) for error in errors)
+            except BaseException as error:  # noqa: BLE001  # raised by the test's own thread
+                faults.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        begun.wait(DEADLINE_SECONDS)
+        self.close([tier])
+        over.set()
+        for thread in threads:
+            thread.join(DEADLINE_SECONDS)
+        assert not any(thread.is_alive() for thread in threads)
+        assert faults == []

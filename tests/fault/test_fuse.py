@@ -28,6 +28,10 @@ class TestOverFuse(TierSuite):
     def make(self) -> Tier:
         return DiskTier(parse_tier(f"disk://{self._fs.mountpoint}?bytes=64MiB", "disk"), "here")
 
+    def make_away(self) -> Tier:
+        (self._fs.mountpoint / "objects").touch()
+        return self.make()
+
     def test_it_is_what_it_shows(self) -> None:
         tier = self.opened()
         assert tier.put([make_sample(number).write_request() for number in range(5)]) == [None] * 5

@@ -177,6 +177,9 @@ class TestMooncake(TierSuite):
     def make(self) -> MooncakeTier:
         return self.master.tier()
 
+    def make_away(self) -> MooncakeTier:
+        return MooncakeTier(parse_tier(f"mooncake://127.0.0.1:{free_port()}", "tier"))
+
 
 @needs_mooncake
 def test_what_was_discarded_goes_when_its_lease_has_ended(

@@ -34,7 +34,7 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LAYOUT_FILE, QUIET_SECONDS, check_root
 from hybridkv.tiers.factory import make_tier
 from tests.invariants import check_disk
-from tests.tier_suite import SampleObject, TierSuite, make_sample, read
+from tests.tier_suite import BOUND_BYTES, SampleObject, TierSuite, make_sample, read
 
 
 def disk(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
@@ -61,6 +61,13 @@ class TestDisk(TierSuite):
     def make(self) -> Tier:
         return disk(self._root)
 
+    def make_away(self) -> Tier:
+        self._root.touch()
+        return disk(self._root / "tier")
+
+    def make_bounded(self) -> Tier:
+        return disk(self._root, size=str(BOUND_BYTES))
+
 
 class TestSharedDirectory(TierSuite):
     """Each tier object is another node."""
@@ -73,6 +80,10 @@ class TestSharedDirectory(TierSuite):
     def make(self) -> DiskTier:
         self._count += 1
         return disk(self._root, f"node-{self._count}")
+
+    def make_away(self) -> DiskTier:
+        self._root.touch()
+        return self.make()
 
 
 class TestWithoutDirectIO(TestDisk):
