@@ -13,7 +13,14 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64
 from hybridkv.core.tails import longest_tail, tail_chunk, tail_hit, tail_tokens, units_per_chunk
 from hybridkv.daemon import slot_requests
-from hybridkv.daemon.sessions import ClientConnection, Lease, OutgoingMessage, RequestError, Session
+from hybridkv.daemon.sessions import (
+    ClientConnection,
+    CountedLookup,
+    Lease,
+    OutgoingMessage,
+    RequestError,
+    Session,
+)
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
@@ -204,8 +211,6 @@ class Daemon(DaemonState):
         resident = resident_chunks(namespace, geometry, hashes)
         masks, chunks, asked_chunks = resident.masks, resident.chunks, len(resident.entries)
         self.counters["lookups"] += 1
-        self.counters["chunks_asked"] += asked_chunks
-        self.counters["tokens_asked"] += asked_chunks * geometry.chunk_tokens
         request = LookupRequest(
             connection_id=connection.number,
             id=lookup.id,
@@ -226,7 +231,7 @@ class Daemon(DaemonState):
             resident_hit = tail_hit(geometry, lookup.tails_from, tail)
             request = request._replace(resident=resident_hit)
         last = tail_chunk(geometry, lookup.tails_from, tails - 1) if tail < tails else -1
-        shortfall = ""
+        shortfall, known = "", masks
         if self.tiers and lookup.wait_ms and (chunks < asked_chunks or last >= chunks):
             waiting = WaitingLookup(request, ObjectSearch(request, masks))
             if self.promotion.begin(waiting, self.now):
@@ -236,8 +241,9 @@ class Daemon(DaemonState):
             shortfall = waiting.why
             if waiting.search.located:
                 # Chunks may have been evicted for objects that then were not read.
+                known = waiting.search.masks()
                 resident = resident_chunks(namespace, geometry, hashes)
-        return self._answer_lookup(request, resident, {}, shortfall)
+        return self._answer_lookup(request, resident, known, {}, shortfall)
 
     def _check_lookup(self, connection: ClientConnection, lookup: wire.Lookup) -> None:
         """Raise RequestError where a lookup cannot be answered as it is."""
@@ -263,7 +269,8 @@ class Daemon(DaemonState):
             request = waiting.request
             resident = resident_chunks(request.namespace, request.geometry, request.hashes)
             self.waits.add_duration(self.now - request.asked_at)
-            found = self._answer_lookup(request, resident, waiting.origins, waiting.why)
+            known = waiting.search.masks()
+            found = self._answer_lookup(request, resident, known, waiting.origins, waiting.why)
             self.outgoing.append(OutgoingMessage(request.connection_id, found))
             self.store.unpin(waiting.held)
 
@@ -271,21 +278,22 @@ class Daemon(DaemonState):
         self,
         request: LookupRequest,
         resident: ResidentChunks,
+        known_masks: Sequence[bytes],
         origins: Mapping[int, str],
         shortfall: str,
     ) -> wire.Found:
         """Open the lease of a hit, and return the answer to the lookup.
 
-        `origins` are the tiers from which chunks came for it. `shortfall` is why no more came.
+        `known_masks` are the presence masks of what RAM or a tier is known to have. `origins` are
+        the tiers from which chunks came for it. `shortfall` is why no more came.
         """
         masks, entries, chunks = resident
         session = self.sessions.connections[request.connection_id].session
         geometry, identity = session.geometry, session.namespace.identity
-        if request.namespace is session.namespace:
-            self.ceiling.on_answered(identity, geometry, request.hashes, masks, chunks)
-        else:
+        if request.namespace is not session.namespace:
             # The engine has other weights by now.
             masks, chunks = [bytes(len(mask)) for mask in masks], 0
+        whole_chunks = chunks
         tokens, tail = chunks * geometry.chunk_tokens, 0
         outgrown: Iterable[Slot] = ()
         if request.tails and request.namespace is session.namespace:
@@ -305,10 +313,10 @@ class Daemon(DaemonState):
             self.demotion.queue_hit(slots)
             self.store.pin(slots, outgrown)
             lease = Lease(slots, request.asked_at, request.tokens_per_second, opened_at=self.now)
+            lease.lookup = CountedLookup(request, known_masks, whole_chunks, chunks, tokens)
             session.leases[request.lease] = lease
-            self.counters["lookups_hit"] += 1
-            self.counters["chunks_hit"] += chunks
-            self.counters["tokens_hit"] += tokens
+        elif request.namespace is session.namespace:
+            self._count_lookup(CountedLookup(request, known_masks))
         audit = None
         if request.audit_lease and not tail and request.namespace is session.namespace:
             audit = self._offer_audit(session, request, ResidentChunks(masks, entries, chunks))
@@ -380,8 +388,25 @@ class Daemon(DaemonState):
             shorter_generations=packed_shorter.generations,
         )
 
+    def _count_lookup(self, lookup: CountedLookup) -> None:
+        """Count what was asked for and hit. A lookup is counted once, when its outcome is known."""
+        request = lookup.request
+        geometry, identity = request.geometry, request.namespace.identity
+        self.counters["chunks_asked"] += request.chunks
+        self.counters["tokens_asked"] += request.chunks * geometry.chunk_tokens
+        self.counters["lookups_hit"] += bool(lookup.chunks)
+        self.counters["chunks_hit"] += lookup.chunks
+        self.counters["tokens_hit"] += lookup.tokens
+        self.ceiling.on_answered(
+            identity, geometry, request.hashes, lookup.masks, lookup.whole_chunks
+        )
+
     def _release(self, connection: ClientConnection, release: wire.Release) -> None:
-        self.promotion.cancel(connection.number, release.lease)
+        for waiting in self.promotion.cancel(connection.number, release.lease):
+            # A lookup whose answer nobody needs any more is in no sum.
+            if release.unused:
+                self._count_lookup(CountedLookup(waiting.request, waiting.search.masks()))
+                self.counters["lookups_unused"] += 1
         lease = connection.session.leases.pop(release.lease, None)
         if lease is not None:
             self._end_lease(lease, release)
@@ -391,6 +416,10 @@ class Daemon(DaemonState):
 
     def _end_lease(self, lease: Lease, release: wire.Release) -> None:
         """Let go of the objects of a lease, and note the load that it was for, if there was one."""
+        if lease.lookup is not None:
+            is_unused = release.unused or release.failed
+            self._count_lookup(lease.lookup.without_hit() if is_unused else lease.lookup)
+            self.counters["lookups_unused"] += is_unused
         if release.tokens or release.failed:
             for slot in lease.slots:
                 slot.is_doubted = release.failed

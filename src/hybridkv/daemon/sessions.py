@@ -27,6 +27,7 @@ from hybridkv.shm.trailer import PROCESSES_MAX, WorkerProcess
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
+from hybridkv.tiers.object_search import LookupRequest
 from hybridkv.tiers.record import RecordName
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import Reply, WireModel
@@ -74,6 +75,20 @@ class IdentityModel(NamedTuple):
     name: str
 
 
+class CountedLookup(NamedTuple):
+    """A lookup as it is counted, with the hit that its engine uses."""
+
+    request: LookupRequest
+    masks: Sequence[bytes]  # By group, a byte for each chunk: 1 where RAM or a tier has the object.
+    whole_chunks: int = 0  # The chunks of the hit without its tail.
+    chunks: int = 0
+    tokens: int = 0
+
+    def without_hit(self) -> "CountedLookup":
+        """Return the lookup as one whose hit is not used."""
+        return CountedLookup(self.request, self.masks)
+
+
 @dataclass(eq=False, slots=True)
 class Lease:
     """The objects that stay in RAM for one hit, until the engine releases them."""
@@ -82,6 +97,7 @@ class Lease:
     asked_at: float  # When the lookup came.
     tokens_per_second: int  # The engine's computing speed, 0 = not known.
     opened_at: float = 0.0
+    lookup: CountedLookup | None = None  # What is counted at its end; None for an audit's lease.
     span: object = None  # The span of the lookup, while spans are exported.
 
 

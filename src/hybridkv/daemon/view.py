@@ -16,6 +16,7 @@ from hybridkv.wire.status import GroupStatus, SessionStatus, Status, TierRefusal
 SAMPLED = (
     "lookups",
     "lookups_hit",
+    "lookups_unused",
     "lookups_waited",
     "lookup_wait_seconds",
     "tokens_asked",

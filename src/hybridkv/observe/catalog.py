@@ -26,12 +26,15 @@ class Values(dict[tuple[str, str], float]):
 
 PLAIN: Mapping[str, MetricFamily] = {
     "lookups": counter("Lookups that were answered or began to wait."),
-    "lookups_hit": counter("Lookups whose answer was a hit of at least one chunk."),
+    "lookups_hit": counter("Lookups whose answer was a hit, and whose engine used it or had it."),
+    "lookups_unused": counter(
+        "Lookups whose prompts were computed because the answer was late or could not be loaded."
+    ),
     "tails_hit": counter("Hits that ended inside a chunk (`sub_block_hits`)."),
     "lookups_waited": counter("Lookups that waited for tiers below RAM and were answered."),
-    "chunks_asked": counter("Chunks that lookups asked for."),
+    "chunks_asked": counter("Chunks of the lookups that ended, also of those without an answer."),
     "chunks_hit": counter("Chunks of all hits."),
-    "tokens_asked": counter("Tokens of the chunks that lookups asked for."),
+    "tokens_asked": counter("Tokens of the same chunks."),
     "tokens_hit": counter("Tokens of all hits, also those in the engine's own cache by then."),
     "tokens_loaded": counter("Tokens that engines loaded."),
     "computing_seconds_spared": counter(

@@ -48,6 +48,11 @@ RECENT_PROBLEMS = {
     "deadlines_missed": CountedProblem(
         "warn", "lookups waited for tiers and were answered before all had come"
     ),
+    "lookups_unused": CountedProblem(
+        "warn",
+        "prompts were computed although they were looked up: the answer was late, or what was "
+        "found could not be loaded; the decisions below say why",
+    ),
     "reserves_failed": CountedProblem(
         "warn",
         "times the cache could not grow, because its directory or control group is full; a "
@@ -298,6 +303,7 @@ def outcome_of(explanation: RequestExplanation) -> OutcomeText:
     """Returns the outcome of a request, with its reason in words."""
     loaded, declined = explanation.loaded_tokens, explanation.declined
     local_tokens, hit_chunks = explanation.local_tokens, explanation.hit_chunks
+    asked_tokens = explanation.asked_chunks * explanation.chunk_tokens
     if loaded:
         size = format_size(explanation.loaded_bytes)
         return OutcomeText(wire.Outcome.LOADED, f"{loaded} tokens, {size}")
@@ -305,6 +311,9 @@ def outcome_of(explanation: RequestExplanation) -> OutcomeText:
         is_failed = declined in (Decline.LOAD_FAILED, Decline.PLAN_FAILED)
         outcome = wire.Outcome.FAILED if is_failed else wire.Outcome.DECLINED
         return OutcomeText(outcome, explanation.detail or DECLINES[declined])
+    if hit_chunks is None and 0 < asked_tokens <= (local_tokens or 0):
+        text = f"the engine's own cache had {local_tokens} tokens, and no hit can have more"
+        return OutcomeText(wire.Outcome.LOCAL, text)
     if hit_chunks is None:
         text = "no lookup was answered before the request ended"
         return OutcomeText(wire.Outcome.DECLINED, text)

@@ -108,14 +108,20 @@ class Promotion:
         """Returns whether the lookup with that lease waits."""
         return LookupKey(connection_id, lease) in self.lookups
 
-    def cancel(self, connection_id: int, lease: int | None = None) -> None:
-        """Forget one lookup, or all of a connection, because nobody wants the answer any more."""
+    def cancel(self, connection_id: int, lease: int | None = None) -> list[WaitingLookup]:
+        """Forget one lookup, or all of a connection, because nobody wants the answer any more.
+
+        Returns the lookups that waited.
+        """
+        cancelled: list[WaitingLookup] = []
         keys = list(self.lookups) if lease is None else [LookupKey(connection_id, lease)]
         for key in keys:
             lookup = self.lookups.get(key)
             if lookup is not None and key.connection_id == connection_id:
                 self._leave(lookup, LookupEvent.CANCELLED)
                 self._store.unpin(lookup.held)
+                cancelled.append(lookup)
+        return cancelled
 
     def on_find_done(self, job: TierJob, outcome: JobOutcome) -> None:
         """A tier has said which of the objects that it was asked about it has."""

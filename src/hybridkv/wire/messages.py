@@ -275,12 +275,17 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
 
 
 class Release(_Message, frozen=True, tag="release"):
-    """End a read lease. The tokens and bytes that were loaded under it are counted."""
+    """End a read lease. The tokens and bytes that were loaded under it are counted.
+
+    With `unused` the engine computed what the hit has, because the answer was late or the hit could
+    not be loaded. It is no hit then.
+    """
 
     lease: Count
     tokens: Count = 0
     loaded_bytes: Count = 0
     failed: bool = False
+    unused: bool = False
 
 
 class Reserve(_Numbered, frozen=True, tag="reserve"):

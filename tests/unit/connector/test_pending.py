@@ -13,6 +13,7 @@ from hybridkv.connector.metrics import LOOKUPS_OUTRUN, LOOKUPS_PROMOTED
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.wire.messages import Decline
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes
 from tests.waiting import DEADLINE_SECONDS, until
@@ -79,6 +80,30 @@ def test_what_comes_up_is_not_waited_for_where_the_engine_has_as_much(slow: Daem
         assert counters[LOOKUPS_OUTRUN] == 1
         scheduler.on_finished("r")
         until(lambda: not control.stats().values["lookups_waiting"], "nobody waits any more")
+    scheduler.close()
+
+
+def test_tokens_that_came_up_too_late_were_asked_for_and_not_hit(slow: DaemonProcess) -> None:
+    """What the directory has of them an unlimited cache would have had."""
+    scheduler, request, counters = connected(slow)
+    scheduler.on_new_request(request)
+    until(
+        lambda: scheduler.offer_hit(request, 0) is None and counters[LOOKUPS_PROMOTED] == 1,
+        "the daemon reads",
+    )
+    tracked, now = scheduler.requests.by_id["r"], time.monotonic()
+    scheduler.requests.decline_lookup(tracked, Decline.LATE_ANSWER, now)
+    scheduler.on_finished("r")
+    scheduler.session.link.flush(now)
+    with ControlClient(slow.socket_path) as control:
+        until(lambda: control.stats().values["ceiling_lookups"] == 1, "it is counted")
+        report, asked = control.stats(status=True), CHUNKS * GEOMETRY.chunk_tokens
+    names = ("ceiling_asked_tokens", "ceiling_tokens", "ceiling_hit_tokens", "tokens_asked")
+    assert [report.values[name] for name in names] == [asked, asked, 0, asked]
+    assert report.status is not None
+    recent = report.status.recent
+    assert (recent.hit, recent.ceiling) == (0.0, 1.0)
+    assert any("prompts were computed" in problem.text for problem in report.status.health)
     scheduler.close()
 
 

@@ -48,6 +48,10 @@ always hit <= ceiling <= asked.
 - The unlimited cache has everything that was stored, or found below RAM, since the daemon began. It
   forgets only what `hybridkv clear` or a proof of wrong bytes takes away. It also has what the
   quota of a `cache_salt` kept out, because a larger quota would have kept it.
+- A hit is counted when the engine ends its lease. It is none if the answer was late or the hit
+  could not be loaded: what was asked for then counts, and `lookups_unused_total` grows. Lookups
+  that were withdrawn while tiers were read are in no sum: the request was aborted, or the engine
+  had as much itself.
 - What an engine did not store for want of a write slot has no name, so it is in neither number.
   `slots_short_total` grows then, and the true ceiling is higher.
 - A gap without evictions is not for lack of room. Tiers that were too slow, away, or over a

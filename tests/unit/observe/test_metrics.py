@@ -296,6 +296,8 @@ def test_what_is_evicted_is_below_the_ceiling() -> None:
     for number in numbers:
         commit(core, 1, grant(core, 1, 4000, 1), 0, [number])
     held = [number for number in numbers if lookup(core, 1, number, number).chunks]
+    for number in numbers:
+        core.handle(1, Release(number))
     while core.ceiling.work():
         pass
     values = core.view.metric_values().named()

@@ -266,8 +266,8 @@ REQUESTS = [
         "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f020a",
     ),
     Example(
-        Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True),
-        "1300000095a772656c6561736509cd0100ce00100000c3",
+        Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True, unused=True),
+        "1400000096a772656c6561736509cd0100ce00100000c3c3",
     ),
     Example(
         Reserve(id=4, part_bytes=8192, parts=2, count=64), "0f00000095a77265736572766504cd20000240"

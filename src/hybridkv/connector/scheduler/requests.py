@@ -3,6 +3,7 @@
     PREFETCHING --allocated--> WAITING_FOR_LOAD --planned--> LOADING --loaded--> READY
          |  lookup sent on arrival; "no answer yet" = ask again               |
          +-- settled: miss, deadline passed, nothing to load --> READY        |
+         +-- outrun: no answer can add a token --> OUTRUN --settled--> READY  |
          any state --failed--> BYPASS: never offered to the cache again <-----+
          finished --> DONE, but while a load waits or runs:
              --finished--> DRAINING --loaded/failed--> DONE
@@ -46,6 +47,7 @@ class RequestState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     BYPASS = "bypass"
+    OUTRUN = "outrun"  # It runs, and its lookup's answer says later what need not be stored.
     DRAINING = "draining"
     DONE = "done"
 
@@ -55,6 +57,7 @@ class RequestEvent(StrEnum):
 
     SETTLED = "settled"
     """Nothing is loaded: a miss, a late answer, or nothing beyond the engine's own hit."""
+    OUTRUN = "outrun"  # The engine runs it, because no answer could add to its own hit.
     ALLOCATED = "allocated"  # The engine has blocks for an external hit.
     PLANNED = "planned"  # The load plan left for the workers.
     LOADED = "loaded"
@@ -66,6 +69,9 @@ class RequestEvent(StrEnum):
 
 TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.PREFETCHING, RequestEvent.SETTLED): RequestState.READY,
+    (RequestState.PREFETCHING, RequestEvent.OUTRUN): RequestState.OUTRUN,
+    (RequestState.OUTRUN, RequestEvent.SETTLED): RequestState.READY,
+    (RequestState.OUTRUN, RequestEvent.FINISHED): RequestState.DONE,
     (RequestState.PREFETCHING, RequestEvent.ALLOCATED): RequestState.WAITING_FOR_LOAD,
     (RequestState.PREFETCHING, RequestEvent.FAILED): RequestState.BYPASS,
     (RequestState.PREFETCHING, RequestEvent.FINISHED): RequestState.DONE,
@@ -97,6 +103,15 @@ def hit_chunks_max(geometry: Geometry) -> int:
     return wire.BATCH_MAX // len(geometry.groups)
 
 
+def longest_hit_tokens(geometry: Geometry, tokens: int, with_tails: bool) -> int:
+    """Return the tokens of the longest hit that a lookup of a prompt of `tokens` can find.
+
+    It ends before the prompt's last token, at the end of a chunk or, `with_tails`, of a match unit.
+    """
+    unit = geometry.hash_tokens if with_tails else geometry.chunk_tokens
+    return min(tokens - 1, hit_chunks_max(geometry) * geometry.chunk_tokens) // unit * unit
+
+
 @dataclass(eq=False, slots=True)
 class RequestLookup:
     """A request's last lookup. Times are monotonic seconds."""
@@ -106,6 +121,9 @@ class RequestLookup:
     tails_from: int = 0  # The chunk that the first of these tails ends inside.
     adapter: AdapterWeights | None = None  # The LoRA adapter that the names are of.
     sent: bool = False
+    lost: bool = False  # True once its connection was lost. It is sent once more.
+    outrun: bool = False  # True once the engine did not wait: no answer could add to its own hit.
+    must_wait: bool = False  # True if it waits all the same, so that objects are stored again.
     sent_at: float = 0.0
     deadline: float = 0.0
     lease: int = 0  # The lease that the answer opens; 0 = none.
@@ -291,6 +309,7 @@ class RequestRegistry:
     ) -> None:
         """Decline a request that waits for its lookup. The engine computes it."""
         self.decline(tracked, reason, detail)
+        self.end_lease(tracked, now, is_unused=True)
         self.advance(tracked, RequestEvent.SETTLED, now)
 
     def next_lease(self) -> int:
@@ -312,22 +331,34 @@ class RequestRegistry:
         loaded_tokens: int = 0,
         loaded_bytes: int = 0,
         has_failed: bool = False,
+        is_unused: bool = False,
     ) -> None:
-        """End the request's lease, if it has one, and tell the daemon what was loaded under it."""
+        """End the request's lease, if it has one, and tell the daemon what was loaded under it.
+
+        `is_unused` says that the request is computed although the daemon may have a hit.
+        """
         lease, tracked.lookup.lease = tracked.lookup.lease, 0
         if lease:
             self.by_lease.pop(lease, None)
-            self.session.queue_message(
-                wire.Release(lease, loaded_tokens, loaded_bytes, has_failed), now
-            )
+            release = wire.Release(lease, loaded_tokens, loaded_bytes, has_failed, is_unused)
+            self.session.queue_message(release, now)
 
     def on_connection_lost(self, now: float) -> None:
-        """Settle all requests that wait. With the connection the daemon has ended every lease."""
+        """Let each request that waits be looked up once more, in the time that its lookup has left.
+
+        With the connection the daemon has ended every lease.
+        """
         self.by_lease.clear()
         for tracked in self.by_id.values():
-            tracked.lookup.lease = 0
-        for tracked in [request for request in self.by_id.values() if request.is_prefetching]:
-            self.decline_lookup(tracked, wire.Decline.LOST, now)
+            lookup = tracked.lookup
+            lookup.lease = 0
+            if tracked.state is RequestState.OUTRUN:
+                self.advance(tracked, RequestEvent.SETTLED, now)
+            elif tracked.is_prefetching and lookup.lost:
+                self.decline_lookup(tracked, wire.Decline.LOST, now)
+            elif tracked.is_prefetching:
+                lookup.found, lookup.pending = None, None
+                lookup.sent, lookup.lost = False, True
 
     def send_explanation(self, tracked: TrackedRequest, now: float) -> None:
         """Send the daemon the explanation of a request that ended, for `hybridkv explain`."""
