@@ -100,7 +100,7 @@ FAULTS: tuple[Mutation, ...] = (
         "a-loser-goes-on-waiting",
         "who was not chosen keeps its lookup",
         "SchedulerRole.on_allocated",
-        "self.requests.advance(tracked, requests.RequestEvent.SETTLED, now)",
+        "self.lookups.on_computed(tracked, now)",
         "pass",
         ("D13",),
         (f"{PENDING}::test_who_was_not_chosen_lets_go_before_its_answer_is_there",),

@@ -791,10 +791,16 @@ class Engine:
             is_same = first_asked.digests is watch.identity_digests
             if not is_same or first_asked.is_pending != is_pending:
                 first_asked = self._asked[name] = asked_now
+            known = self.side.lookups.patience
             patience = self._patience + ROOM_SECONDS * bool(self.side.room)
-            if watch.question or self.connector.counters.get(BEGUN_ANEW):
+            patience += known.answer_seconds(request.num_tokens) - known.answer_seconds(0)
+            is_attached = self.side.session.workers_attached()
+            if watch.question or self.connector.counters.get(BEGUN_ANEW) or not is_attached:
                 # A role that begins anew asks for the weights too.
-                patience += self.side.lookups.patience.tier_wait(request.num_tokens).seconds
+                patience += known.tier_wait(request.num_tokens).seconds
+            if tracked is not None and tracked.lookup.lost:
+                # After the loss of its connection it is looked up once more.
+                patience += known.answer_seconds(request.num_tokens)
             if is_pending:
                 patience += tracked.lookup.pending.wait_ms / 1e3
             waited = CLOCK.now - first_asked.since

@@ -39,7 +39,7 @@ SHARED_NAMES = (
     ),
     SharedNames(
         "A session's link is that to one daemon, or that to the daemons of several nodes.",
-        "drop_connection flush greet_with has_unsent poll queue send",
+        "drop_connection flush greet_with has_unsent is_greeting poll queue send",
         "Link NodesLink",
     ),
     SharedNames(

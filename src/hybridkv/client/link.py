@@ -91,6 +91,11 @@ class Link:
         return self._hello.lock
 
     @property
+    def is_greeting(self) -> bool:
+        """True while the daemon has a greeting that it has not answered."""
+        return self.sock is not None and self.welcome is None
+
+    @property
     def has_connection(self) -> bool:
         """True unless the daemon has closed the connection, also while replies are unread."""
         if self.sock is None:
@@ -139,6 +144,7 @@ class Link:
             # The daemon may still answer the old greeting.
             self.sock.close()
             self.sock = None
+            self._retry_at = 0.0
 
     def drop_connection(self, why: str, now: float) -> None:
         """End the connection, if there is one. A later `poll` makes another."""
@@ -192,6 +198,8 @@ class Link:
             self._retry_at = now + HELLO_SECONDS
 
     def _connect(self, now: float) -> None:
+        # A connection that lasted is made anew at once, and one that does not last is not.
+        self._retry_at = now + RECONNECT_SECONDS
         sock: socket.socket | None = None
         kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
         try:
@@ -203,7 +211,6 @@ class Link:
             # Without a socket the process has no descriptor left at this moment.
             if sock is not None:
                 sock.close()
-            self._retry_at = now + RECONNECT_SECONDS
             if error.errno in (errno.EACCES, errno.EPERM):
                 self.refusal = _closed(self._socket_path)
             return
@@ -228,7 +235,6 @@ class Link:
         self.sock = None
         self.welcome = None
         self._out.clear()
-        self._retry_at = now + RECONNECT_SECONDS
         self._on_loss(why)
 
 

@@ -88,8 +88,10 @@ class Settings:
     lookup_timeout_ms: float = _setting(
         100.0, option_parsers.number(0.1, LOAD_TIMEOUT_SECONDS_MAX * 1e3, "100")
     )
-    """The longest time that a request waits for the answer to its lookup, 0.1 to 30,000
-    milliseconds. An answer that comes later is ignored."""
+    """The time that a request waits for the answer to its lookup, 0.1 to 30,000 milliseconds. A
+    request that takes long to compute waits 1% of that time, where this is longer, and at most
+    `load_timeout_seconds`. An answer that comes later is ignored. A request of which the engine has
+    as much itself as any hit can have waits for no answer."""
     store_generated: bool = _setting(True, option_parsers.boolean)
     """Whether chunks that contain generated tokens are stored, and not only those of prompts."""
     sub_block_hits: bool | None = _setting(None, option_parsers.boolean_or_auto)

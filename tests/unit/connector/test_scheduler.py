@@ -24,15 +24,16 @@ from hybridkv.connector.metrics import (
     declined,
     hits_limited,
 )
-from hybridkv.connector.scheduler.hits import LOAD_SECONDS_MAX
+from hybridkv.connector.scheduler.hits import LOAD_SECONDS_MAX, Patience
 from hybridkv.connector.scheduler.requests import RequestState, explain_request
 from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
 from hybridkv.core.packed import unpack_u64
+from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import parse_settings
-from hybridkv.core.speed import Speed
+from hybridkv.core.speed import PrefillSpeed, Speed
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from hybridkv.wire.messages import Commit, Decline, Found, Free, Lookup
@@ -573,6 +574,23 @@ def test_the_speed_of_prefill_is_that_of_its_own_step(
     assert speed(later, 0.01) == pytest.approx(4096.0)
 
 
+def test_patience_with_the_daemon_is_a_per_cent_of_computing(rig: Rig) -> None:
+    """It is `lookup_timeout_ms` at least, and `load_timeout_seconds` at most."""
+    prefill = PrefillSpeed(Speed(200.0, 0.0))
+    for policy in LoadPolicy:
+        patience = Patience(policy, 5.0, 0.1, prefill)
+        waits = [patience.answer_seconds(tokens) for tokens in (1000, 2000, 20_000, 2_000_000)]
+        assert waits == pytest.approx([0.1, 0.1, 1.0, 5.0])
+        assert patience.tier_wait(20_000).seconds <= 5.0
+    assert Patience(LoadPolicy.FASTER, 0.05, 0.1).answer_seconds(0) == 0.05
+    tokens = STORED * CHUNK + 1
+    rig.side.lookups.patience.answer_seconds_min = 0.1
+    rig.side.lookups.patience.prefill.speed = Speed(tokens / 500.0, 0.0)
+    rig.side.on_new_request(rig.request(1, tokens))
+    lookup = rig.side.requests.by_id["r"].lookup
+    assert lookup.deadline - lookup.sent_at == pytest.approx(5.0), "1 % of 500 s"
+
+
 def _poll(rig: Rig) -> bool:
     rig.side.exchange_messages(time.monotonic())
     return False
@@ -605,7 +623,12 @@ def test_the_deadline_is_the_lookups_own(daemon: DaemonProcess) -> None:
         assert late + spared == 4
     finally:
         daemon.process.send_signal(signal.SIGCONT)
-    until(lambda: rig.value("lookups_hit") == late, "all are answered at last")
+    until(lambda: rig.value("lookups_unused") == late, "all are answered at last")
+    asked = late * STORED * CHUNK
+    sums = ("tokens_asked", "tokens_hit", "ceiling_asked_tokens", "ceiling_hit_tokens")
+    until(lambda: rig.value("ceiling_lookups") == late, "all are counted")
+    assert [rig.value(name) for name in sums] == [asked, 0, asked, 0], "nobody had them in time"
+    assert rig.value("ceiling_tokens") == asked
     until(lambda: _poll(rig) or not rig.value("leases"), "no lease is kept")
     rig.side.close()
 
@@ -853,8 +876,8 @@ def test_replies_after_the_loss_of_a_connection_are_not_taken(rig: Rig) -> None:
         taken_replies.append(reply)
         rig.side.session.link.drop_connection("the test says so", now)
 
-    replies: list[Any] = ["the reply that loses it", "the next reply"]
-    rig.side.session.link.poll = lambda now: replies
+    batches: list[Any] = [["the reply that loses it", "the next reply"], []]
+    rig.side.session.link.poll = lambda now: batches.pop(0)
     rig.side.on_reply = on_reply
     rig.side.exchange_messages(time.monotonic())
     assert taken_replies == ["the reply that loses it"]

@@ -124,7 +124,7 @@ class NodesLink:
     def poll(self, now: float) -> list[wire.Reply]:
         """Take what reports have brought. Returns the replies in order, joined over the nodes."""
         if not self._nodes and not self._is_closed and now >= self._retry_at:
-            self._greet()
+            self._greet(now)
         inbox, self._inbox = self._inbox, []
         replies: list[wire.Reply] = []
         for report in inbox:
@@ -171,6 +171,11 @@ class NodesLink:
         return self.queue(request, now)
 
     @property
+    def is_greeting(self) -> bool:
+        """True while the daemons are greeted, or are about to be after a loss."""
+        return self.welcome is None and self.refusal is None and not self._is_closed
+
+    @property
     def has_unsent(self) -> bool:
         """True while messages wait for the next plan."""
         return any(state.messages for state in self._nodes)
@@ -187,6 +192,7 @@ class NodesLink:
         self._hello = hello
         if self.welcome is None:
             self._forget()
+            self._retry_at = 0.0
 
     def drop_connection(self, why: str, now: float) -> None:
         """End the connection, if there is one. A later `poll` makes another."""
@@ -308,8 +314,9 @@ class NodesLink:
 
     # Connection
 
-    def _greet(self) -> None:
+    def _greet(self, now: float) -> None:
         self.greetings += 1
+        self._retry_at = now + RECONNECT_SECONDS
         namespace = self._hello.namespace
         assert namespace is not None, "an engine's hello has it"
         self._nodes = [
@@ -360,7 +367,6 @@ class NodesLink:
         was_connected = self.welcome is not None
         self._forget()
         if was_connected:
-            self._retry_at = now + RECONNECT_SECONDS
             self._on_loss(why)
         else:
             self._retry_at = now + RETRY_SECONDS

@@ -173,6 +173,8 @@ class SchedulerRole:
         # The engine asks while a request has no blocks. So it has lost all that a load restored.
         tracked.load.restored = range(0)
         is_resumed = request.num_preemptions > tracked.preemptions
+        if is_resumed and tracked.state is requests.RequestState.OUTRUN:
+            self.requests.advance(tracked, requests.RequestEvent.SETTLED, now)
         if is_resumed and tracked.state is requests.RequestState.READY:
             tracked.preemptions = request.num_preemptions
             self.requests.advance(tracked, requests.RequestEvent.RESUMED, now)
@@ -196,7 +198,7 @@ class SchedulerRole:
         elif external_tokens:
             self.loads.on_allocated(tracked, present_tables, external_tokens, now)
         else:
-            self.requests.advance(tracked, requests.RequestEvent.SETTLED, now)
+            self.lookups.on_computed(tracked, now)
 
     def fail_load(self, request_id: str, external_tokens: int) -> None:
         """Fail the load that a request waits for, if it waits for `external_tokens` > 0 tokens."""
@@ -391,6 +393,8 @@ class SchedulerRole:
             tracked.next_chunk = [0] * len(self.geometry.groups)
             tracked.stored_states.clear()
             tracked.lookup.found = None
+            if tracked.state is requests.RequestState.OUTRUN:
+                self.requests.advance(tracked, requests.RequestEvent.SETTLED, now)
             if tracked.is_prefetching:
                 self.requests.end_lease(tracked, now)
                 self.lookups.look_up(tracked, now)
@@ -461,13 +465,18 @@ class SchedulerRole:
         """Send what is queued, and take the daemon's replies."""
         # A queued lookup's deadline begins before an answer is read that sets another one.
         self._flush(now)
+        self._take_replies(now)
+        if not self.session.is_connected:
+            self._take_replies(now)  # A connection that was lost is made anew at once.
+        if self.session.follow(now):
+            self.reserve_slots(now)
+        self._flush(now)
+
+    def _take_replies(self, now: float) -> None:
         for reply in self.session.link.poll(now):
             self.on_reply(reply, now)
             if not self.session.is_connected:
                 break  # The replies after this one are of a session that has ended.
-        if self.session.follow(now):
-            self.reserve_slots(now)
-        self._flush(now)
 
     def on_reply(self, reply: wire.Reply, now: float) -> None:
         """Take one reply of the daemon."""

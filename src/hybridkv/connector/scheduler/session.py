@@ -66,8 +66,8 @@ class DaemonSession:
     """The number of ranks that map the arena, by the daemon's life. None until the first step has
     ended."""
     unmapped: str = ""
-    """The daemon's last life whose arena some rank could not map or cannot copy with. Empty once
-    all ranks are attached."""
+    """The daemon's last life whose arena some rank could not map in time, or cannot copy with.
+    Empty once all ranks are attached."""
     breaker: Breaker = Breaker()
     subscribed: int = 0  # The last greeting after which Subscribe was sent.
     respawn_at: float = 0.0
