@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from hybridkv.lab.models import bundled_models
 from hybridkv.lab.prompts import english
@@ -21,6 +22,7 @@ def write_tiny_model(directory: Path) -> None:
     The same weights come of each call. Its answers make no sense, and a wrong byte of its KV
     changes them.
     """
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     config = Gemma3TextConfig.from_pretrained(bundled_models()["gemma3"], **WEIGHTS)
     Gemma3ForCausalLM(config).save_pretrained(directory)
