@@ -32,9 +32,11 @@ from hybridkv.vllm.weights_sentinel import WeightsLook, WeightsSentinel
 
 logger = logging.getLogger("vllm.hybridkv")
 
-SLICE_SECONDS = 0.05
-"""How long a step may be delayed by reading packed weights: a step without tokens, and the first
-step after the weights changed."""
+SLICE_SECONDS = 0.02
+"""How long a step without tokens may be delayed by reading packed weights."""
+UPDATE_SECONDS_MAX = 1.0
+"""The same for the first step after the weights changed. With less, an update of a small model on a
+busy processor would give an engine that is never idle a name of its own."""
 LATE_SECONDS_MAX = 300.0
 """How long steps without tokens go on reading packed weights for which a start had no time."""
 YIELD_SECONDS = 0.001
@@ -287,13 +289,13 @@ class EngineWeights:
             return
         if self._late_seconds < LATE_SECONDS_MAX:
             started = self._now()
-            reading.is_outdated = self._read_matrices()
+            reading.is_outdated = self._read_matrices(SLICE_SECONDS)
             self._late_seconds += self._now() - started
 
-    def _read_matrices(self) -> bool:
-        """Read on in the packed weights for SLICE_SECONDS. Returns True if none is late."""
+    def _read_matrices(self, seconds_max: float) -> bool:
+        """Read on in the packed weights. Returns True if none is late."""
         with torch.inference_mode():
-            return self._packed.read_matrices(self.sentinel.matrices, SLICE_SECONDS)
+            return self._packed.read_matrices(self.sentinel.matrices, seconds_max)
 
     def _begin_reading(self, previous: WeightsReading | None) -> None:
         """Begin a reading in a thread of its own, once the previous one has ended.
@@ -304,7 +306,7 @@ class EngineWeights:
         if previous is not None and previous.is_outdated and self._is_of_now(previous):
             reading.revision = previous.revision + 1
         else:
-            self._read_matrices()  # They may have come with an update.
+            self._read_matrices(UPDATE_SECONDS_MAX)  # They may have come with an update.
         self._start_reading(reading, previous)
         self.reading = reading
 

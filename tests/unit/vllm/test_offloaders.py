@@ -14,6 +14,7 @@ import torch
 import vllm
 from vllm.config import offload
 from vllm.model_executor import offloader
+from vllm.model_executor.layers.fused_moe import config
 from vllm.model_executor.offloader import prefetch
 
 from hybridkv.vllm.weights import EngineWeights
@@ -171,3 +172,13 @@ def test_vllm_has_the_offloaders_that_are_known() -> None:
             "offload_params",
         },
     }, "`unrelated` says that none of them changes KV"
+
+
+def test_experts_say_over_how_many_replicas_they_are_split() -> None:
+    """Or nobody would know that other engines have a part of them."""
+    fields = {
+        cls.__name__: {field.name for field in dataclasses.fields(cls)}
+        for cls in (config.FusedMoEParallelConfig, config.FusedMoEConfig)
+    }
+    assert "dp_size" in fields["FusedMoEParallelConfig"]
+    assert "moe_parallel_config" in fields["FusedMoEConfig"]
