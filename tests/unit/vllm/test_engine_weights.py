@@ -337,16 +337,23 @@ def test_what_a_start_had_no_time_for_is_read_in_idle_steps(
 ) -> None:
     """Issue 50: of packed weights under load. The doubt ends, and the era goes on."""
     monkeypatch.setattr(weights_digest, "PROBE_ROWS", 1)
-    clock = Clock(100.0, 100.0)
+    clock = Clock(100.0, 100.0, 100.0)
     engine = Engine(Worker(Runner(clock.kept(small_models.Model()))), now=clock)
     try:
         products = clock.products
         first = engine.step()
         assert first == (0, 0, engine.first, (StepLook(1, 0),), 0, 1, True)
         assert clock.products == products, "no step with tokens is delayed"
+        engine.step(1)
+        reading = engine.weights.reading
+        assert reading is not None
+        assert reading.thread is not None
+        reading.thread.join(DEADLINE_SECONDS)
+        assert reading.found is not None
+        assert reading.found.is_late, "beside the steps nothing is multiplied"
         until(lambda: engine.idle().revision > 0, "the weights are read")
         answer = engine.step()
-        assert answer[:3] == (0, 0, digest(Clock().kept(small_models.Model())))
+        assert answer[:3] == (1, 0, digest(Clock().kept(small_models.Model())))
         assert answer[4:] == (1, 0, False)
         products = clock.products
         assert not engine.idle().is_reading
