@@ -10,7 +10,7 @@ class Refusal(StrEnum):
     """The reason for which a tier refuses objects. To open the tier again changes none of them."""
 
     NO_SPACE = "no_space"  # The file system is full.
-    QUOTA = "quota"  # A quota of the user, or of the bucket, is used up.
+    QUOTA = "quota"  # A quota of the user, or the room of the bucket, is used up.
     READ_ONLY = "read_only"  # The file system is read-only, or the server is a replica.
     PERMISSION = "permission"  # The user may not write there.
     BOUND = "bound"  # The object is larger than the tier's `bytes`.
@@ -29,8 +29,10 @@ class RefusalText(NamedTuple):
 
 
 REFUSALS: Mapping[Refusal, RefusalText] = {
-    Refusal.NO_SPACE: RefusalText("its file system is full", "free the file system"),
-    Refusal.QUOTA: RefusalText("a quota of its storage is used up", "raise the quota"),
+    Refusal.NO_SPACE: RefusalText(
+        "its file system is full", "free the file system, or set bytes= below its room"
+    ),
+    Refusal.QUOTA: RefusalText("the quota or the room of its storage is used up", "raise it"),
     Refusal.READ_ONLY: RefusalText(
         "its storage is read-only", "mount it writable, name the primary server, or set write=off"
     ),

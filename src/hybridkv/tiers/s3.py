@@ -58,8 +58,8 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,64})</Code>")
 _FULL_CODES: Mapping[str, Refusal] = {
     "QuotaExceeded": Refusal.QUOTA,
-    "XMinioStorageFull": Refusal.NO_SPACE,
-    "InsufficientStorage": Refusal.NO_SPACE,
+    "XMinioStorageFull": Refusal.QUOTA,
+    "InsufficientStorage": Refusal.QUOTA,
     "EntityTooLarge": Refusal.TOO_LARGE,
 }
 _REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed")
@@ -307,7 +307,7 @@ class S3Tier(Tier):
             return contract.MissingError("the object went while it was read")
         if status == 507 or code in _FULL_CODES:
             what = f"{self._place} is full ({code or status})"
-            return contract.FullError(what, _FULL_CODES.get(code, Refusal.NO_SPACE))
+            return contract.FullError(what, _FULL_CODES.get(code, Refusal.QUOTA))
         words = " ".join(str(word) for word in (status, code) if word)
         does = f"answers {words}" if words else "does not answer"
         refusal = Refusal.PERMISSION if code == "AccessDenied" else None

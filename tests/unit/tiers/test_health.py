@@ -183,7 +183,7 @@ def test_what_is_refused_now_and_then_is_reported_too(node: Node, storage: Stora
 def test_every_reason_has_a_cause_and_a_cure() -> None:
     assert set(REFUSALS) == set(Refusal)
     cures = [REFUSALS[refusal].cure for refusal in (Refusal.NO_SPACE, Refusal.BOUND)]
-    assert cures == ["free the file system", "set a larger bytes="]
+    assert cures == ["free the file system, or set bytes= below its room", "set a larger bytes="]
 
 
 def test_one_refusal_is_no_state(node: Node, storage: Storage) -> None:
