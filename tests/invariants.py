@@ -186,12 +186,6 @@ def check_disk(tier: DiskTier) -> None:
 
 
 def _check_files(index: FileIndex) -> None:
-    ours = index.ours.values()
-    check_queue(index.order, index.may_go, index.ours)
-    taken_bytes = sum(file.taken_bytes for file in ours) + sum(index.strays.values())
-    assert taken_bytes == index.taken_bytes <= index.max_bytes
+    index.check_index()
+    assert index.taken_bytes <= index.max_bytes
     assert not index.writing_bytes
-    assert not index.ours.keys() & index.others.keys()
-    assert index.doubled <= index.ours.keys() | index.others.keys()
-    assert not index.strays.keys() & {file.path for file in ours}
-    assert +index.children == Counter(file.parent for file in ours)

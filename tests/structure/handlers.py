@@ -315,13 +315,13 @@ HANDLERS = (
         NO + "the next take-over tries it again",
     ),
     Handler(
-        "Writers._take_over",
+        "Writers._adopt_files",
         "suppress(FileNotFoundError)",
         "The record was removed before it could be taken over.",
         NO + "a record that is gone is a miss, which lookups count",
     ),
     Handler(
-        "_about_bytes",
+        "_mean_bytes",
         "suppress(OSError)",
         "The size of one file of a sample is not needed: the log says about how much there is.",
         NO + "the sentence says about",

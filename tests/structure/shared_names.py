@@ -18,6 +18,11 @@ class SharedNames(NamedTuple):
 
 SHARED_NAMES = (
     SharedNames(
+        "The order of eviction of RAM and that of a directory have the same rules.",
+        "add_item mark_used offer remember remove victim",
+        "EvictionQueue FileOrder",
+    ),
+    SharedNames(
         "vLLM calls a connector's hooks, and MultiConnector's parts have those of their role.",
         "bind_connector_metadata build_connector_meta build_connector_worker_meta"
         " build_kv_connector_stats build_prom_metrics clear_connector_metadata"

@@ -121,6 +121,9 @@ _TIER = {
     "bytes_max": gauge("The tier's bound in bytes."),
     "objects": gauge("Objects that the tier holds."),
     "objects_of_others": gauge("Objects of other daemons in the same directory."),
+    "index_bytes": gauge(
+        "Bytes that the index of a directory's files takes of the daemon's memory."
+    ),
     "files_failed": counter("Files that could not be looked at, moved or removed, and were left."),
     "discards_waiting": gauge("Objects that wait to be removed."),
     "discards_forgotten": counter("Objects that were to be removed and may come back."),

@@ -344,7 +344,7 @@ def test_an_import_shows_that_it_lives(
 
     monkeypatch.setattr(DiskTier, "write_file", write)
     assert command(capsys, "import", file, "--disk", tmp_path / "to").status == 0
-    assert silent == [False] * 4, "it says so before each of them, when it is time"
+    assert silent == [False] * 5, "it says so before each of them, and before the probe"
 
 
 @pytest.mark.parametrize("layout", ["gemma3", "two_ranks", "two_ranks_mla"])

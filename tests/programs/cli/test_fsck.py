@@ -97,8 +97,9 @@ DAMAGES: dict[str, Damage] = {
 
 
 def test_whole_records_are_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    filled(tmp_path)
+    here = filled(tmp_path)
     filled(tmp_path, "there")
+    here.close()
     status, report = fsck(tmp_path, capsys)
     assert status == 0
     assert report["damaged"] == 0

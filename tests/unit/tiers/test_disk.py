@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ from hybridkv.tiers.disk.files import (
     prove_file,
     records,
 )
-from hybridkv.tiers.disk.index import STUCK_MAX
+from hybridkv.tiers.disk.index import STUCK_MAX, FileIndex
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LAYOUT_FILE, QUIET_SECONDS, check_root
 from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.record import KEY_BYTES
 from tests.invariants import check_disk
 from tests.tier_suite import BOUND_BYTES, SampleObject, TierSuite, make_sample, read
 
@@ -45,6 +47,12 @@ def opened(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
     tier = disk(root, writer, size)
     tier.open()
     return tier
+
+
+def path_of(tier: DiskTier, key: bytes) -> str:
+    path = tier.index.path_of(key)
+    assert path is not None
+    return path
 
 
 def real_bytes(root: Path) -> int:
@@ -280,12 +288,12 @@ def test_a_daemon_that_runs_gives_a_dead_one_time_to_come_back(tmp_path: Path) -
     tier.writers.look_due_at = 0
     tier.tend()
     back = opened(tmp_path, "other")
-    assert back.index.ours
+    assert back.index.own_count
     silent = time.time() - 2 * QUIET_SECONDS
     os.utime(tmp_path / "objects/other/alive", (silent, silent))
     tier.writers.look_due_at = 0
     tier.tend()
-    assert tier.index.ours.keys() == set(), "it lives, and has only been silent"
+    assert not tier.index.own_count, "it lives, and has only been silent"
 
 
 def test_a_dead_writer_of_this_machine_is_taken_over_within_minutes(tmp_path: Path) -> None:
@@ -296,7 +304,7 @@ def test_a_dead_writer_of_this_machine_is_taken_over_within_minutes(tmp_path: Pa
     os.utime(tmp_path / "objects/other/alive", (silent, silent))
     tier.writers.look_due_at = 0
     tier.tend()
-    assert tier.index.ours.keys() == {sample.key}
+    assert tier.index.own_bytes(sample.key)
     assert os.listdir(tmp_path / "objects") == ["here"]
 
 
@@ -351,6 +359,31 @@ def test_a_killed_process_is_a_dead_writer_at_once(tmp_path: Path) -> None:
         killed.kill()
     opened(tmp_path, "next")
     assert os.listdir(tmp_path / "objects") == ["next"]
+
+
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_a_file_costs_the_index_few_bytes(
+    tmp_path: Path, rng: random.Random, is_chain: bool
+) -> None:
+    count, namespace = 20_000, rng.randbytes(32)
+    names = [FileName(bytes(KEY_BYTES))]
+    for _ in range(count):
+        head = namespace + rng.randbytes(32) if is_chain else rng.randbytes(64)
+        parent = names[-1].key[32:40] if is_chain else rng.randbytes(8)
+        names.append(FileName(head + b"\0\1", parent))
+    index = FileIndex(1 << 40, tmp_path)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        with index.lock:
+            for name in names[1:]:
+                index.insert_file(name, 4096, 1.0)
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert used / count < (280 if is_chain else 360)
+    assert 0.8 < index.memory_bytes / used < 1.25
+    index.check_index()
 
 
 def test_two_daemons_of_one_name_do_not_write_over_each_other(tmp_path: Path) -> None:
@@ -678,7 +711,7 @@ def test_what_is_put_again_where_a_file_could_not_be_removed_stays(tmp_path: Pat
 def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     tier.put([make_sample(number).write_request() for number in range(5)])
-    first = tier.index.ours[make_sample(0).key].path
+    first = path_of(tier, make_sample(0).key)
     with failing():
         tier.discard([make_sample(number).key for number in range(5)])
     with failing(first):
@@ -695,7 +728,7 @@ def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> Non
     tier = opened(tmp_path, size="256KiB")
     records = [make_sample(number, 9000) for number in range(12)]
     tier.put([sample.write_request() for sample in records])
-    bad = [tier.index.ours[sample.key].path for sample in records if sample.key in tier.index.ours][
+    bad = [path_of(tier, sample.key) for sample in records if tier.index.own_bytes(sample.key)][
         : STUCK_MAX + 2
     ]
     with failing(*bad):
@@ -761,7 +794,7 @@ def test_what_two_others_have_is_known_when_one_has_removed_it(
     (home,) = [
         neighbour
         for neighbour in neighbours
-        if tier.index.others[sample.key].startswith(str(neighbour.writers.home))
+        if path_of(tier, sample.key).startswith(str(neighbour.writers.home))
     ]
     if remover == "we":
         tier.discard([sample.key])
@@ -843,7 +876,7 @@ def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_pa
     tier = opened(tmp_path, size="384KiB")
     samples = [make_sample(number, 9000) for number in range(4 * STUCK_MAX)]
     tier.put([sample.write_request() for sample in samples])
-    bad = [tier.index.ours[sample.key].path for sample in samples[: 4 * STUCK_MAX : 2]]
+    bad = [path_of(tier, sample.key) for sample in samples[: 4 * STUCK_MAX : 2]]
     with failing(*bad):
         for number in range(30, 60):
             assert tier.put([make_sample(number, 9000).write_request()]) == [None]
@@ -892,7 +925,7 @@ def test_a_file_that_alone_cannot_be_read_is_damaged(
     """`stuck`: it can neither be put aside nor removed."""
     tier, bad, sound = opened(tmp_path), make_sample(1), make_sample(2)
     tier.put([bad.write_request(), sound.write_request()])
-    path = tier.index.ours[bad.key].path
+    path = path_of(tier, bad.key)
     error = OSError(errno.EIO, os.strerror(errno.EIO))
     with unreadable(number, path):
         assert [type(read(tier, bad)) for _ in range(3)] == [TierError] * 3, "nothing was read"
@@ -938,7 +971,7 @@ def test_an_error_that_says_nothing_of_the_file_does_not_damage_it(
 ) -> None:
     tier, unreadable_sample, sound_sample = opened(tmp_path), make_sample(1), make_sample(2)
     tier.put([unreadable_sample.write_request(), sound_sample.write_request()])
-    with unreadable(number, tier.index.ours[unreadable_sample.key].path):
+    with unreadable(number, path_of(tier, unreadable_sample.key)):
         for _ in range(3):
             assert type(read(tier, unreadable_sample)) is TierError
             assert read(tier, sound_sample) is None
@@ -950,7 +983,7 @@ def test_few_files_that_could_not_be_read_are_remembered(
     monkeypatch.setattr("hybridkv.tiers.disk.tier.UNREADABLE_MAX", 2)
     tier, samples = opened(tmp_path), [make_sample(number) for number in range(4)]
     tier.put([sample.write_request() for sample in samples])
-    bad = [tier.index.ours[sample.key].path for sample in samples[:3]]
+    bad = [path_of(tier, sample.key) for sample in samples[:3]]
     with unreadable(errno.EIO, *bad):
         assert [type(read(tier, sample)) for sample in samples[:3]] == [TierError] * 3
         assert read(tier, samples[3]) is None
@@ -1014,7 +1047,7 @@ def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
     lost.put([sample.write_request() for sample in samples])
     tier = opened(tmp_path)
     os.utime(tmp_path / "objects/lost/alive", (1, 1))
-    bad = os.path.basename(tier.index.others[samples[2].key])
+    bad = os.path.basename(path_of(tier, samples[2].key))
     real = getattr(os, call)
 
     def fails(path: Any, *args: Any, **options: Any) -> Any:
@@ -1027,7 +1060,7 @@ def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
             tier.writers.look_due_at = 0
             tier.tend()
         assert [read(tier, sample) for sample in samples] == [None] * 5, "it is read where it is"
-    assert len(tier.index.ours) == 4
+    assert tier.index.own_count == 4
     assert tier.gauges()["files_failed"] == 1, "and is not tried again each second"
     assert f"left as they are: 1 ({os.strerror(number)}: {tmp_path}" in caplog.text
     check_disk(tier)
@@ -1069,7 +1102,7 @@ def test_what_is_removed_while_it_is_taken_over_keeps_no_other_from_it(tmp_path:
 
     with mock.patch("os.rename", meanwhile):
         tier.tend()
-    assert len(tier.index.ours) == 2
+    assert tier.index.own_count == 2
     assert not list(tmp_path.glob("objects/lost*"))
     check_disk(tier)
 
@@ -1088,7 +1121,7 @@ def test_of_what_a_lost_writer_left_the_newest_is_taken_over(
     tier = opened(tmp_path, size="1MiB")
     tier.tend()
     names = [parse_name(path.name) for path in paths]
-    ages = [name is not None and name.key in tier.index.ours for name in names]
+    ages = [name is not None and tier.index.own_bytes(name.key) is not None for name in names]
     kept = ages.count(True)
     assert kept > 3
     assert ages == [True] * kept + [False] * (20 - kept)
@@ -1096,7 +1129,7 @@ def test_of_what_a_lost_writer_left_the_newest_is_taken_over(
     assert text in caplog.text
     check_disk(tier)
     assert tier.put([make_sample(30, 100_000).write_request()]) == [None]
-    ages = [name is not None and name.key in tier.index.ours for name in names]
+    ages = [name is not None and tier.index.own_bytes(name.key) is not None for name in names]
     assert ages == [True] * (kept - 1) + [False] * (21 - kept), "the oldest goes first"
 
 

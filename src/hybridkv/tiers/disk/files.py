@@ -100,19 +100,17 @@ def shard_records(shard: str) -> Iterator[tuple[str, FileName]]:
                 yield entry.path, name
 
 
-class FoundFile(NamedTuple):
-    """A record's file in a listing. The oldest sorts first."""
+class FileStatus(NamedTuple):
+    """What the order of eviction needs of a record's file beside its name."""
 
     changed: float  # Seconds since the epoch.
-    name: FileName
-    path: str
     taken_bytes: int
 
 
-def found_file(path: str, name: FileName) -> FoundFile:
+def file_status(path: str) -> FileStatus:
     """Returns the status of a record's file. Raises OSError."""
     status = os.stat(path, follow_symlinks=False)
-    return FoundFile(status.st_mtime, name, path, taken_bytes(status))
+    return FileStatus(status.st_mtime, taken_bytes(status))
 
 
 class FileErrors:

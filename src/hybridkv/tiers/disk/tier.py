@@ -48,7 +48,7 @@ from hybridkv.tiers.disk.files import (
     set_aside,
 )
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
-from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers, homes
+from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers, home_of, homes
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -104,8 +104,8 @@ class DiskTier(Tier):
         `adopts`: whether it takes over the files of lost writers.
         """
         spec.known_options()
-        self.index = FileIndex(spec.max_bytes or 0)
         root = Path(spec.location.removeprefix("disk://"))
+        self.index = FileIndex(spec.max_bytes or 0, home_of(root, writer))
         self.writers = Writers(root, writer, self.index, adopts)
         self._direct = os.O_DIRECT
         self._numbers = count(1)
@@ -139,19 +139,19 @@ class DiskTier(Tier):
         logger.info(
             "disk: %s has %d objects of ours, %s of at most %s, and %d of %d other writers%s",
             writers.root,
-            len(index.ours),
+            index.own_count,
             format_size(index.held_bytes),
             format_size(index.max_bytes),
-            len(index.others),
+            index.other_count,
             len(homes(writers.root)) - 1,
             "" if self._direct else "; no direct I/O there",
         )
 
     def peek(self, key: bytes) -> bool:
-        return key in self.index.ours or key in self.index.others
+        return self.index.row_of(key) is not None
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self.peek(key) for key in keys]
+        return self.index.may_have(keys)
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         for key in keys:
@@ -168,7 +168,7 @@ class DiskTier(Tier):
         index = self.index
         for key in keys:
             with index.lock:
-                path, file = index.path_of(key), index.ours.get(key)
+                path, own_bytes = index.path_of(key), index.own_bytes(key)
                 if path is None:
                     continue
                 try:
@@ -178,15 +178,13 @@ class DiskTier(Tier):
                         os.unlink(path)
                 except OSError as error:
                     is_gone = isinstance(error, FileNotFoundError) and not os.path.lexists(path)
-                    if file is not None and not is_gone:
+                    if own_bytes is not None and not is_gone:
                         # No other record gets its room while the file is there.
-                        index.add_stray(path, file.taken_bytes)
+                        index.add_stray(path, own_bytes)
                 index.drop_record(key)
 
     def keys(self) -> Iterator[bytes]:
-        with self.index.lock:
-            known = [*self.index.ours, *self.index.others]
-        yield from known
+        return self.index.known_keys()
 
     def tend(self) -> None:
         now = time.monotonic()
@@ -205,8 +203,9 @@ class DiskTier(Tier):
         return {
             "bytes": float(index.held_bytes),
             "bytes_max": float(index.max_bytes),
-            "objects": float(len(index.ours)),
-            "objects_of_others": float(len(index.others)),
+            "objects": float(index.own_count),
+            "objects_of_others": float(index.other_count),
+            "index_bytes": float(index.memory_bytes),
             "files_failed": float(index.files_failed),
         }
 
@@ -220,15 +219,16 @@ class DiskTier(Tier):
 
     def _get(self, item: ReadRequest) -> TierError | None:
         index, key = self.index, item.key
-        file, path = index.ours.get(key), index.path_of(key)
-        if path is None:
+        stamp = index.stamp_of(key)
+        if stamp is None:
             return contract.MissingError("it is not there")
+        path = stamp.path
         try:
             error = self._read(path, item.pieces)
         except FileNotFoundError:
             with index.lock:
                 # Another thread may have put it again meanwhile.
-                if index.ours.get(key) is file and index.path_of(key) == path:
+                if index.stamp_of(key) == stamp:
                     index.drop_record(key)
             return contract.MissingError("it is not there any more")
         except OSError as error:
@@ -292,12 +292,12 @@ class DiskTier(Tier):
                     index.evict_bytes(reserved)
             return _translated(error)
         with index.lock:
-            known = index.ours.get(item.key)
-            if known is not None and known.path != path:
+            known_path = index.path_of(item.key) if index.own_bytes(item.key) is not None else None
+            if known_path is not None and known_path != path:
                 index.remove_file(path, file_bytes)
             index.writing_bytes -= reserved
-            if known is None:
-                index.insert_file(name, path, file_bytes, time.time())
+            if known_path is None:
+                index.insert_file(name, file_bytes, time.time())
         return None
 
     def write_file(self, path: str, pieces: Sequence[memoryview], size: int) -> int:

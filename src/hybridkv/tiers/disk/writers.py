@@ -18,8 +18,9 @@ import os
 import tempfile
 import time
 import uuid
+from array import array
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,14 +31,13 @@ from hybridkv.tiers.contract import TierError
 from hybridkv.tiers.disk.alive import Claim, Life, proven_life
 from hybridkv.tiers.disk.files import (
     FileErrors,
-    FoundFile,
-    found_file,
+    FileName,
+    file_status,
     parse_name,
     read_regular,
     records,
     shard_records,
     shards,
-    taken_bytes,
 )
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
 
@@ -55,6 +55,11 @@ TMP = "tmp"
 TMP_DIRECTORIES = 8
 """New files begin in these in turn, because threads in one directory wait for each other."""
 _LOST = ".lost-"  # In the name of a writer's directory that is being taken over.
+
+
+def home_of(root: Path, writer: str) -> Path:
+    """Returns the directory of a writer."""
+    return root / "objects" / writer
 
 
 def homes(root: Path) -> list[Path]:
@@ -113,7 +118,7 @@ class Writers:
     def __init__(self, root: Path, writer: str, index: FileIndex, adopts: bool) -> None:
         """`writer` names this daemon. `adopts`: whether it takes over the files of lost writers."""
         self.root = root
-        self.home = root / "objects" / writer
+        self.home = home_of(root, writer)
         self.alive = self.home / "alive"
         self._index = index
         self._adopts = adopts
@@ -200,14 +205,13 @@ class Writers:
                 # A directory's clock may be coarse: a second look sees files of the same tick.
                 if not is_same or last.looks <= 1:
                     self._shards[shard] = ShardLook(changed, last.looks + 1 if is_same else 0)
-                    found = {name.key: path for path, name in shard_records(shard)}
-                    self._index.replace(shard, found)
+                    self._index.replace(shard, [name for _, name in shard_records(shard)])
         self._forget(gone)
 
     def _forget(self, shards: Iterable[str]) -> None:
         for shard in shards:
             del self._shards[shard]
-            self._index.replace(shard, {})
+            self._index.replace(shard, [])
 
     def _others(self) -> list[Path]:
         return [home for home in homes(self.root) if home != self.home]
@@ -240,14 +244,16 @@ class Writers:
             return
         self._reported.add(home)
         with self._index.lock:
-            paths = [path for path in self._index.others.values() if path.startswith(f"{home}/")]
+            count = sum(1 for _ in self._index.paths_of(home))
+            step = max(1, count // SAMPLE_FILES)
+            sample = list(islice(self._index.paths_of(home), 0, None, step))
         text = (
             "disk: the writer %s of %s has been silent for %d seconds and may be dead: about %s in"
             " %d objects stay beside the bound until it has been silent for %d seconds; a name that"
             " lasts (--node) lets a daemon find its own objects again"
         )
-        size = format_size(_about_bytes(paths))
-        logger.warning(text, home.name, self.root, silent, size, len(paths), LOST_SECONDS)
+        size = format_size(_mean_bytes(sample) * count)
+        logger.warning(text, home.name, self.root, silent, size, count, LOST_SECONDS)
 
     def _take_over(self, home: Path, drops: bool) -> None:
         """Move a lost writer's records here. `drops`: those without room here are removed."""
@@ -256,12 +262,8 @@ class Writers:
         with contextlib.suppress(FileNotFoundError):
             os.rename(home, lost)
             self._forget([path for path in self._shards if os.path.dirname(path) == str(home)])
-            found: list[FoundFile] = []
             errors = FileErrors()
-            for path, name in list(records(lost)):
-                with contextlib.suppress(FileNotFoundError), errors:
-                    found.append(found_file(path, name))
-            self._adopt_files(home.name, found, errors, drops)
+            self._adopt_files(lost, home.name, errors, drops)
             for directory, _, files in os.walk(lost, topdown=False):
                 for file in files:
                     # A record that could not be taken over is read where it is.
@@ -272,56 +274,79 @@ class Writers:
                     os.rmdir(directory)
             self._index.count_failed(errors)
 
-    def _adopt_files(
-        self, writer: str, found: Iterable[FoundFile], errors: FileErrors, drops: bool
-    ) -> None:
-        """Move the newest records here, as many as the bound allows; `drops` removes the others."""
-        index, moved_count, rest_count = self._index, 0, 0
-        newest: set[FoundFile] = set()
+    def _adopt_files(self, lost: Path, writer: str, errors: FileErrors, drops: bool) -> None:
+        """Move the newest records here, as many as the bound allows; `drops` removes the others.
+
+        There may be millions, so nothing of a record is kept but its status.
+        """
+        index = self._index
+        changed, sizes = array("d"), array("Q")
+        uncounted = FileErrors()  # The loop below meets them again.
+        for path, name in records(lost):
+            with contextlib.suppress(FileNotFoundError), uncounted:
+                status = file_status(path)
+                if index.own_row_of(name.key) is None:
+                    changed.append(status.changed)
+                    sizes.append(status.taken_bytes)
         with index.lock:
             room = index.max_bytes - index.held_bytes
-            for file in sorted(found, reverse=True):
-                if file.name.key not in index.ours and file.taken_bytes <= room:
-                    room -= file.taken_bytes
-                    newest.add(file)
-        # The oldest are moved first, since they are to be evicted first.
-        for file in sorted(found):
+        oldest_changed = _oldest_within(room, changed, sizes)
+        adopted, rest_count = array("I"), 0
+        for path, name in chain.from_iterable([*shard_records(shard)] for shard in shards(lost)):
             try:
                 with errors:
-                    if file in newest and self._adopt_file(file):
-                        moved_count += 1
-                        continue
-                    is_double = file.name.key in index.ours
+                    if file_status(path).changed >= oldest_changed:
+                        row = self._adopt_file(path, name)
+                        if row is not None:
+                            adopted.append(row)
+                            continue
+                    is_double = index.own_row_of(name.key) is not None
                     rest_count += not is_double
                     if drops or is_double:
-                        os.unlink(file.path)
+                        os.unlink(path)
             except FileNotFoundError:
                 continue  # Somebody else removed it.
+        with index.lock:
+            index.enqueue_all(adopted)
         text = "disk: took over %d objects that %s left; %d %s for lack of room"
         done = "were dropped" if drops else "stay where they are"
-        logger.info(text, moved_count, writer, rest_count, done)
+        logger.info(text, len(adopted), writer, rest_count, done)
 
-    def _adopt_file(self, file: FoundFile) -> bool:
-        """Move a record here. Returns False where there is no room for it. Raises OSError."""
-        index, to = self._index, str(self.home / file.name.path)
+    def _adopt_file(self, path: str, name: FileName) -> int | None:
+        """Move a record here. Returns its row, or None where it has no room. Raises OSError."""
+        index, to = self._index, str(self.home / name.path)
         try:
             os.makedirs(os.path.dirname(to), mode=0o700, exist_ok=True)
             with index.lock:
+                status = file_status(path)
                 room = index.max_bytes - index.held_bytes
-                if file.name.key not in index.ours and file.taken_bytes <= room:
-                    os.rename(file.path, to)
-                    index.insert_file(file.name, to, file.taken_bytes, file.changed)
-                    return True
+                if index.own_row_of(name.key) is None and status.taken_bytes <= room:
+                    os.rename(path, to)
+                    return index.enter_file(name, status.taken_bytes, status.changed)
         except OSError as error:
             if error.errno not in FULL_ERRORS:
                 raise
-        return False
+        return None
 
 
-def _about_bytes(paths: Sequence[str]) -> int:
-    """Returns about how many bytes the files take, by those of SAMPLE_FILES of them."""
+def _oldest_within(room: int, changed: Sequence[float], sizes: Sequence[int]) -> float:
+    """Returns the time of change of the oldest of the newest files that have `room` together.
+
+    Returns infinity where no file has room.
+    """
+    oldest = math.inf
+    for number in sorted(range(len(changed)), key=changed.__getitem__, reverse=True):
+        room -= sizes[number]
+        if room < 0:
+            break
+        oldest = changed[number]
+    return oldest
+
+
+def _mean_bytes(paths: Iterable[str]) -> int:
+    """Returns the mean of the bytes that the files take."""
     sizes = []
-    for path in paths[:: max(1, len(paths) // SAMPLE_FILES)]:
+    for path in paths:
         with contextlib.suppress(OSError):
-            sizes.append(taken_bytes(os.stat(path, follow_symlinks=False)))
-    return sum(sizes) * len(paths) // max(1, len(sizes))
+            sizes.append(file_status(path).taken_bytes)
+    return sum(sizes) // max(1, len(sizes))
