@@ -272,12 +272,12 @@ def shm_free_bytes(directory: Path) -> int:
 def default_ram_bytes(directory: Path) -> int:
     """Return the default size of an arena, in whole MiB.
 
-    It is a quarter of the machine's memory, or of the least limit of a control group. It is less
-    where that does not fit into a group beside what is in use there, such as the engine, or where
-    less than that is free in `directory`: then it is 0.9 of that.
+    It is a quarter of the machine's memory, or of what the least limit of a control group leaves
+    beside what is in use there, such as the engine. It is less where that does not fit, or where
+    less is free in `directory`: then it is 0.9 of that.
     """
     sizes = [machine_memory_bytes() // 4, shm_free_bytes(directory) * 9 // 10]
-    sizes += [group.fitting_bytes for group in memory_groups()]
+    sizes += [group.default_bytes for group in memory_groups()]
     return max(min(sizes) >> 20, 1) << 20
 
 

@@ -62,9 +62,11 @@ class MemoryGroup:
         return ram_bytes + ram_bytes // DAEMON_SHARE + DAEMON_BYTES + others + others // KEPT_SHARE
 
     @property
-    def fitting_bytes(self) -> int:
-        """The size of the largest arena that the limit has room for (needed_bytes), or less."""
-        return (self.limit_bytes - self.needed_bytes(0)) * DAEMON_SHARE // (DAEMON_SHARE + 1)
+    def default_bytes(self) -> int:
+        """The default size of an arena: a quarter of what the limit leaves, or less where that
+        does not fit (needed_bytes). Zero or less where nothing fits."""
+        fitting = (self.limit_bytes - self.needed_bytes(0)) * DAEMON_SHARE // (DAEMON_SHARE + 1)
+        return min(fitting, (self.limit_bytes - self.used_bytes) // 4)
 
     def allows_growth(self, start: int, stop: int) -> bool:
         """Return True where an arena may grow. It has pages below `start`, and wants [start, stop).

@@ -132,7 +132,7 @@ def test_a_limit_of_memory_counts_the_cache(tmp_path: Path) -> None:
     with Machine(tmp_path, given={"limit": limit}) as machine:
         message = refusal(start(machine, daemon, "300MiB"))
         assert f"ram=300MiB is larger than the memory limit of 200MiB of {LIMIT}" in message
-        assert message.endswith('"50MiB" works')
+        assert message.endswith('"46MiB" works')
         running = serves(machine, daemon, "60MiB")
         (line,) = [
             line for line in running.log.read_text().splitlines() if "leaves no room" in line

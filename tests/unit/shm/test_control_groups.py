@@ -138,15 +138,16 @@ def test_a_machine_without_control_groups(tmp_path: Path) -> None:
 def test_what_fits_grows_to_its_end(limit: int, others: int) -> None:
     """Beside what others use there is always room left, for them and for the daemon."""
     group = MemoryGroup(ROOT, limit, others, 0)
-    ram = group.fitting_bytes
+    ram = group.default_bytes
     if ram <= 0:
         assert group.needed_bytes(0) > limit
         return
     assert group.needed_bytes(ram) <= limit
-    assert group.needed_bytes(ram + MIB) > limit, "no more than a MiB is left"
+    assert ram <= (limit - others) // 4
     daemon = ram // DAEMON_SHARE // 2 + DAEMON_BYTES // 2
-    full = MemoryGroup(ROOT, limit, others + daemon + ram - MIB, ram - MIB)
-    assert full.allows_growth(ram - MIB, ram)
+    needed = group.needed_bytes(ram)
+    full = MemoryGroup(ROOT, needed, others + daemon + ram - MIB, ram - MIB)
+    assert full.allows_growth(ram - MIB, ram), "what needed_bytes says is enough"
     grown = MemoryGroup(ROOT, limit, limit - others // 5, limit - others)
     assert not grown.allows_growth(limit - others, limit - others + MIB)
 
