@@ -21,6 +21,7 @@ from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from hybridkv.core.findings import Finding, fail, judge, ok, warn
+from hybridkv.vllm.proven import OLDEST
 from hybridkv.vllm.step_outputs import Answer, why_all_computed
 
 COMPARED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
@@ -39,6 +40,7 @@ class CachingReason:
     reason: str
     answer: Answer
     why: str
+    since: str = OLDEST  # The first minor version of vLLM that has it.
 
 
 _DEFAULTS = "engine/arg_utils.py"
@@ -61,10 +63,16 @@ REASONS = (
     CachingReason(
         "config/model.py",
         "ModelConfig.is_prefix_caching_supported",
-        "a pooler that reads each token of a prompt: MEAN, CLS and STEP pooling, bidirectional "
-        "and hybrid models",
+        "a pooler that reads each token of a prompt: MEAN, CLS and STEP pooling; hybrid models",
         Answer.ENGINE,
         "the pooler raises, or pools a part of the prompt, where a prefix was not computed",
+    ),
+    CachingReason(
+        "config/model.py",
+        "ModelConfig.is_prefix_caching_supported",
+        "a bidirectional pooling model (BERT)",
+        Answer.REFUSED,
+        "it has no KV cache",
     ),
     CachingReason(
         "config/model.py",
@@ -178,6 +186,7 @@ REASONS = (
         "`--swa-bounded-replay`: a part of each hit is computed again",
         Answer.REFUSED,
         "not proven",
+        since="0.31",
     ),
     CachingReason(
         "v1/kv_cache_interface.py",
@@ -247,17 +256,19 @@ def why_computed_here(vllm_config: Any) -> str:
 
 def layer_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:
     """Yield a FAIL for each kind of layer that lets no prefix be restored, cacheable or not."""
+    if not kv_cache_config.kv_cache_groups:
+        yield fail("KV cache groups", "this model has no KV cache", WITHOUT)
     for gid, group in enumerate(kv_cache_config.kv_cache_groups):
         if any(map(_reads_later_tokens, iter_layer_specs(group.kv_cache_spec))):
             what = (
                 f"KV cache group {gid} attends to later tokens, so the KV of a prefix depends on "
                 f"what follows it"
             )
-            yield fail(f"group {gid}", what, WITHOUT)
+            yield fail("layers", what, WITHOUT)
         is_transferred = getattr(group, "enable_kv_transfer", True)
         if not is_transferred or getattr(group, "host_resident", False):
             what = f"KV cache group {gid} is not in the device's memory alone: not proven yet"
-            yield fail(f"group {gid}", what, WITHOUT)
+            yield fail("layers", what, WITHOUT)
     if envs.VLLM_BATCH_INVARIANT and (variant := _variant_backends(vllm_config)):
         what = f"VLLM_BATCH_INVARIANT: with {variant} a hit changes the last bits of an answer"
         yield fail("batch invariance", what, "--attention-backend FLASH_ATTN works")

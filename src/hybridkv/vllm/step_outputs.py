@@ -18,7 +18,7 @@ class Answer(StrEnum):
     """What is done where vLLM does not use its own prefix cache, or where a hit skips an output."""
 
     SERVED = "hits are served"
-    REQUEST = "the request is computed, and stored"
+    REQUEST = "the request is computed"
     ENGINE = "all requests are computed, and nothing is stored"
     REFUSED = "the engine is refused"
 
@@ -62,7 +62,7 @@ OUTPUTS = (
     ),
     Output(
         "pooler_output",
-        "MEAN, CLS and STEP pooling, bidirectional and hybrid models",
+        "MEAN, CLS and STEP pooling; hybrid models",
         Answer.ENGINE,
         "the pooler reads each token of a prompt, and most raise where one was not computed",
     ),

@@ -365,12 +365,12 @@ def test_an_engine_that_needs_each_token_neither_asks_nor_stores(daemon: DaemonP
         client.store(1, STORED)
         rig = Rig(daemon, why_computed="a pooler reads each token")
         request = rig.request(1, STORED * CHUNK + 1)
-        rig.await_slots()
         rig.side.on_new_request(request)
         assert rig.offered(request) == 0
         assert (rig.counters[LOOKUPS_ASKED], rig.counters[declined(Decline.UNWANTED)]) == (0, 1)
         rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), 0)
         assert not rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1)).stores
+        assert not rig.side.stores.credits.is_awaiting, "no slots are held for nothing"
         rig.side.close()
 
 

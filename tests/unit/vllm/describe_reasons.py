@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from hybridkv.vllm.prefix_caching import REASONS
+from hybridkv.vllm.proven import OLDEST
 from hybridkv.vllm.step_outputs import OUTPUTS
 from tests.documents import DOCS, filled, print_or_write, table
 
@@ -21,8 +22,14 @@ def document() -> str:
 
 def _places() -> str:
     rows = [
-        [f"`{place.module}`, `{place.function}`", place.reason, place.answer, place.why]
-        for place in REASONS
+        [
+            f"`{reason.module}`, `{reason.function}`"
+            + (f" (since {reason.since})" if reason.since != OLDEST else ""),
+            reason.reason,
+            reason.answer,
+            reason.why,
+        ]
+        for reason in REASONS
     ]
     return table(["place in vLLM", "reason", "what is done", "why"], rows)
 

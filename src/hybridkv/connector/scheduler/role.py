@@ -499,7 +499,7 @@ class SchedulerRole:
     def reserve_slots(self, now: float) -> None:
         """Ask the daemon for write slots, as many as are wanted, where there is a connection."""
         welcome = self.session.link.welcome
-        if welcome is None:
+        if welcome is None or self._why_computed:
             return
         self.stores.credits.fit_arena(welcome.slots_bytes)
         for (part_bytes, parts), count in self.stores.credits.credit_requests(now):
