@@ -371,7 +371,10 @@ def test_code_and_processors_beside_the_weights_are_facts(config: Any, tmp_path:
     trusted.model_config.model = str(moved)
     assert identity(trusted) == last[1], "where the files are does not matter"
     trusted.model_config.model, ours = "org/not-here", identity(trusted)
-    assert identity(trusted) != ours, "of a repository that is not here, its name counts"
+    assert identity(trusted) != ours
+    assert identity(trusted) != identity(trusted), "a name does not say what the code is"
+    seeing.model_config.model = "org/not-here"
+    assert identity(seeing) == identity(seeing), "processors' values are in the names of chunks"
 
 
 def values(directory: str) -> dict[str, str]:

@@ -126,8 +126,8 @@ def _model_files(model: Any) -> object:
     """Return the digests of the model's files that are neither weights nor configuration, by name.
 
     These are code, where it is trusted, and processors, which say how pixels and sounds become
-    numbers: the hashes of a prompt's media do not cover that. Where the files are not on this
-    machine, returns the model's name and revisions.
+    numbers. Where the files are not on this machine, returns the model's name and revisions, and
+    for code something that no other engine has: the name does not say what the code is.
     """
     patterns = ["*.py"] if model.trust_remote_code else []
     patterns += ["*processor*.json"] if model.multimodal_config is not None else []
@@ -139,7 +139,8 @@ def _model_files(model: Any) -> object:
 
         config = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
         if not isinstance(config, str):
-            return [model.model, str(model.revision), str(model.code_revision)]
+            named = [model.model, str(model.revision), str(model.code_revision)]
+            return [*named, _unread("trust_remote_code")] if model.trust_remote_code else named
         directory = Path(config).parent
     found = sorted(path for pattern in patterns for path in directory.glob(pattern))
     return {path.name: hashlib.blake2b(path.read_bytes()).hexdigest()[:32] for path in found}
@@ -185,13 +186,18 @@ def _plain(value: object, depth: int = _DEPTH_MAX) -> object:
     # The text of any other object may have its address in it.
     name, state = _plain(type(value)), _state(value)
     if state is None or (state and not depth):
-        logger.warning(
-            "hybridkv: a setting of type %s cannot be read, so this engine shares with no other "
-            "and with no later one",
-            name,
-        )
-        return [name, secrets.token_hex(16)]
+        return [name, _unread(name)]
     return [name, _plain(state, depth - 1)]
+
+
+def _unread(name: object) -> str:
+    """Return a value that no other engine has, for what cannot be read, and warn of it."""
+    logger.warning(
+        "hybridkv: a setting of type %s cannot be read, so this engine shares with no other and "
+        "with no later one",
+        name,
+    )
+    return secrets.token_hex(16)
 
 
 def _state(value: object) -> object:
