@@ -46,6 +46,21 @@ def _mla() -> None:
         setattr(CpuPlatform, name, classmethod(tiles(getattr(CpuPlatform, name).__func__)))
 
 
+def flat_heads() -> None:
+    """The rotary embedding's kernel takes heads that lie apart, as LFM2 hands them, for one."""
+    from vllm import _custom_ops
+
+    rotate = _custom_ops.rotary_embedding
+
+    def rotate_flat(
+        positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *others: Any
+    ) -> None:
+        flat = query.view(positions.numel(), -1)
+        rotate(positions, flat, key if key is None else key.view(len(flat), -1), *others)
+
+    _custom_ops.rotary_embedding = rotate_flat
+
+
 class _Anything(ModuleType):
     """A module that has every name, of which no text prompt calls any."""
 
@@ -248,6 +263,7 @@ SHIMS: dict[str, tuple[Callable[[], None], ...]] = {
     "deepseekv4": (_interpreted_triton, _mla, _tile_schedules),
     "falconh1": (_mamba2,),
     "granitehybrid": (_mamba2,),
+    "lfm2": (flat_heads,),
     "qwen35": (torchvision_stand_in,),
     "qwen35_mtp": (torchvision_stand_in, _drafted_states),
     "qwen35_ngram": (torchvision_stand_in, _drafted_states),

@@ -161,6 +161,24 @@ HANDLERS = (
         NO + "the log says so",
     ),
     Handler(
+        "digest_media",
+        "except Exception",
+        "A medium whose values cannot be read has no name, and its request is only computed.",
+        "lookups_unhashable",
+    ),
+    Handler(
+        "adapts_base_rows",
+        "except Exception",
+        "A kernel that cannot be asked is taken for wrong, so that less is stored.",
+        "unproven",
+    ),
+    Handler(
+        "mixes_heads",
+        "except Exception",
+        "A layer that cannot be asked is taken for wrong, so that nothing is stored.",
+        "unproven",
+    ),
+    Handler(
         "LoadedAdapters._digest",
         "except Exception",
         "A LoRA adapter that cannot be read shares with no other: its digest is random.",

@@ -45,6 +45,7 @@ from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import state_findings
 from hybridkv.shm.access import group_id
 from hybridkv.shm.arena import check_ram, shm_directory
+from hybridkv.vllm.batch_faults import batch_faults
 from hybridkv.vllm.drafters import drafter_of
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.hook_guard import HookGuard
@@ -57,6 +58,7 @@ from hybridkv.vllm.layout import (
     layer_count,
     parallelism_of,
 )
+from hybridkv.vllm.media import media_refusal
 from hybridkv.vllm.metrics import Deltas
 from hybridkv.vllm.prefix_caching import why_computed_here
 from hybridkv.vllm.preflight import (
@@ -279,7 +281,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
             with_tails=allows_tails and self.tails.verdict is Verdict.OK,
             why_computed=why_computed_here(config),
+            media_refusal=media_refusal(config),
             drafter=drafter,
+            faults=batch_faults(config, specs),
             model=WireModel(
                 name=str(model.served_model_name)[-TEXT_MAX:],
                 max_model_len=model.max_model_len,

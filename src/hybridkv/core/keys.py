@@ -3,8 +3,9 @@
 A *namespace* is the fingerprint of everything but the prompt that decides about the bytes: weights,
 config, dtypes, layout, engine ABI. In a namespace an object is identified by (gid, chunk hash). The
 chunk hash is the engine's prefix-chained block hash at the end of the chunk. It covers the tokens,
-multimodal input and salt. Chunks that a LoRA adapter computed have `adapter_hashes`. Chunks whose
-bytes depend on the next token have `lookahead_hashes`.
+labels of multimodal input, and salt. Chunks that a LoRA adapter computed have `adapter_hashes`.
+Chunks whose bytes depend on the next token have `lookahead_hashes`. Chunks from a medium on also
+cover its content (`vllm.media`).
 """
 
 import hashlib
@@ -40,7 +41,7 @@ def adapter_hashes(hashes: bytes, adapter: bytes) -> bytes:
 
     Results differ where the hashes or the adapters do. Thousands of hashes cost next to nothing.
     """
-    return _exclusive_or(hashes, adapter * (len(hashes) // HASH_BYTES))
+    return exclusive_or(hashes, adapter * (len(hashes) // HASH_BYTES))
 
 
 def lookahead_hashes(hashes: bytes, tokens: Sequence[int], extras: Sequence[object]) -> bytes:
@@ -52,15 +53,16 @@ def lookahead_hashes(hashes: bytes, tokens: Sequence[int], extras: Sequence[obje
     """
     ahead = array("q", bytes(len(hashes)))
     ahead[:: HASH_BYTES // ahead.itemsize] = array("q", tokens)
-    named = _exclusive_or(hashes, ahead.tobytes())
+    named = exclusive_or(hashes, ahead.tobytes())
     digests = [
         bytes(HASH_BYTES) if extra is None else hashlib.sha256(repr(extra).encode()).digest()
         for extra in extras
     ]
-    return _exclusive_or(named, b"".join(digests)) if digests else named
+    return exclusive_or(named, b"".join(digests)) if digests else named
 
 
-def _exclusive_or(left: bytes, right: bytes) -> bytes:
+def exclusive_or(left: bytes, right: bytes) -> bytes:
+    """Returns the bits in which two byte strings of one length differ."""
     whole = int.from_bytes(left, "little") ^ int.from_bytes(right, "little")
     return whole.to_bytes(len(left), "little")
 

@@ -57,6 +57,10 @@ class Drafter:
     wrong."""
 
 
+NO_DRAFTER = Drafter(lookahead_tokens=0, drafts=0, tokens_max=1 << 62, is_stale_at_ends=False)
+"""The facts of an engine without a drafter."""
+
+
 class ConfigRefusal(NamedTuple):
     """Why a configuration is not served."""
 

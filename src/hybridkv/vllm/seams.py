@@ -361,3 +361,52 @@ def has_wrong_drafted_states() -> bool:
     """
     kernel = getattr(sys.modules.get(DRAFTED_STATES_MODULE), "_spec_forward", None)
     return kernel is None or kernel.__module__ == DRAFTED_STATES_MODULE
+
+
+def adapts_base_rows() -> bool:
+    """Return True where vLLM's CPU kernel for LoRA gives an adapter to requests without one.
+
+    That of 0.32 indexes its slots by -1, "no adapter", which is the last slot, in a step that also
+    has a request with an adapter. The kernel itself is asked, with two slots and two rows. Also
+    True where it cannot be asked.
+    """
+    from vllm.lora.layers import LoRAMapping  # noqa: PLC0415  # only for engines with LoRA
+    from vllm.lora.punica_wrapper import get_punica_wrapper  # noqa: PLC0415  # the same
+
+    rows, slots, rank, size = 2, 2, 1, 4
+    given = torch.zeros(rows, size)
+    try:
+        wrapper = get_punica_wrapper(rows, rows, "cpu", max_loras=slots, lora_config=None)
+        mapping = LoRAMapping((1, 0), (1, 0), is_prefill=True)
+        wrapper.update_metadata(mapping, [1, 2], slots, size)
+        inward = torch.ones(slots, 1, rank, size)
+        outward = torch.ones(slots, 1, size, rank)
+        inputs = torch.ones(rows, size)
+        wrapper.add_lora_linear(given, inputs, (inward,), (outward,), 1.0, (size,))
+    except Exception:  # noqa: BLE001  # What cannot be asked is not trusted.
+        return True
+    with_adapter, without = given.abs().sum(1).tolist()
+    return not with_adapter or bool(without)
+
+
+def mixes_heads(vllm_config: Any) -> bool:
+    """Return True where an engine's rotary embedding reads one head of (tokens, heads, size).
+
+    The CPU kernel of 0.30 to 0.33 then rotates rows of heads by the positions of other tokens, so
+    that the KV of a token depends on its place in the step. The layer itself is asked, as the
+    configuration chooses its kernel. Also True where it cannot be asked.
+    """
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415  # only for some CPU engines
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # noqa: PLC0415  # the same
+
+    tokens, heads, size = 4, 2, 8
+    try:
+        with set_current_vllm_config(vllm_config):
+            rotate = RotaryEmbedding(size, size, tokens, 10000.0, True, torch.float32)
+        values = torch.arange(float(tokens * heads * size)).view(tokens, -1)
+        apart = values.view(tokens, heads, size)
+        flat, _ = rotate(torch.arange(tokens), values.clone(), values.clone())
+        rotated, _ = rotate(torch.arange(tokens), apart.clone(), apart.clone())
+    except Exception:  # noqa: BLE001  # What cannot be asked is not trusted.
+        return True
+    return not torch.equal(rotated.reshape(tokens, -1), flat)

@@ -48,6 +48,8 @@ def request(name: str, tokens: int, names: bytes, preemptions: int = 0) -> Any:
     return SimpleNamespace(
         request_id=name,
         prompt_embeds=None,
+        mm_features=[],
+        resumable=False,
         lora_request=None,
         cache_salt=None,
         num_tokens=tokens,

@@ -347,8 +347,11 @@ def test_a_role_that_follows_goes_on_with_the_budget_and_what_differed(rig: Rig)
 
 
 def test_prompts_with_images_are_not_audited(rig: Rig) -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+
     request = rig.request(1, TOKENS)
-    request.mm_features = ["an image"]
+    place = PlaceholderRange(offset=STORED * CHUNK, length=1)
+    request.mm_features = [MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", "i", place)]
     rig.side.on_new_request(request)
     assert rig.offered(request) == STORED * CHUNK
     rig.side.on_finished("r")

@@ -13,7 +13,9 @@ from hybridkv.connector.scheduler.drafted import DraftedBlocks
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.vllm.drafters import Drafter
+from hybridkv.vllm.adapters import Adapters
+from hybridkv.vllm.batch_faults import BatchFaults
+from hybridkv.vllm.drafters import NO_DRAFTER, Drafter
 
 BLOCK = 4
 BLOCKS = 64
@@ -27,8 +29,16 @@ SHORT = Drafter(lookahead_tokens=1, drafts=2, tokens_max=20, is_stale_at_ends=Fa
 class Engine:
     """Requests of one engine, and the blocks that each has."""
 
-    def __init__(self, drafter: Drafter = EAGLE) -> None:
-        self.drafted = DraftedBlocks(drafter, GEOMETRY, BLOCKS)
+    def __init__(
+        self,
+        drafter: Drafter = EAGLE,
+        faults: BatchFaults = BatchFaults(),  # noqa: B008  # It is a frozen value.
+        geometry: Geometry = GEOMETRY,
+    ) -> None:
+        self.drafted = DraftedBlocks(drafter, geometry, BLOCKS, faults)
+        self.has_states = len(geometry.groups) > 1
+        self.states: dict[str, list[int]] = {}
+        """Tables of the recurrent group, for which blocks of the attention group stand."""
         self.tracked: dict[str, TrackedRequest] = {}
         self.tables: dict[str, list[int]] = {}
         self.requests: dict[str, Any] = {}
@@ -40,6 +50,7 @@ class Engine:
         table: list[int],
         tracked: bool = True,
         image: tuple[str, int, int] | None = None,
+        adapter: bool = False,
     ) -> None:
         """`image`: its hash, its first place and how many places it has."""
         request = SimpleNamespace(
@@ -48,6 +59,7 @@ class Engine:
             all_token_ids=[],
             num_preemptions=0,
             mm_features=[],
+            resumable=False,
         )
         if image is not None:
             place = PlaceholderRange(offset=image[1], length=image[2])
@@ -56,6 +68,10 @@ class Engine:
         self.grow(name, tokens)
         if tracked:
             self.tracked[name] = TrackedRequest(request)
+            if adapter:
+                lora = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/a")
+                request.lora_request = lora
+                self.tracked[name].adapter = Adapters(1).on_new_request(request)
 
     def grow(self, name: str, tokens: Sequence[int]) -> None:
         request = self.requests[name]
@@ -76,9 +92,17 @@ class Engine:
                 req_ids=[*steps], num_computed_tokens=[start for start, _ in steps.values()]
             ),
         )
-        self.drafted.on_step(output, self.tracked, lambda name: [self.tables[name]])
+        self.drafted.on_step(output, self.tracked, self.block_tables)
         known = ((name, self.tracked[name].drafted) for name in steps if name in self.tracked)
         return {name: drafted.storable for name, drafted in known if drafted is not None}
+
+    def block_tables(self, name: str) -> list[list[int]]:
+        table = self.tables[name]
+        if not self.has_states:
+            return [table]
+        # A block of its own for each state: those of attention blocks, from 32 on.
+        states = self.states.get(name, table)
+        return [table, [32 + block if block else 0 for block in states]]
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -246,3 +270,47 @@ def test_that_blocks_are_proven_no_more_is_one_line_of_the_log(
     ours.removeHandler(caplog.handler)
     (line,) = {record.getMessage() for record in caplog.records}
     assert "not stored until" in line
+
+
+def test_a_request_beside_an_adapter_is_not_stored_where_the_kernel_is_wrong() -> None:
+    """vLLM's CPU kernel gives it the KV of the adapter in the last slot."""
+    engine = Engine(NO_DRAFTER, BatchFaults(beside_adapters=True))
+    engine.add("base", range(16), [1, 2, 3, 4])
+    engine.add("adapted", range(50, 66), [5, 6, 7, 8], adapter=True)
+    assert engine.step(base=(0, 4)) == {"base": 4}
+    assert engine.step(base=(4, 4), adapted=(0, 8)) == {"base": 4, "adapted": 8}
+    assert engine.step(base=(8, 4)) == {"base": 4}, "it reads what was wrong"
+    engine.add("next", range(16), [1, 2, 3, 9])
+    assert engine.step(next=(12, 4)) == {"next": 4}, "and so does who hits these blocks"
+    engine.add("again", range(16), [11, 12, 13, 14])
+    assert engine.step(again=(0, 16)) == {"again": 16}
+    engine.add("after", range(16), [11, 12, 13, 15])
+    assert engine.step(after=(12, 4)) == {"after": 16}
+
+
+def test_a_request_beside_one_that_is_not_tracked_may_be_beside_an_adapter() -> None:
+    engine = Engine(NO_DRAFTER, BatchFaults(beside_adapters=True))
+    engine.add("base", range(8), [1, 2])
+    engine.add("untracked", range(8), [3, 4], tracked=False)
+    assert engine.step(base=(0, 8), untracked=(0, 8)) == {"base": 0}
+    right = Engine(NO_DRAFTER, BatchFaults(in_sessions=True))
+    right.add("base", range(8), [1, 2])
+    right.add("adapted", range(8), [3, 4], adapter=True)
+    assert right.step(base=(0, 8), adapted=(0, 8)) == {"base": 8, "adapted": 8}
+
+
+def test_an_unproven_session_and_what_reads_its_blocks_are_not_stored() -> None:
+    """The state that the session left is wrong as well as the attention blocks."""
+    state = Group(1, GroupKind.RECURRENT, BLOCK, (8,))
+    geometry = replace(GEOMETRY, groups=(*GEOMETRY.groups, state))
+    engine = Engine(NO_DRAFTER, BatchFaults(in_sessions=True), geometry)
+    engine.add("session", range(8), [1, 2, 3])
+    engine.requests["session"].resumable = True
+    engine.add("plain", range(9), [11, 12, 13])
+    assert engine.step(session=(0, 8), plain=(0, 9)) == {"session": 0, "plain": 9}
+    engine.add("hits both", range(9), [1, 2, 4])
+    engine.add("hits the state", range(9), [11, 12, 14])
+    engine.states["hits the state"] = [0, 2, 14]
+    engine.add("hits the plain", range(9), [11, 12, 15])
+    steps = dict.fromkeys(("hits both", "hits the state", "hits the plain"), (8, 1))
+    assert engine.step(**steps) == {"hits both": 0, "hits the state": 4, "hits the plain": 9}

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from vllm import _custom_ops
-from vllm.config import ParallelConfig
+from vllm.config import CompilationConfig, ParallelConfig, VllmConfig
 
 from hybridkv.vllm import seams
 from hybridkv.vllm.versions import minor_version
+from hybridkv_cpu_shims import flat_heads
 from tests.unit.vllm.small_adapters import Worker as WorkerWithAdapters
 from tests.unit.vllm.small_adapters import adapter
 
@@ -369,3 +370,39 @@ def test_vllms_kernel_for_drafted_states_is_where_it_is_looked_for() -> None:
     module = importlib.import_module(seams.DRAFTED_STATES_MODULE)
     assert module._spec_forward.__module__ == seams.DRAFTED_STATES_MODULE
     assert seams.has_wrong_drafted_states()
+
+
+def test_the_lora_kernel_is_asked_whether_it_adapts_requests_without_an_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The CPU kernel of vLLM 0.30 to 0.32 does. A kernel that skips these rows does not."""
+    assert seams.adapts_base_rows()
+    punica = importlib.import_module("vllm.lora.punica_wrapper.punica_cpu")
+    expand = punica.sgmv_expand_slice
+
+    def skip_base_rows(inputs: torch.Tensor, *others: Any) -> None:
+        lengths, indices = others[3], others[4]
+        inputs[torch.repeat_interleave(indices, lengths) < 0] = 0
+        expand(inputs, *others)
+
+    monkeypatch.setattr(punica, "sgmv_expand_slice", skip_base_rows)
+    assert not seams.adapts_base_rows()
+    monkeypatch.setattr(punica, "sgmv_expand_slice", lambda *_: None)
+    assert seams.adapts_base_rows(), "it was not asked: nothing was adapted"
+    monkeypatch.delattr(punica, "PunicaWrapperCPU")
+    assert seams.adapts_base_rows()
+
+
+def test_the_rotary_embedding_is_asked_whether_it_mixes_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The CPU kernel does. The shim of bundled models, and vLLM's own fallback, do not."""
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
+    assert seams.mixes_heads(config)
+    fallback = VllmConfig(compilation_config=CompilationConfig(custom_ops=["none"]))
+    assert not seams.mixes_heads(fallback)
+    monkeypatch.setattr(_custom_ops, "rotary_embedding", _custom_ops.rotary_embedding)
+    flat_heads()
+    assert not seams.mixes_heads(config)
+    monkeypatch.setattr(_custom_ops, "rotary_embedding", None)
+    assert seams.mixes_heads(config)

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hybridkv.connector.scheduler.kv_events import NO_GROUP, EventGroup
 from hybridkv.connector.scheduler.weights import WeightsWatch
@@ -17,8 +18,10 @@ from hybridkv.core.geometry import Geometry
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 from hybridkv.vllm.adapters import Adapters
+from hybridkv.vllm.batch_faults import BatchFaults
 from hybridkv.vllm.block_room import BlockRoom, Retention, retention_of
 from hybridkv.vllm.drafters import Drafter
+from hybridkv.vllm.media import MediaContents
 from hybridkv.wire.messages import WireModel
 
 
@@ -42,7 +45,9 @@ class SchedulerContext:
     """True if hits may end inside a chunk (core.tails). It needs the engine's own hashes."""
     why_computed: str = ""
     """Why all requests are computed, and none is looked up or stored. Empty = hits are served."""
+    media_refusal: str = ""  # Why no media have names (`vllm.media`). Empty = they have.
     drafter: Drafter | None = None  # The drafter whose layers have a KV cache, if there is one.
+    faults: BatchFaults = BatchFaults()  # Where the engine's own KV may be wrong.
     model: WireModel | None = None  # The model, as the daemon shows it.
     publishes_events: bool = False  # True if vLLM publishes KV events.
     event_group: EventGroup = NO_GROUP  # The group whose blocks the events list.
@@ -66,6 +71,10 @@ class EngineLife:
         self.counters = counters
         self.weights = weights or WeightsWatch()
         self.adapters = Adapters(geometry.ranks)
+        self.media = MediaContents(context.media_refusal)
+        self._faults = context.faults
+        self.had_unproven_session = False
+        """True once a session has computed blocks which may be wrong (`vllm.batch_faults`)."""
         self.meter = StatsCollector(counters)
         retention = context.retention or [*map(retention_of, geometry.groups)]
         inflight_tokens = context.inflight_tokens or context.step_tokens
@@ -78,3 +87,7 @@ class EngineLife:
         """Requests that wait for a load which no worker knows of. The next plan fails them."""
         self.last_greeting = 0
         """The number of the last greeting that workers are done with. 0 = there is none."""
+
+    def note_session(self, request: Any) -> None:
+        """Note a new request if it is a session that this engine may compute wrongly."""
+        self.had_unproven_session |= self._faults.in_sessions and request.resumable

@@ -1,19 +1,18 @@
-"""Which of the engine's blocks hold the drafter's KV for the tokens that name them.
+"""Which of the engine's blocks hold the KV for the tokens that name them.
 
 The engine names a block by the tokens up to the block's end. The drafter's KV in the block may
-depend on the next token as well, and is missing where vLLM did not run the drafter. The engine's
-own prefix cache gives such blocks to other prompts, whose drafts are then rejected more often. None
-of these blocks may be stored::
+depend on the next token as well, and is missing where vLLM did not run the drafter. Some of vLLM's
+kernels give KV that depends on the batch (`vllm.batch_faults`). The engine's own prefix cache gives
+such blocks to other prompts. None of these blocks may be stored::
 
     tokens     0                     proven                                      computed
-    blocks     | own or marked blocks  | not the drafter's for these tokens          |
+    blocks     | own or marked blocks  | not what these tokens give                  |
     stored     | whole chunks       |  - - - never - - -
 
 Every block has a *mark*. It is a hash of the block's name and of the next token, or of the image
 there, at the time when a request computed or loaded the block. A request whose prompt begins with
 blocks of the engine's cache compares their marks with its own tokens. From the first block that
-differs on, nothing of the request is stored, because a drafter of several layers reads its own
-earlier KV.
+differs on, nothing of the request is stored, because all later KV reads the earlier.
 """
 
 import logging
@@ -25,6 +24,7 @@ from typing import Any
 from hybridkv.connector.scheduler.requests import DraftedTokens, TrackedRequest
 from hybridkv.core.copies import NULL_BLOCK
 from hybridkv.core.geometry import Geometry, Group, GroupKind
+from hybridkv.vllm.batch_faults import BatchFaults
 from hybridkv.vllm.drafters import Drafter
 from hybridkv.vllm.hashing import extra_keys_at
 
@@ -38,12 +38,23 @@ _ALL = 1 << 62  # More tokens than any request has.
 class DraftedBlocks:
     """The marks of one engine's blocks, and with them what may be stored of each request."""
 
-    def __init__(self, drafter: Drafter, geometry: Geometry, blocks: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        geometry: Geometry,
+        blocks: int,
+        faults: BatchFaults = BatchFaults(),  # noqa: B008  # It is a frozen value.
+    ) -> None:
         """`blocks`: the engine's block ids are 0 to `blocks` - 1."""
         self._drafter = drafter
         self._geometry = geometry
-        self._groups = [group for group in geometry.groups if group.kind is not GroupKind.RECURRENT]
-        """The groups in which a drafter can have layers. A state depends on its tokens alone."""
+        self._faults = faults
+        self._groups = [
+            group
+            for group in geometry.groups
+            if group.kind is not GroupKind.RECURRENT or faults != BatchFaults()
+        ]
+        """The groups whose blocks have marks. A drafter has no layers among recurrent ones."""
         self._marks = array("q", bytes(_MARK_BYTES * blocks))
         """A mark for each block id, in whatever group the block is now. 0 = it has no mark."""
 
@@ -55,8 +66,8 @@ class DraftedBlocks:
         if any(self._marks):
             logger.warning(
                 "hybridkv: after the fault it is not known which blocks of the engine's own prefix "
-                "cache hold the drafter's KV; prompts that begin with them are not stored until "
-                "they are evicted, or the cache is reset (reset_prefix_cache)"
+                "cache hold the KV of their tokens; prompts that begin with them are not stored "
+                "until they are evicted, or the cache is reset (reset_prefix_cache)"
             )
         self._marks = array("q", bytes(_MARK_BYTES * len(self._marks)))
         for tracked in requests.values():
@@ -71,23 +82,40 @@ class DraftedBlocks:
         ends = {name: start + scheduled[name] for name, start in starts.items()}
         drafter = self._drafter
         is_drafted = max(ends.values(), default=0) + drafter.drafts <= drafter.tokens_max
+        # Of a request that is not tracked nobody knows whether it has an adapter.
+        plain = [name for name in starts if name in requests and not requests[name].adapter]
+        is_beside = self._faults.beside_adapters and 0 < len(plain) < len(starts)
         for name, start in starts.items():
             tracked = requests.get(name)
             if tracked is None:
                 self._compute(None, tables(name), start, ends[name], 0)
-            else:
-                self._advance(tracked, start, ends[name], is_drafted, tables)
+                continue
+            is_wrong = (
+                self._faults.in_all_steps
+                or (is_beside and not tracked.adapter)
+                or (self._faults.in_sessions and tracked.request.resumable)
+            )
+            self._advance(
+                tracked,
+                start=start,
+                end=ends[name],
+                is_proven=is_drafted and not is_wrong,
+                tables=tables,
+            )
 
     def _advance(
-        self, tracked: TrackedRequest, start: int, end: int, is_drafted: bool, tables: Tables
+        self, tracked: TrackedRequest, start: int, end: int, is_proven: bool, tables: Tables
     ) -> None:
-        """Take a request's step over the tokens [start, end). The last of them may be drafts."""
+        """Take a request's step over the tokens [start, end). The last of them may be drafts.
+
+        `is_proven`: the step gives the KV that the tokens have alone, the drafter's too.
+        """
         request, drafted, table = tracked.request, tracked.drafted, None
         known = request.num_tokens
         if drafted is None or drafted.preemptions != request.num_preemptions:
             table = tables(request.request_id)
             drafted = tracked.drafted = self._start_tracking(tracked, start, table)
-        if not is_drafted:
+        if not is_proven:
             # With asynchronous scheduling `start` counts drafts that may be rejected yet.
             drafted.proven = min(drafted.proven, start, known - 1)
         elif end < known and self._is_stale(request, end):

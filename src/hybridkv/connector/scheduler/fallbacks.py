@@ -6,7 +6,7 @@ NoRole answers after the shutdown.
 
 | method             | SchedulerRole              | RoleFallback                   | NoRole        |
 |--------------------|----------------------------|--------------------------------|---------------|
-| `on_new_request`   | looks the request up       | follows the request's adapter  | nothing       |
+| `on_new_request`   | looks the request up       | follows its adapter and media  | nothing       |
 | `offer_hit`        | tokens to load             | 0                              | 0             |
 | `on_allocated`     | plans the load             | fails the load                 | nothing       |
 | `plan_step`        | loads and stores           | failed loads, no stores        | an empty plan |
@@ -87,8 +87,10 @@ class RoleFallback(NoRole):
         self._guard = guard
 
     def on_new_request(self, request: Any) -> None:
-        """Follow the request's adapter."""
+        """Follow the request's adapter and its media, and sessions."""
+        self._role.life.note_session(request)
         self._role.life.adapters.on_new_request(request)
+        self._role.life.media.on_untracked_request(request)
 
     def on_allocated(
         self, request: Any, tables: Callable[[], Sequence[Sequence[int]]], external_tokens: int

@@ -31,7 +31,7 @@ from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size
 from hybridkv.core.speed import PrefillSpeed
-from hybridkv.core.tails import first_tail_chunk, tail_names
+from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.vllm.adapters import Adapter
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.step_outputs import why_computed
@@ -278,6 +278,8 @@ class Lookups:
             if not is_asked:
                 return
             reason = obstacle
+        elif tracked.media is not None and not tracked.media.is_known():
+            reason, detail = Decline.UNHASHABLE, tracked.media.why_unknown()
         elif adapter is not None and (adapter.is_reloaded or not tracked.has_hashes()):
             if adapter.is_awaited:
                 return
@@ -300,7 +302,8 @@ class Lookups:
             tokens = min(request.num_tokens, chunks_max * self.geometry.chunk_tokens)
             first = lookup.tails_from = first_tail_chunk(self.geometry, tokens)
             names = tail_names(self.geometry, known, first, tokens)
-            lookup.tails = tracked.tail_hashes(names)
+            ends = [tail_tokens(self.geometry, first, number) for number in range(len(names))]
+            lookup.tails = tracked.tail_hashes(names, ends)
         lookup.sent_at, lookup.deadline = now, now + self._answer_seconds(tracked)
         wait = self.patience.tier_wait(chunks * self.geometry.chunk_tokens)
         message = Lookup(

@@ -32,6 +32,7 @@ from hybridkv.core.tails import tail_tokens
 from hybridkv.vllm.adapters import Adapter, AdapterWeights
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.hashing import ChunkHashChain, extra_keys_at
+from hybridkv.vllm.media import RequestMedia
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -163,13 +164,13 @@ class RequestLoad:
 
 @dataclass(eq=False, slots=True)
 class DraftedTokens:
-    """How far a request's blocks hold its drafter's KV, between two preemptions.
+    """How far a request's blocks hold the KV of its tokens, between two preemptions.
 
     Each length is the number of tokens from the request's first token on.
     """
 
     preemptions: int  # The engine's count of preemptions when this began.
-    proven: int  # After these tokens the drafter's KV may be that of other tokens.
+    proven: int  # After these tokens the KV may be that of other tokens.
     storable: int = 0  # Tokens that were computed, are proven, and have hashes that are known.
     marked: int = 0  # Tokens whose whole blocks have their marks (`drafted.DraftedBlocks`).
     begun: int = 0  # Tokens whose blocks have lost the marks of what they held before.
@@ -191,6 +192,7 @@ class TrackedRequest:
     adapter: Adapter | None = None
     """The LoRA adapter. The request's chunks have no hashes while its weights are not known."""
     adapter_hash: bytes = b""  # The identity of the weights that the last hashes were of.
+    media: RequestMedia | None = None  # None = it has no media, and gets none.
     tenant: int = 0  # The number of `core.keys.tenant_of`.
     state: RequestState = RequestState.PREFETCHING
     story: deque[RequestEvent] = field(default_factory=partial(deque, (), STORY_MAX))
@@ -210,7 +212,7 @@ class TrackedRequest:
     stored_objects: int = 0  # Objects whose store has begun.
     shed_chunks: dict[Shed, int] = field(default_factory=dict)
     """For each reason not to store objects, the chunk up to which its counter has counted."""
-    drafted: DraftedTokens | None = None  # None = it has not run, or no drafter has layers.
+    drafted: DraftedTokens | None = None  # None = it has not run, or the KV is always proven.
     audited: AuditVerdict | None = None  # The verdict of its live audit; None = there is none.
 
     @property
@@ -219,7 +221,12 @@ class TrackedRequest:
         return self.state is RequestState.PREFETCHING
 
     def has_hashes(self) -> bool:
-        """Return True if the chunks have hashes, which they lack while the adapter is unknown."""
+        """Return True if the chunks have hashes.
+
+        They lack them while the adapter is unknown, and where the content of a medium is.
+        """
+        if self.media is not None and not self.media.is_known():
+            return False
         if self.adapter is None:
             return True
         weights = self.adapter.weights
@@ -227,12 +234,15 @@ class TrackedRequest:
             self.adapter_hash = weights.content_hash
         return weights is not None
 
-    def tail_hashes(self, names: Sequence[bytes]) -> bytes:
+    def tail_hashes(self, names: Sequence[bytes], ends: Sequence[int]) -> bytes:
         """Return the names of tails, made of the engine's hashes of match units.
 
-        There are HASH_BYTES for each. Only for a request that `has_hashes`.
+        There are HASH_BYTES for each. `ends` are the tokens before the end of each. Only for a
+        request that `has_hashes`.
         """
         hashes = pack_hashes(names)
+        if self.media is not None:
+            hashes = self.media.cover_hashes(hashes, ends)
         return adapter_hashes(hashes, self.adapter_hash) if self.adapter_hash else hashes
 
     def chunk_hashes(self, geometry: Geometry, first: int, count: int) -> bytes:
@@ -247,9 +257,13 @@ class TrackedRequest:
             start, stop = geometry.hash_index(first), geometry.hash_index(first + count)
             step = geometry.chunk_tokens // geometry.hash_tokens
             hashes = pack_hashes(self.request.block_hashes[start:stop:step])
+        step = geometry.chunk_tokens
+        ends = range((first + 1) * step, (first + count + 1) * step, step)
+        if self.media is not None:
+            ahead = geometry.lookahead_tokens
+            covered = range(ends.start + ahead, ends.stop + ahead, step)
+            hashes = self.media.cover_hashes(hashes, covered)
         if geometry.lookahead_tokens:
-            step = geometry.chunk_tokens
-            ends = range((first + 1) * step, (first + count + 1) * step, step)
             tokens = self.request.all_token_ids[ends.start : ends.stop : step]
             extras = extra_keys_at(self.request, ends) if self.request.mm_features else ()
             hashes = lookahead_hashes(hashes, tokens, extras)

@@ -27,8 +27,10 @@ from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.connector.stats import HybridKVStats
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.access import group_id
+from hybridkv.vllm.drafters import NO_DRAFTER
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
 from hybridkv.vllm.hook_guard import BEGUN_ANEW, QUARANTINED
+from hybridkv.vllm.media import RequestMedia
 from hybridkv.vllm.weights import WeightsAnswer
 from hybridkv.wire import messages as wire
 
@@ -106,11 +108,12 @@ class SchedulerRole:
         self.stores = StorePlanner(
             geometry, limits, life.counters, numbers=life.run_numbers, audits=self.audits
         )
-        self._drafted = (
-            DraftedBlocks(context.drafter, geometry, context.pool_blocks + 1)
-            if context.drafter
-            else None
-        )
+        self._context = context
+        self._drafted: DraftedBlocks | None = None
+        faults = context.faults
+        is_unproven = faults.in_all_steps or faults.beside_adapters or life.had_unproven_session
+        if context.drafter or is_unproven:
+            self._follow_blocks()
         self._stale_greeting = 0  # The greeting in which the daemon heard that nothing is served.
         self._push_until = 0.0  # When the engine stops waiting for the reports of stores.
         self._read_on_until = 0.0  # The same for workers that read late. 0.0 = none does.
@@ -122,6 +125,12 @@ class SchedulerRole:
     def slots_fd(self) -> int | None:
         """The descriptor to wait on while slots are being reserved, outside of hooks, else None."""
         return self.session.link.fd if self.stores.credits.is_awaiting else None
+
+    def _follow_blocks(self) -> None:
+        """Follow from now on which blocks of the engine are proven. Those that it has are not."""
+        context = self._context
+        drafter, blocks = context.drafter or NO_DRAFTER, context.pool_blocks + 1
+        self._drafted = DraftedBlocks(drafter, self.geometry, blocks, context.faults)
 
     def run_work(self, work: Callable[["SchedulerRole"], Result]) -> Result:
         """Return the result of a hook's work. A fault ends the connection and is raised again.
@@ -139,18 +148,28 @@ class SchedulerRole:
         """Track a new request. Its lookup leaves with the engine's next question or next plan."""
         now = time.monotonic()
         adapter = self._adapters.on_new_request(request)
+        self.life.note_session(request)
+        if self.life.had_unproven_session and self._drafted is None:
+            self._follow_blocks()
         ahead = self.geometry.chunk_tokens if self.geometry.lookahead_tokens else 0
-        is_nameless = not is_hashable(request, self._own_hashes, ahead)
+        contents, media = self.life.media, None
+        if request.mm_features or request.resumable:
+            media = RequestMedia(request, contents)
+        is_named = media is None or media.is_known()
+        is_nameless = not is_named or not is_hashable(request, self._own_hashes, ahead)
         if is_nameless or self._why_computed:
             tracked = requests.TrackedRequest(request)
             reason = wire.Decline.UNHASHABLE if is_nameless else wire.Decline.UNWANTED
-            self.requests.decline(tracked, reason, self._why_computed)
+            detail = media.why_unknown() if media is not None and not is_named else ""
+            self.requests.decline(tracked, reason, detail or self._why_computed)
             self.requests.send_explanation(tracked, now)
+            contents.on_untracked_request(request)
             return
         tracked = requests.TrackedRequest(
             request,
             ChunkHashChain(request, self.geometry.chunk_tokens) if self._own_hashes else None,
             adapter,
+            media=media,
             tenant=tenant_of(request.cache_salt),
             next_chunk=[0] * len(self.geometry.groups),
         )

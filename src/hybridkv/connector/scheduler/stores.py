@@ -445,7 +445,7 @@ class StorePlanner:
         if chunk >= self._chunks_max:
             self._counters[stores_shed(Shed.BEYOND_LOOKUP)] += len(geometry.groups)
             return
-        name = tracked.tail_hashes([tracked.request.block_hashes[boundary // unit - 1]])
+        name = tracked.tail_hashes([tracked.request.block_hashes[boundary // unit - 1]], [boundary])
         blocks = {index: offer.block for index, offer in offers.items()}
         present = tables(tracked.request.request_id)
         for index in self._full_groups:
