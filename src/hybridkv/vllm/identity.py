@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 from vllm import envs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec, iter_layer_specs
 
 from hybridkv.core.copies import PAYLOAD_VERSION
@@ -75,8 +77,25 @@ def identity_facts(
         "groups": [[*astuple(group), *specs[group.gid]] for group in geometry.groups],
         "chunk": chunk,
         "layers": layers,
+        **_kept_out(vllm_config, kv_cache_config),
         **configured,
     }
+
+
+def _kept_out(vllm_config: Any, kv_cache_config: KVCacheConfig) -> dict[str, object]:
+    """Return what vLLM's CPU kernels compute wrongly here, and older versions of this package kept.
+
+    The fact keeps what these stored from being found. {} where there is no such kernel. See
+    `vllm.batch_faults`, which asks the kernels themselves before anything is stored.
+    """
+    if not current_platform.is_cpu():
+        return {}
+    specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    layers = [layer for spec in specs for layer in iter_layer_specs(spec)]
+    kinds = {layer.mamba_type for layer in layers if isinstance(layer, MambaSpec)}
+    kept = ["base rows beside adapters"] if vllm_config.lora_config is not None else []
+    kept += ["rotated heads"] if MambaAttentionBackendEnum.SHORT_CONV in kinds else []
+    return {"kept_out": kept} if kept else {}
 
 
 def _without_sizes(configured: Mapping[str, object]) -> dict[str, object]:

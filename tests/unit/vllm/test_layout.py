@@ -4,6 +4,8 @@ import dataclasses
 from math import prod
 
 import pytest
+from vllm.config import LoRAConfig
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from hybridkv.core.errors import GeometryError
 from hybridkv.core.geometry import GroupKind
@@ -76,6 +78,27 @@ def test_how_a_state_is_arranged_is_a_part_of_the_identity() -> None:
     assert tokens_first["layers"] == channels_first["layers"]
     assert tokens_first != channels_first
     assert facts(3, 1024) == tokens_first
+
+
+def test_what_older_versions_stored_of_wrong_kernels_is_not_found() -> None:
+    """vLLM's CPU kernels for LoRA and for LFM2's attention (`vllm.batch_faults`)."""
+    memory = CACHES["LBNHC"].memory()
+    layouts = {0: worker_layout(memory.config, memory.views)}
+    geometry = build_geometry(memory.config, layouts, None)
+    config, settings = base_config(), Settings(weights_identity="any")
+    assert "kept_out" not in identity_facts(config, memory.config, geometry, layouts, settings)
+    config.lora_config = LoRAConfig()
+    facts = identity_facts(config, memory.config, geometry, layouts, settings)
+    assert facts["kept_out"] == ["base rows beside adapters"]
+
+    spec = dataclasses.replace(
+        state(128, 4096, 4096), mamba_type=MambaAttentionBackendEnum.SHORT_CONV
+    )
+    config.lora_config, memory = None, Cache("LBNHC", layers("state", spec, 2)).memory()
+    layouts = {0: worker_layout(memory.config, memory.views)}
+    geometry = build_geometry(memory.config, layouts, None)
+    facts = identity_facts(config, memory.config, geometry, layouts, settings)
+    assert facts["kept_out"] == ["rotated heads"]
 
 
 @pytest.mark.parametrize(
