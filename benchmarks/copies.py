@@ -122,7 +122,7 @@ class LinkDevice:
     def copy_blocks(self, launch: KernelLaunch, is_gather: bool) -> None:
         self._run(len(launch.ops))
 
-    def digest(
+    def digest_pieces(
         self, entries_address: int, objects: int, pieces_max: int, digests_address: int
     ) -> None:
         self._run(objects)
