@@ -127,6 +127,7 @@ def config_of(shape: Shape, socket_path: str, engine_id: str) -> Any:
     config.scheduler_config.async_scheduling = shape.is_async
     config.parallel_config.tensor_parallel_size = shape.ranks // shape.stages
     config.parallel_config.pipeline_parallel_size = shape.stages
+    config.parallel_config.distributed_executor_backend = "mp"
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="HybridKVConnector",

@@ -70,9 +70,10 @@ class MediaContents:
 
     def on_untracked_request(self, request: Any) -> None:
         """Take the media of a request that is only computed: the engine's caches get them too."""
-        for feature in request.mm_features:
+        for feature in getattr(request, "mm_features", ()):
             self.content_digest(feature)
-        if request.resumable:
+        # A fallback calls this, and must not raise.
+        if getattr(request, "resumable", True):
             # Nobody sees the media of its later turns.
             self._refusal = "a session that was not followed may have named any media; a restart "
             self._refusal += "ends that"

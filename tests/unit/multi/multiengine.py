@@ -63,6 +63,7 @@ def multi_config(
     config.cache_config.block_size = layout.block_size
     config.scheduler_config.disable_hybrid_kv_cache_manager = False
     config.parallel_config.tensor_parallel_size = ranks
+    config.parallel_config.distributed_executor_backend = "mp"
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="MultiConnector",
         kv_connector_module_path="hybridkv.connector",

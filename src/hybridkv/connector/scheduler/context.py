@@ -89,5 +89,9 @@ class EngineLife:
         """The number of the last greeting that workers are done with. 0 = there is none."""
 
     def note_session(self, request: Any) -> None:
-        """Note a new request if it is a session that this engine may compute wrongly."""
-        self.had_unproven_session |= self._faults.in_sessions and request.resumable
+        """Note a new request if it is a session that this engine may compute wrongly.
+
+        A fallback calls this too, and must not raise.
+        """
+        is_session = getattr(request, "resumable", True)
+        self.had_unproven_session |= self._faults.in_sessions and is_session
