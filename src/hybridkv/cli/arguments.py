@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import os
+import signal
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -147,3 +149,25 @@ def or_refuse(what: str, works: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{what} ({error.strerror})", works) from error
+
+
+@contextlib.contextmanager
+def ended_by_exception() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as Ctrl-C does, so that it removes what it began."""
+
+    def on_signal(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    # nohup ignores SIGHUP, and it stays so.
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    ]
+    for number in numbers:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

@@ -10,6 +10,7 @@ import io
 import os
 import stat
 import tarfile
+import tempfile
 import time
 import uuid
 from collections import Counter
@@ -18,7 +19,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from hybridkv.cli.arguments import JSON, command, option, or_refuse, socket_of, switch
+from hybridkv.cli.arguments import (
+    JSON,
+    command,
+    ended_by_exception,
+    option,
+    or_refuse,
+    socket_of,
+    switch,
+)
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, progress
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
@@ -70,7 +79,8 @@ class Bundle:
     """An export that is being written."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._tar = tarfile.TarFile.open(fileobj=file, mode="w|", format=tarfile.GNU_FORMAT)
+        # A stream ("w|") writes when it is collected too, where its file is closed already.
+        self._tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.GNU_FORMAT)
         self.records = self.bytes = 0
 
     def write_record(self, record: Record, memory: memoryview) -> None:
@@ -181,16 +191,40 @@ def _written_whole(path: Path, replaces: bool) -> Iterator[BinaryIO]:
             what = f"export: {path} is no file that could be replaced"
             raise ConfigError(what, "the name of a new one works")
         if not replaces:
-            raise ConfigError(f"export: {path} exists", "--force replaces it")
-    part = path.with_name(f"{path.name}.part")
-    with or_refuse(f"export: {path} cannot be written", "a file in a directory with room works"):
+            raise _exists(path)
+    with (
+        ended_by_exception(),
+        or_refuse(f"export: {path} cannot be written", "a file in a directory with room works"),
+    ):
+        descriptor, part = tempfile.mkstemp(prefix=".hybridkv-export-", dir=path.parent)
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(part, flags, 0o600), "wb") as file:
+            with open(descriptor, "wb") as file:
                 yield file
-            os.replace(part, path)
+            _give_name(part, path, replaces)
         finally:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(part)
+
+
+def _give_name(part: str, path: Path, replaces: bool) -> None:
+    """Give a whole file its name. Raises ConfigError where another has it and not `replaces`."""
+    if not replaces:
+        try:
+            try:
+                os.link(part, path)
+                return
+            except OSError as error:
+                if isinstance(error, FileExistsError):
+                    raise
+                # The file system has no hard links (FAT).
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            raise _exists(path) from None
+    os.replace(part, path)
+
+
+def _exists(path: Path) -> ConfigError:
+    return ConfigError(f"export: {path} exists", "--force replaces it")
 
 
 class _FoundRecord(NamedTuple):

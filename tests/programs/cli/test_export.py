@@ -1,8 +1,12 @@
 """`hybridkv export` and `hybridkv import` over real files and a real daemon."""
 
+import errno
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +22,7 @@ from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import HEADER_BYTES, committed_slots
 from hybridkv.tiers.coding import Codec, Coding
+from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileName
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LOST_SECONDS
@@ -467,7 +472,7 @@ def test_only_a_file_is_replaced(
         in capsys.readouterr().err
     )
     assert (file.lstat().st_mode, file.lstat().st_ino) == (before.st_mode, before.st_ino)
-    assert not file.with_name("file.part").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "from"]
 
 
 def test_an_export_takes_no_memory_of_the_arena(
@@ -492,3 +497,82 @@ def test_an_export_takes_no_memory_of_the_arena(
         )
         assert (status, document["objects"]) == (0, CHUNKS * 3)
         assert arena.stat().st_blocks == before
+
+
+def test_two_exports_to_one_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes while the first writes. One of them has the name, and the other says so."""
+    filled(tmp_path / "from")
+    filled(tmp_path / "few", 2)
+    file, statuses = tmp_path / "all.tar", list[int]()
+    prove_file = files.prove_file
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(files, "prove_file", prove_file)
+        statuses.append(main(["export", str(file), "--disk", str(tmp_path / "few")]))
+        return prove_file(*arguments)
+
+    monkeypatch.setattr(files, "prove_file", meanwhile)
+    statuses.append(main(["export", str(file), "--disk", str(tmp_path / "from")]))
+    assert statuses == [0, 2]
+    says = f"hybridkv: export: {file} exists; --force replaces it"
+    assert capsys.readouterr().err.splitlines()[-1] == says
+    assert len(members(file)) == 2 + 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.tar", "few", "from"]
+
+
+def test_a_file_system_without_hard_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FAT. Also there nothing is replaced."""
+    filled(tmp_path / "from")
+    file, link = tmp_path / "all.tar", os.link
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("os.link", refused)
+    words = ["export", str(file), "--disk", str(tmp_path / "from")]
+    assert main(words) == 0
+    assert len(members(file)) == OBJECTS + 1
+
+    def refused_late(*_: object) -> None:
+        link(tmp_path / "from/hybridkv-tier", file)
+        refused()
+
+    file.unlink()
+    monkeypatch.setattr("os.link", refused_late)
+    capsys.readouterr()
+    assert main(words) == 2
+    says = f"hybridkv: export: {file} exists; --force replaces it"
+    assert capsys.readouterr().err.splitlines()[-1] == says
+    assert file.read_text() == "1\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.tar", "from"]
+
+
+def test_a_users_own_file_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path / "from")
+    own = tmp_path / "all.tar.part"
+    own.write_bytes(b"a user's own")
+    assert main(["export", str(tmp_path / "all.tar"), "--disk", str(tmp_path / "from")]) == 0
+    assert own.read_bytes() == b"a user's own"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Nor does it show where the command was."""
+    filled(tmp_path / "from")
+    code = (
+        "import os, sys; from hybridkv.cli.main import main; from hybridkv.cli import bundle\n"
+        "write = bundle.Bundle.write_record\n"
+        "def interrupted(*words): write(*words); os.kill(os.getpid(), int(sys.argv[1]))\n"
+        "bundle.Bundle.write_record = interrupted\n"
+        "sys.exit(main(sys.argv[2:]))"
+    )
+    words = ["export", str(tmp_path / "all.tar"), "--disk", str(tmp_path / "from")]
+    program = [sys.executable, "-c", code, str(int(number)), *words]
+    result = subprocess.run(program, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (result.returncode, result.stderr.strip()) == (128 + number, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["from"]
