@@ -14,8 +14,9 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -61,6 +62,7 @@ TEND_SECONDS = 1.0
 END_MEMBER = "hybridkv-export"
 """The name of the last member, which has the version and the number of records."""
 VERSION = 1
+_WORKS = "a file of hybridkv export works"
 
 
 class LeftOut(StrEnum):
@@ -117,12 +119,38 @@ class _Member(NamedTuple):
     proof: FileProof
 
 
+def _count_of_end(content: bytes, setting: str) -> str:
+    """Returns the number of records that the last member says. Raises ConfigError (version)."""
+    version, _, count = content.decode("ascii", "replace").strip().partition(" ")
+    if version != str(VERSION):
+        what = f"{setting} is of another version ({version[:8]!r})"
+        raise ConfigError(what, "its own version of hybridkv works")
+    return count
+
+
+def _check_version(file: BinaryIO, setting: str) -> None:
+    """Raise ConfigError where the last member of `file` has another version.
+
+    A pipe has its last member at its end alone, and a file that was cut has none.
+    """
+    if not file.seekable():
+        return
+    block = tarfile.BLOCKSIZE
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size_bytes - 2 * tarfile.RECORDSIZE) // block * block)
+    blocks = iter(lambda: file.read(block), b"")
+    for header in blocks:
+        with contextlib.suppress(tarfile.HeaderError):
+            if tarfile.TarInfo.frombuf(header, "ascii", "replace").name == END_MEMBER:
+                _count_of_end(next(blocks, b"")[:64].rstrip(b"\0"), setting)
+    file.seek(0)
+
+
 def _read(file: BinaryIO, setting: str, coding: Coding) -> Iterator[_Member]:
     """Yield every member with its proof, as soon as it is read.
 
     Raises ConfigError where `file` is no export of this version.
     """
-    works = "a file of hybridkv export works"
     records, is_over = 0, False
     try:
         with tarfile.open(fileobj=file, mode="r|") as tar:
@@ -131,19 +159,14 @@ def _read(file: BinaryIO, setting: str, coding: Coding) -> Iterator[_Member]:
                 if content is None:
                     yield _Member(info.name, FileProof(FileDamage.MISNAMED))
                 elif info.name == END_MEMBER:
-                    text = content.read(64).decode("ascii", "replace")
-                    version, _, count = text.strip().partition(" ")
-                    if version != str(VERSION):
-                        what = f"{setting} is of another version ({version[:8]!r})"
-                        raise ConfigError(what, works)
-                    is_over = count == str(records)
+                    is_over = _count_of_end(content.read(64), setting) == str(records)
                 else:
                     records += 1
                     name = files.parse_name(info.name)
                     yield _Member(info.name, files.prove(content, info.size, name, coding))
     except (tarfile.TarError, EOFError) as error:
         if not records:
-            raise ConfigError(f"{setting} is no bundle of records ({error})", works) from error
+            raise ConfigError(f"{setting} is no bundle of records ({error})", _WORKS) from error
     if not is_over:
         yield _Member("", FileProof(FileDamage.LENGTH))
 
@@ -338,11 +361,15 @@ def _add_slot(
 def run_import(arguments: argparse.Namespace) -> int:
     """Write the proven records into the directory and print. Returns 1 if any was wrong."""
     spec = parse_tier(disk_url(os.path.abspath(arguments.disk), arguments.disk_bytes), "disk")
-    works = "a file of hybridkv export works"
+    setting = f"import: {arguments.file}"
     coding = _coding(arguments)
     with contextlib.ExitStack() as stack:
-        with or_refuse(f"import: {arguments.file} cannot be read", works):
+        with or_refuse(f"{setting} cannot be read", _WORKS):
             file = stack.enter_context(open(arguments.file, "rb"))
+            _check_version(file, setting)
+        members = _read(file, setting, coding)
+        # What is refused leaves no directory.
+        first = list(islice(members, 1))
         tier = DiskTier(spec, f"import-{uuid.uuid4().hex[:8]}", adopts=False)
         try:
             tier.open()
@@ -350,7 +377,7 @@ def run_import(arguments: argparse.Namespace) -> int:
             what = f"disk: {arguments.disk} cannot be used ({error})"
             raise ConfigError(what, "another directory works") from error
         try:
-            reasons = Counter(_put_all(file, arguments.file, tier, coding))
+            reasons = Counter(_put_all(chain(first, members), tier, coding))
         finally:
             tier.close()
             with contextlib.suppress(OSError):
@@ -364,7 +391,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     return int(bool(set(left_out) - {LeftOut.THERE}))
 
 
-def _put_all(file: BinaryIO, name: str, disk: DiskTier, coding: Coding) -> Iterator[str | None]:
+def _put_all(members: Iterable[_Member], disk: DiskTier, coding: Coding) -> Iterator[str | None]:
     """Write each record of an export. Yields None, or why the record was left out.
 
     With a key, plain records are encrypted.
@@ -372,7 +399,7 @@ def _put_all(file: BinaryIO, name: str, disk: DiskTier, coding: Coding) -> Itera
     tier = EncodedTier(disk, coding)
     tend_at = time.monotonic() + TEND_SECONDS
     with progress("importing", None) as step:
-        for member, proof in _read(file, f"import: {name}", coding):
+        for member, proof in members:
             if time.monotonic() >= tend_at:
                 # Without this sign of life a daemon would take over the imported files.
                 tier.tend()

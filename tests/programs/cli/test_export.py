@@ -576,3 +576,47 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
     result = subprocess.run(program, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     assert (result.returncode, result.stderr.strip()) == (128 + number, "")
     assert [path.name for path in tmp_path.iterdir()] == ["from"]
+
+
+def of_another_version(file: Path) -> None:
+    content = file.read_bytes()
+    at = content.rindex(f"1 {OBJECTS}\n".encode())
+    file.write_bytes(content[:at] + b"2" + content[at + 1 :])
+
+
+def cut_to_nothing(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def noise(file: Path) -> None:
+    file.write_bytes(b"x" * 30000)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (of_another_version, "is of another version ('2'); its own version of hybridkv works"),
+        (cut_to_nothing, "is no bundle of records"),
+        (noise, "is no bundle of records"),
+    ],
+)
+def test_an_import_that_is_refused_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None], says: str
+) -> None:
+    filled(tmp_path / "from")
+    file = tmp_path / "all.tar"
+    command(capsys, "export", file, "--disk", tmp_path / "from")
+    change(file)
+    assert main(["import", str(file), "--disk", str(tmp_path / "to")]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "to").exists()
+
+
+def test_an_import_from_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path / "from")
+    file = tmp_path / "all.tar"
+    command(capsys, "export", file, "--disk", tmp_path / "from")
+    words = ["import", "/dev/stdin", "--disk", str(tmp_path / "to"), "--json"]
+    program = [sys.executable, "-m", "hybridkv", *words]
+    printed = subprocess.check_output(program, input=file.read_bytes(), timeout=60)
+    assert json.loads(printed)["objects"] == OBJECTS
