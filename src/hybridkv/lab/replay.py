@@ -38,6 +38,8 @@ from hybridkv.store.index import Namespace, NewObject, Slot
 from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
+SPAN_TOKENS_MAX = 1 << 20
+"""The most tokens of an answer or a block, whose number alone would take time and memory."""
 SESSIONS_AT_ONCE = 32
 CHUNKS_PER_STEP = 64  # Chunks that are stored together, group by group, as after an engine's step.
 PAGES_MIN = 8  # Pages of the smallest object, which rounding distorts by an eighth at most.
@@ -483,8 +485,8 @@ def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TraceProm
     is by default its path.
     """
     shown = shown or str(path)
-    if block_tokens < 1:
-        what = f"--block-tokens {block_tokens} is no number of tokens"
+    if not 1 <= block_tokens <= SPAN_TOKENS_MAX:
+        what = f"--block-tokens {block_tokens} is no number of tokens from 1 to {SPAN_TOKENS_MAX}"
         raise ConfigError(what, f"{BLOCK_TOKENS} works")
     prompts: list[TracePrompt] = []
     decoder = msgspec.json.Decoder(TracePrompt)
@@ -505,6 +507,10 @@ def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TraceProm
                 f"{shown}, line {number}: {ids} hash_ids for input_length {tokens}",
                 f"one for every started block of --block-tokens {block_tokens} works",
             )
+        if prompt.answer_tokens > SPAN_TOKENS_MAX:
+            what = f"output_length {prompt.answer_tokens} is longer than any answer"
+            works = f"at most {SPAN_TOKENS_MAX} works"
+            raise ConfigError(f"{shown}, line {number}: {what}", works)
         prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{shown} has no prompt", "a line for each works")

@@ -188,6 +188,10 @@ def test_what_hits_inside_a_block_give(
         ),
         (f'{{"input_length": 5, "hash_ids": [{10**99}]}}', "line 2: "),
         ('{"input_length": -1, "hash_ids": []}', "line 2: 0 hash_ids for input_length -1"),
+        (
+            f'{{"input_length": 5, "hash_ids": [1], "output_length": {10**12}}}',
+            "line 2: output_length 1000000000000 is longer than any answer; at most 1048576 works",
+        ),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(
@@ -216,9 +220,9 @@ def test_what_cannot_be_replayed_is_one_sentence(
 
     assert "No such file" in refused(str(tmp_path / "none"))
     assert "has no prompt" in refused(empty)
-    assert "--block-tokens 0 is no number of tokens; 512 works" in refused(
-        path, "--block-tokens", "0"
-    )
+    for wrong in ("0", str(10**12)):
+        says = f"--block-tokens {wrong} is no number of tokens from 1 to 1048576; 512 works"
+        assert says in refused(path, "--block-tokens", wrong)
     assert "ram='x' is not a size" in refused(path, "--ram", "x")
     assert "0 engines are connected" in refused(path, *at)
     with ControlClient(daemon.socket_path, hello=HELLO):
