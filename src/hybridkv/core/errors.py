@@ -8,10 +8,12 @@ class HybridKVError(Exception):
 class RemediedError(HybridKVError, ValueError):
     """An error in two clauses: `what` is wrong, and its `remedy`, which may be empty."""
 
-    def __init__(self, what: str, remedy: str = "") -> None:
+    def __init__(self, what: str, remedy: str = "", value: object = None) -> None:
+        """`value` is what the remedy says to work. None = it names no value of the setting."""
         super().__init__(f"{what}; {remedy}" if remedy else what)
         self.what = what
         self.remedy = remedy
+        self.value = value
 
 
 class ConfigError(RemediedError):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError, HybridKVError
+from hybridkv.core.paths import check_socket_path, default_socket
 from hybridkv.core.sizes import format_size
 from hybridkv.daemon.orphan import remove_if_over
 from hybridkv.shm import arena as shm
@@ -53,33 +54,56 @@ def make_private_directory(directory: Path, setting: str) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         fault = f"directory {directory} cannot be made ({error.strerror})"
-        raise _refusal(setting, fault) from error
+        raise _refusal(setting, fault, directory) from error
     check_private_directory(directory, setting)
 
 
 def check_private_directory(directory: Path, setting: str) -> None:
     """Raise ConfigError unless `directory` is this user's alone or can be made."""
+    if fault := _directory_fault(directory):
+        raise _refusal(setting, fault, directory)
+
+
+def _directory_fault(directory: Path) -> str:
+    """Return why a directory can be no daemon's, or "" where it is this user's or can be made."""
     try:
         status = directory.lstat()
     except FileNotFoundError:
         above = next(parent for parent in directory.parents if parent.exists())
-        if os.access(above, os.W_OK | os.X_OK):
-            return
-        raise _refusal(setting, f"you may not make directory {directory} in {above}") from None
+        is_allowed = os.access(above, os.W_OK | os.X_OK)
+        return "" if is_allowed else f"you may not make directory {directory} in {above}"
     except OSError as error:
-        fault = f"directory {directory} cannot be used ({error.strerror})"
-        raise _refusal(setting, fault) from error
+        return f"directory {directory} cannot be used ({error.strerror})"
     if not stat.S_ISDIR(status.st_mode):
-        raise _refusal(setting, f"{directory} is not a directory of its own (a link?)")
+        return f"{directory} is not a directory of its own (a link?)"
     if status.st_uid != os.geteuid():
-        raise _refusal(setting, f"{directory} belongs to user id {status.st_uid}, not to you")
+        return f"{directory} belongs to user id {status.st_uid}, not to you"
     if status.st_mode & 0o022:
-        raise _refusal(setting, f"others may write to {directory}", ", or chmod 700 it")
+        return f"others may write to {directory}, which chmod 700 ends"
+    return "" if os.access(directory, os.W_OK | os.X_OK) else f"you may not write to {directory}"
 
 
-def _refusal(setting: str, fault: str, alternative: str = "") -> ConfigError:
-    works = f'"/tmp/hybridkv-{os.geteuid()}/daemon.sock" works'
-    return ConfigError(f"{setting}: {fault}", works + alternative)
+def _file_fault(path: Path) -> str:
+    """Return why a file can be no daemon's socket, or "" where there is none, or a socket."""
+    is_free = path.is_socket() or not os.path.lexists(path)
+    return "" if is_free else f"{path} is no socket, and stays"
+
+
+def _refusal(setting: str, fault: str, refused: Path) -> ConfigError:
+    """Return the error for a socket or its directory. Its remedy names a socket that works."""
+    home, uid = os.path.expanduser("~"), os.geteuid()
+    users_own = default_socket(home, uid)
+    beside = str((refused if refused.is_dir() else refused.parent) / "daemon.sock")
+    for value in (beside, default_socket("", uid), users_own):
+        path = Path(value)
+        with contextlib.suppress(ConfigError, OSError):
+            check_socket_path(value, setting)
+            if path != refused and not (_directory_fault(path.parent) or _file_fault(path)):
+                works = f'"{value}" works'
+                if value == users_own:
+                    works += f", and XDG_RUNTIME_DIR={home} makes it the default"
+                return ConfigError(f"{setting}: {fault}", works, value)
+    return ConfigError(f"{setting}: {fault}", "a file in a directory of yours works")
 
 
 def share_directory(directory: Path, group: int) -> None:
@@ -125,6 +149,8 @@ class ServedSocket:
         self._loss_logged = False  # True once the log has that the socket cannot be made again.
         self._socket_id: FileId | None = None  # The socket's file; None before `listen`.
         self._make_directory()
+        if fault := _file_fault(path):
+            raise _refusal("socket", fault, path)
         self._lock_fd = self._lock()
         self._check_nobody_serves()
 
@@ -148,7 +174,7 @@ class ServedSocket:
         except OSError as error:
             listener.close()
             fault = f"no socket can be made at {self._path} ({error.strerror})"
-            raise _refusal("socket", fault) from error
+            raise _refusal("socket", fault, self._path) from error
         return listener
 
     def restore_names(self) -> socket.socket | None:
@@ -204,7 +230,7 @@ class ServedSocket:
                 fd, is_new = os.open(self._lock_path, flags, 0o600), False
         except OSError as error:
             fault = f"{self._lock_path} cannot be opened ({error.strerror})"
-            raise _refusal("socket", fault) from error
+            raise _refusal("socket", fault, self._path) from error
         if not _takes_lock(fd):
             os.close(fd)
             raise AlreadyServedError(f"a daemon is already serving {self._path}")
