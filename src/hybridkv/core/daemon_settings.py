@@ -23,6 +23,7 @@ LOG_LEVELS = ("info", "debug", "warning", "error")
 VARIABLE_PREFIX = "HYBRIDKV_"
 CONFIG_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"  # It names the settings file.
 _PORT_MAX = 65535
+_TIER = "valkey://127.0.0.1:6379"
 _TOKEN_FILE = "file:/"  # How a token is given, so that it is in no command line.
 
 
@@ -44,14 +45,14 @@ def _node(value: object, where: str) -> str:
 def _disk(value: object, where: str) -> str:
     if not isinstance(value, str) or not value.startswith("/") or "?" in value:
         what = f"{where}={value!r} must be an absolute path without '?'"
-        raise ConfigError(what, '"/var/cache/hybridkv" works')
+        raise ConfigError(what, value="/var/cache/hybridkv")
     return value
 
 
 def _tiers(value: object, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(url, str) for url in value):
         what = f"{where}={value!r} must be a list of URLs"
-        raise ConfigError(what, '["valkey://127.0.0.1:6379"] works')
+        raise ConfigError(what, f'["{_TIER}"] works', [_TIER])
     for url in value:
         parse_tier(url, where)
     return tuple(value)
@@ -60,7 +61,7 @@ def _tiers(value: object, where: str) -> tuple[str, ...]:
 def _traces(value: object, where: str) -> str:
     if not str(value).startswith(("http://", "https://")):
         what = f"{where}: {value!r} is no URL of a collector"
-        raise ConfigError(what, '"http://127.0.0.1:4318/v1/traces" works')
+        raise ConfigError(what, value="http://127.0.0.1:4318/v1/traces")
     return str(value)
 
 
@@ -71,7 +72,7 @@ def _port(value: object, where: str) -> int:
         port = _PORT_MAX + 1
     if not -1 <= port <= _PORT_MAX:
         what = f"{where}={value} must be from 0 to {_PORT_MAX}, or -1 for none"
-        raise ConfigError(what, f"{METRICS_PORT} works")
+        raise ConfigError(what, value=METRICS_PORT)
     return port
 
 
@@ -80,7 +81,7 @@ def _host(value: object, where: str) -> str:
         return str(ipaddress.ip_address(str(value)))
     except ValueError:
         what = f"{where}={value!r} must be the address of an interface"
-        raise ConfigError(what, '"127.0.0.1" works, or "0.0.0.0" for all') from None
+        raise ConfigError(what, '"127.0.0.1" works, or "0.0.0.0" for all', "127.0.0.1") from None
 
 
 def _token_file(value: object, where: str) -> str:
@@ -88,7 +89,7 @@ def _token_file(value: object, where: str) -> str:
     if not text.startswith(_TOKEN_FILE):
         # It is not shown, since it may be the token.
         what = f"{where}: what is given names no file by an absolute path"
-        raise ConfigError(what, '"file:/etc/hybridkv/token" works')
+        raise ConfigError(what, value="file:/etc/hybridkv/token")
     return text.removeprefix("file:")
 
 

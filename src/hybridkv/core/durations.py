@@ -18,10 +18,12 @@ def parse_duration(value: object, where: str) -> float:
     is_given = isinstance(value, str | int | float) and not isinstance(value, bool)
     match = _DURATION.fullmatch(str(value)) if is_given else None
     if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{where}={value!r} is no duration", '"30min", "2h" and "never" work')
+        raise ConfigError(
+            f"{where}={value!r} is no duration", '"30min", "2h" and "never" work', "30min"
+        )
     seconds = float(match[1]) * _UNITS[match[2]]
     if seconds > DURATION_SECONDS_MAX:
-        raise ConfigError(f"{where}={value!r} is longer than a year", '"never" works')
+        raise ConfigError(f"{where}={value!r} is longer than a year", value="never")
     return seconds
 
 

@@ -9,7 +9,13 @@ class RemediedError(HybridKVError, ValueError):
     """An error in two clauses: `what` is wrong, and its `remedy`, which may be empty."""
 
     def __init__(self, what: str, remedy: str = "", value: object = None) -> None:
-        """`value` is what the remedy says to work. None = it names no value of the setting."""
+        """`value` is what the remedy says to work. None = it names no value of the setting.
+
+        Without a remedy in words: "auto" -> '"auto" works', True -> "true works".
+        """
+        if value is not None and not remedy:
+            shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
+            remedy = f"{shown} works"
         super().__init__(f"{what}; {remedy}" if remedy else what)
         self.what = what
         self.remedy = remedy

@@ -20,7 +20,7 @@ def choice(values: Iterable[str]) -> Parser:
     def parse(value: Any, where: str) -> str:
         if value not in known:
             what = f"{where}={value!r} must be one of {', '.join(known)}"
-            raise ConfigError(what, f'"{known[0]}" works')
+            raise ConfigError(what, value=known[0])
         return known[known.index(value)]
 
     return parse
@@ -41,7 +41,7 @@ def number(
             parsed = float("nan")
         if not low <= parsed <= high or kind(parsed) != parsed:
             wrong = f"{where}={value!r} must be {what} from {low:.9g} to {high:.9g}"
-            raise ConfigError(wrong, f"{works} works")
+            raise ConfigError(wrong, f"{works} works", kind(works))
         return kind(parsed)
 
     return parse
@@ -50,7 +50,7 @@ def number(
 def boolean(value: object, where: str) -> bool:
     """Returns a value that is true or false."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{where}={value!r} must be true or false", "true works")
+        raise ConfigError(f"{where}={value!r} must be true or false", value=True)
     return value
 
 
@@ -58,7 +58,7 @@ def switch(value: object, where: str) -> bool:
     """Returns the truth of a value, or of a text as a variable has it: "true", "1", "0"."""
     parsed = {"1": True, "true": True, "0": False, "false": False}.get(str(value).lower())
     if parsed is None:
-        raise ConfigError(f"{where}={value!r} must be true or false", "true works")
+        raise ConfigError(f"{where}={value!r} must be true or false", value=True)
     return parsed
 
 
@@ -67,21 +67,21 @@ def boolean_or_auto(value: object, where: str) -> bool | None:
     if value == "auto":
         return None
     if not isinstance(value, bool):
-        raise ConfigError(f'{where}={value!r} must be true, false or "auto"', '"auto" works')
+        raise ConfigError(f'{where}={value!r} must be true, false or "auto"', value="auto")
     return value
 
 
 def text(value: object, where: str) -> str:
     """Returns a text that is not empty."""
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where}={value!r} must be a non-empty text", '"my-model-v1" works')
+        raise ConfigError(f"{where}={value!r} must be a non-empty text", value="my-model-v1")
     return value
 
 
 def directory(value: object, where: str) -> str:
     """Returns the absolute path of a directory, which need not exist."""
     if not isinstance(value, str) or not value.startswith("/") or "\0" in value:
-        raise ConfigError(f"{where}={value!r} must be an absolute path", '"/dev/shm" works')
+        raise ConfigError(f"{where}={value!r} must be an absolute path", value="/dev/shm")
     return value
 
 

@@ -32,7 +32,7 @@ def check_socket_path(path: str, setting: str) -> str:
     is_named = path.startswith("/") and path.rpartition("/")[2] not in ("", ".", "..")
     if not is_named or not is_writable(path, _SOCKET_PATH_MAX):
         absolute = f"must be the absolute path of a file, of at most {_SOCKET_PATH_MAX} bytes"
-        raise ConfigError(f"{setting}: {path!r} {absolute}", '"/tmp/hybridkv/daemon.sock" works')
+        raise ConfigError(f"{setting}: {path!r} {absolute}", value="/tmp/hybridkv/daemon.sock")
     return path
 
 
@@ -40,7 +40,7 @@ def check_node_name(name: str) -> str:
     """Returns `name`. Raises ConfigError where no directory can have it."""
     if name in ("", ".", "..") or "/" in name or not is_writable(name, _NODE_NAME_MAX):
         plain = f'must be one plain name of 1 to {_NODE_NAME_MAX} bytes, without "/"'
-        raise ConfigError(f"node={name!r} {plain}", '"gpu7" works')
+        raise ConfigError(f"node={name!r} {plain}", value="gpu7")
     return name
 
 

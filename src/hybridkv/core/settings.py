@@ -26,13 +26,13 @@ def _server(value: object, where: str) -> str:
     if value == "auto" or (isinstance(value, str) and value.startswith("unix:///")):
         return str(value)
     example = '"unix:///run/user/1000/hybridkv/daemon.sock"'
-    raise ConfigError(f'{where}={value!r} must be "auto" or a socket like {example}')
+    raise ConfigError(f'{where}={value!r} must be "auto" or a socket like {example}', value="auto")
 
 
 def _config(value: object, where: str) -> str:
     if not isinstance(value, str) or not value.startswith("/"):
         what = f"{where}={value!r} must be the absolute path of a settings file"
-        raise ConfigError(what, '"/etc/hybridkv.toml" works')
+        raise ConfigError(what, value="/etc/hybridkv.toml")
     return value
 
 
@@ -41,7 +41,7 @@ def _audit(value: object, where: str) -> float:
     if isinstance(value, str) and value in shares:
         return shares[value]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise ConfigError(f'{where}={value!r} must be "on", "off" or a share up to 1', '"on" works')
+        raise ConfigError(f'{where}={value!r} must be "on", "off" or a share up to 1', value="on")
     return float(value)
 
 

@@ -16,12 +16,14 @@ def parse_size(value: object, setting: str) -> int:
     match = _SIZE.fullmatch(str(value)) if isinstance(value, str | int) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError(f"{setting}={value!r} is not a size", 'write it like "1GiB" or "512MiB"')
+        raise ConfigError(
+            f"{setting}={value!r} is not a size", 'write it like "1GiB" or "512MiB"', "1GiB"
+        )
     size = float(match[1]) * unit
     if size > SIZE_BYTES_MAX:
-        raise ConfigError(f"{setting}={value!r} is larger than any memory", '"1GiB" works')
+        raise ConfigError(f"{setting}={value!r} is larger than any memory", value="1GiB")
     if size < 1:
-        raise ConfigError(f"{setting}={value!r} must be larger than zero", '"1GiB" works')
+        raise ConfigError(f"{setting}={value!r} must be larger than zero", value="1GiB")
     return int(size)
 
 

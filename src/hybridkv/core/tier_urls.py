@@ -87,12 +87,15 @@ class TierSpec:
         return self.options
 
 
+_KEY = "file:/etc/hybridkv/tier.key"
+
+
 def parse_key(value: object, where: str) -> str:
     """Returns the path in "file:/path". Errors do not show `value`: it may be the key itself."""
     scheme, _, path = str(value).partition(":")
     if scheme != "file" or not path.startswith("/") or "\0" in path:
         what = f"{where}= must be file: and an absolute path"
-        raise ConfigError(what, "key=file:/etc/hybridkv/tier.key works")
+        raise ConfigError(what, f"key={_KEY} works", _KEY)
     return path
 
 
@@ -114,13 +117,13 @@ _COMMON: Mapping[str, CommonOption] = {
     "key": CommonOption("key_path", parse_key),
 }
 """The options of every kind, by their names in a URL."""
-_WORKS = '"disk:///var/cache/hybridkv?bytes=100GiB" works'
+_EXAMPLE = "disk:///var/cache/hybridkv?bytes=100GiB"
 
 
 def parse_tier(url: str, where: str) -> TierSpec:
     """Returns the tier that a URL describes. Raises ConfigError where the URL is wrong."""
     if not is_writable(url):
-        raise ConfigError(f"{where}: what is given is not UTF-8", _WORKS)
+        raise ConfigError(f"{where}: what is given is not UTF-8", value=_EXAMPLE)
     location, _, query = url.partition("?")
     try:
         parts = urlsplit(location)
@@ -128,10 +131,10 @@ def parse_tier(url: str, where: str) -> TierSpec:
         parts = urlsplit("")
     if not parts.scheme or not (parts.netloc or parts.path):
         # It is not shown, since a password may stand anywhere in it.
-        raise ConfigError(f"{where}: that is not the URL of a tier", _WORKS)
+        raise ConfigError(f"{where}: that is not the URL of a tier", value=_EXAMPLE)
     if parts.scheme == "disk" and not location.startswith("disk:///"):
         what = f'{where}: "{location}" needs an absolute path'
-        raise ConfigError(what, '"disk:///var/cache/hybridkv" works')
+        raise ConfigError(what, value="disk:///var/cache/hybridkv")
     given: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name in given:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hybridkv.core import option_parsers
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Finding, warn
-from hybridkv.core.sizes import format_size
+from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.shm.control_groups import memory_groups
 from hybridkv.shm.numa import interleave, memory_nodes
 from hybridkv.shm.trailer import trailer_bytes
@@ -301,20 +301,34 @@ def limit_finding(ram_bytes: int, arena_bytes: int = 0, process: str = "self") -
 
 def check_ram(ram_bytes: int, setting: str, directory: Path = SHM_DIR) -> None:
     """Raise ConfigError, with a size that works, if `directory` has no room for `ram_bytes`."""
-    machine, shm_free = machine_memory_bytes(), shm_free_bytes(directory)
-    limits = {group.limit_bytes: group for group in memory_groups()}
-    works = f'"{format_size(default_ram_bytes(directory))}" works'
-    if ram_bytes < RAM_BYTES_MIN:
-        least = format_size(RAM_BYTES_MIN)
-        what = f"is less than {least}, the least that a cache can be (was a unit forgotten?)"
-    elif ram_bytes > machine and machine in limits:
-        what = f"is larger than {limits[machine].limit}, which the cache counts against"
-    elif ram_bytes > machine:
-        what = f"is larger than this machine's memory of {format_size(machine)}"
-    elif ram_bytes + trailer_bytes(ram_bytes) > shm_free:
-        what = f"with its tables is larger than the {format_size(shm_free)} free in {directory}"
+    fault = _ram_fault(ram_bytes, directory)
+    if not fault:
+        return
+    what = f"{setting}={format_size(ram_bytes)} {fault}"
+    default_bytes = default_ram_bytes(directory)
+    # A size is shown with one decimal, so it may be a bit more than was meant.
+    shown = (format_size(default_bytes), f"{default_bytes >> 20}MiB", format_size(RAM_BYTES_MIN))
+    fitting = (size for size in shown if not _ram_fault(parse_size(size, setting), directory))
+    value = next(fitting, None)
+    works = "another shm-dir works" if value is None else f'"{value}" works'
+    if RAM_BYTES_MIN <= ram_bytes <= machine_memory_bytes():
+        # Then it is the directory that has no room.
         works += ", or give the container more"
         works += " (docker run --shm-size)" if directory == SHM_DIR else ""
-    else:
-        return
-    raise ConfigError(f"{setting}={format_size(ram_bytes)} {what}", works)
+    raise ConfigError(what, works, value)
+
+
+def _ram_fault(ram_bytes: int, directory: Path) -> str:
+    """Return why a cache cannot have `ram_bytes` in `directory`, or "" where it can."""
+    machine, shm_free = machine_memory_bytes(), shm_free_bytes(directory)
+    limits = {group.limit_bytes: group for group in memory_groups()}
+    if ram_bytes < RAM_BYTES_MIN:
+        least = format_size(RAM_BYTES_MIN)
+        return f"is less than {least}, the least that a cache can be (was a unit forgotten?)"
+    if ram_bytes > machine and machine in limits:
+        return f"is larger than {limits[machine].limit}, which the cache counts against"
+    if ram_bytes > machine:
+        return f"is larger than this machine's memory of {format_size(machine)}"
+    if ram_bytes + trailer_bytes(ram_bytes) > shm_free:
+        return f"with its tables is larger than the {format_size(shm_free)} free in {directory}"
+    return ""
