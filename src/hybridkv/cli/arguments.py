@@ -131,10 +131,14 @@ def socket_of(arguments: argparse.Namespace) -> str:
     return check_socket_path(default_socket(runtime_directory(), os.geteuid()), "socket")
 
 
-def control_of(arguments: argparse.Namespace) -> ControlClient:
+def group_of(arguments: argparse.Namespace) -> int | None:
+    """Returns the id of the group whose daemon may be used. Raises ConfigError (no such group)."""
+    return group_id(setting_of(arguments, "group"))
+
+
+def control_of(arguments: argparse.Namespace, timeout_seconds: float = 5.0) -> ControlClient:
     """Connect to the daemon, which may be another user's that serves a group of this user."""
-    socket_path, group = socket_of(arguments), setting_of(arguments, "group")
-    return ControlClient(socket_path, group=group_id(group))
+    return ControlClient(socket_of(arguments), timeout_seconds, group=group_of(arguments))
 
 
 def shm_dir_of(arguments: argparse.Namespace) -> Path:

@@ -23,14 +23,14 @@ from typing import BinaryIO, NamedTuple
 from hybridkv.cli.arguments import (
     JSON,
     command,
+    control_of,
     ended_by_exception,
+    group_of,
     option,
     or_refuse,
-    socket_of,
     switch,
 )
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, progress
-from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
@@ -195,7 +195,7 @@ def run_export(arguments: argparse.Namespace) -> int:
         if arguments.disk is not None:
             left_out = Counter(_from_disk(Path(arguments.disk), bundle, prefix, _coding(arguments)))
         else:
-            left_out = Counter(_from_memory(socket_of(arguments), bundle, prefix))
+            left_out = Counter(_from_memory(arguments, bundle, prefix))
         bundle.close()
     sentence = f"exported {bundle.records} objects, {format_size(bundle.bytes)}"
     _print(arguments, sentence, left_out, objects=bundle.records, bytes=bundle.bytes)
@@ -291,16 +291,20 @@ def _from_disk(root: Path, bundle: Bundle, prefix: str, coding: Coding) -> Itera
             step()
 
 
-def _from_memory(socket_path: str, bundle: Bundle, prefix: str) -> Iterator[str]:
+def _from_memory(arguments: argparse.Namespace, bundle: Bundle, prefix: str) -> Iterator[str]:
     """Add the objects of a daemon's memory. Yields why, for each object that was left out."""
-    with ControlClient(socket_path) as control:
+    with control_of(arguments) as control:
         groups_with_parents = {
             (engine.namespace, group.gid)
             for engine in control.engines()
             for group in engine.geometry.groups
             if group.kind is GroupKind.FULL
         }
-        arena = attach_arena(arena_seen(control.welcome.arena_path), control.welcome.arena_bytes)
+        arena = attach_arena(
+            arena_seen(control.welcome.arena_path),
+            control.welcome.arena_bytes,
+            group=group_of(arguments),
+        )
         with contextlib.closing(arena):
             values = control.stats().values
             memory = arena.memory[: int(values["bytes_reserved"])]

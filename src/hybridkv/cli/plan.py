@@ -13,6 +13,7 @@ from hybridkv.cli.arguments import (
     JSON,
     SOCKET,
     command,
+    control_of,
     model_arguments,
     option,
     settings_file,
@@ -80,7 +81,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print every plan. Returns 1 where something of a model cannot be cached."""
     ram_bytes = None if arguments.ram is None else parse_size(arguments.ram, "ram")
     if arguments.model is None and not arguments.vllm_arguments:
-        models = list(_running(socket_of(arguments), ram_bytes))
+        models = list(_running(arguments, ram_bytes))
     else:
         models = [
             _previewed(arguments, ram_bytes or arena.default_ram_bytes(arena.shm_directory()))
@@ -115,13 +116,13 @@ def _previewed(arguments: argparse.Namespace, ram_bytes: int) -> PlannedModel:
     return PlannedModel(plan, findings)
 
 
-def _running(socket_path: str, ram_bytes: int | None) -> Iterator[PlannedModel]:
+def _running(arguments: argparse.Namespace, ram_bytes: int | None) -> Iterator[PlannedModel]:
     """The plans of a daemon's engines, for its own memory unless another one is asked for."""
-    with ControlClient(socket_path) as control:
+    with control_of(arguments) as control:
         engines, arena_bytes = control.engines(), control.welcome.slots_bytes
     if not engines:
         works = "--model DIR_OR_NAME plans one that is not running"
-        raise HybridKVError(f"no engine is connected to {socket_path}; {works}")
+        raise HybridKVError(f"no engine is connected to {socket_of(arguments)}; {works}")
     for engine in engines:
         preview = preview_of(engine)
         geometry, length = preview.geometry, preview.max_model_len

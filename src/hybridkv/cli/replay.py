@@ -9,9 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridkv.cli.arguments import JSON, SOCKET, command, model_arguments, option, socket_of, switch
+from hybridkv.cli.arguments import (
+    JSON,
+    SOCKET,
+    command,
+    control_of,
+    model_arguments,
+    option,
+    socket_of,
+    switch,
+)
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, waiting
-from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict
 from hybridkv.core.geometry import Geometry
@@ -412,10 +420,9 @@ def _preview(arguments: argparse.Namespace) -> ConfigPreview:
             ]
             raise HybridKVError("; ".join(failures) or "vLLM gave no KV cache groups")
         return report.preview
-    socket_path = socket_of(arguments)
-    with ControlClient(socket_path) as control:
+    with control_of(arguments) as control:
         engines = control.engines()
     if len(engines) != 1:
-        connected = f"{len(engines)} engines are connected to {socket_path}"
+        connected = f"{len(engines)} engines are connected to {socket_of(arguments)}"
         raise HybridKVError(f"{connected}; --model DIR_OR_NAME says which")
     return preview_of(engines[0])

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hybridkv.cli.arguments import SOCKET, command, option, socket_of, switch
+from hybridkv.cli.arguments import SOCKET, command, control_of, option, socket_of, switch
 from hybridkv.cli.terminal import PlainConsole, plain, print_json
 from hybridkv.client.control import ControlClient, DaemonRefusedError, DaemonUnreachableError
 from hybridkv.core.errors import ConfigError
@@ -55,7 +55,7 @@ def run_top(arguments: argparse.Namespace) -> int:
         raise ConfigError(what, "1 works")
     socket_path, console = socket_of(arguments), PlainConsole()
     if arguments.json or arguments.once or not (console.is_terminal and sys.stdin.isatty()):
-        with ControlClient(socket_path) as control:
+        with control_of(arguments) as control:
             status = _ask(control)
         if arguments.json:
             print_json(msgspec.to_builtins(status))
@@ -65,7 +65,7 @@ def run_top(arguments: argparse.Namespace) -> int:
             console.print(text, soft_wrap=True, highlight=False)
         return 0
     with contextlib.suppress(KeyboardInterrupt), _keys():
-        _watch(console, socket_path, arguments.interval)
+        _watch(console, arguments)
     return 0
 
 
@@ -75,10 +75,11 @@ def _ask(control: ControlClient) -> Status:
     return status
 
 
-def _watch(console: Console, socket_path: str, interval: float) -> None:
+def _watch(console: Console, arguments: argparse.Namespace) -> None:
+    socket_path, interval = socket_of(arguments), arguments.interval
     with contextlib.ExitStack() as stack:
         # An error of the first answer is printed in the ordinary way.
-        client = ControlClient(socket_path, ANSWER_SECONDS)
+        client = control_of(arguments, ANSWER_SECONDS)
         control: ControlClient | None = stack.enter_context(client)
         status, why, is_wrapped = _ask(client), "", False
         with Live(
@@ -103,7 +104,7 @@ def _watch(console: Console, socket_path: str, interval: float) -> None:
                     continue
                 try:
                     if control is None:
-                        control = stack.enter_context(ControlClient(socket_path, interval))
+                        control = stack.enter_context(control_of(arguments, interval))
                     status, why = _ask(control), ""
                 except DaemonRefusedError:
                     raise

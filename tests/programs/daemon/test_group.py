@@ -28,11 +28,14 @@ OWNER, MEMBER, STRANGER = 54301, 54302, 54303
 AS_USER = """
 import os, sys
 from pathlib import Path
-from hybridkv.cli import arenas, control, serve
+from hybridkv.cli import arenas, bundle, control, plan, replay, serve, top
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.shm.access import group_id
 from hybridkv.shm.arena import attach_arena, new_lock
+from rich import _emoji_codes
+from rich.cells import cell_len
+cell_len("\u4e00")
 user, groups = int(sys.argv[1]), [int(group) for group in sys.argv[2].split(",") if group]
 os.setgroups(groups)
 os.setgid(user)
@@ -131,6 +134,25 @@ def test_a_member_is_served_and_maps_the_memory(socket_path: Path) -> None:
     assert member == (0, f"{OWNER}\n", "")
     ping = ("ping", "--socket", socket_path)
     assert run_as(MEMBER, *ping, groups=(GROUP_ID,), HYBRIDKV_GROUP=GROUP).status == 0
+
+
+def test_commands_work_for_members(socket_path: Path, place: Path) -> None:
+    """And for a member that does not ask for the group, none does."""
+    (place / "out").mkdir()
+    (place / "out").chmod(0o777)
+    (place / "trace").write_text('{"input_length": 5, "hash_ids": [1]}\n')
+    commands = {
+        ("top", "--once"): "ram ",
+        ("export", str(place / "out/all.tar")): "exported 0 objects",
+        ("plan",): "no engine is connected to",
+        ("replay", str(place / "trace")): "0 engines are connected to",
+    }
+    for words, says in commands.items():
+        at = [*words, "--socket", socket_path]
+        _, _, err = run_as(MEMBER, *at, groups=(GROUP_ID,))
+        assert err.splitlines()[-1] == f"hybridkv: {socket_path} is served by another user"
+        run = run_as(MEMBER, *at, groups=(GROUP_ID,), HYBRIDKV_GROUP=GROUP)
+        assert says in run.out + run.err, words
 
 
 def test_each_user_has_a_quota(socket_path: Path) -> None:
