@@ -547,6 +547,18 @@ HANDLERS = (
         NO + "any other error is raised when the file is opened",
     ),
     Handler(
+        "_check_version",
+        "suppress(tarfile.HeaderError)",
+        "Most blocks at the end of a file are no headers of members.",
+        NO + "a file without a last member is found to be cut when it is read",
+    ),
+    Handler(
+        "_refusal",
+        "suppress(ConfigError, OSError)",
+        "A socket that a remedy might name may be refused too.",
+        NO + "the next one is tried, and the error is raised in any case",
+    ),
+    Handler(
         "_from_disk",
         "suppress(FileNotFoundError)",
         "A running daemon evicted the record while the export listed it.",

@@ -112,12 +112,17 @@ def settings_file(arguments: argparse.Namespace) -> SettingsFile:
     if not path.startswith("/"):
         what = f"{where}={path!r} must be the absolute path of a settings file"
         raise ConfigError(what, '"/etc/hybridkv.toml" works')
+    works = "a TOML file that you may read works"
+    if os.path.exists(path) and not os.path.isfile(path):
+        # A FIFO would wait for its writer.
+        raise ConfigError(f"{where}: {path} is no regular file", works)
     try:
-        with open(path, "rb") as file:
-            return SettingsFile(tomllib.load(file), path)
+        # Editors of other systems begin a file with a byte order mark.
+        text = Path(path).read_text(encoding="utf-8-sig")
+        return SettingsFile(tomllib.loads(text), path)
     except OSError as error:
         what = f"{where}: {path} cannot be read ({error.strerror})"
-        raise ConfigError(what, "a TOML file that you may read works") from error
+        raise ConfigError(what, works) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         what = f"{where}: {path} is no TOML ({error})"
         raise ConfigError(what, "a line like 'ram = \"8GiB\"' works") from error

@@ -225,8 +225,7 @@ def _written_whole(path: Path, replaces: bool) -> Iterator[BinaryIO]:
                 yield file
             _give_name(part, path, replaces)
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(part)
+            Path(part).unlink(missing_ok=True)
 
 
 def _give_name(part: str, path: Path, replaces: bool) -> None:

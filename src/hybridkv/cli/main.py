@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import errno
 import importlib
 import io
@@ -15,11 +14,13 @@ from hybridkv import __version__
 from hybridkv.cli.arguments import Command
 from hybridkv.core.copies import PAYLOAD_VERSION
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.option_parsers import did_you_mean
 from hybridkv.tiers.record import RECORD_VERSION
 from hybridkv.vllm.proven import PROVEN
 from hybridkv.wire.messages import PROTOCOL_VERSION
 
 EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
 EXIT_NOBODY_READS = 141  # The exit status of a program that SIGPIPE ended.
 
 
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _write_no_more()
         return EXIT_NOBODY_READS
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
@@ -113,8 +116,7 @@ def _run(words: list[str]) -> int:
         if words[:1] == [name]:
             add_arguments(command, name)
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        alike = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"did you mean {alike[0]!r}?" if alike else '"hybridkv --help" lists all'
+        hint = did_you_mean(words[0], COMMANDS, '"hybridkv --help" lists all')
         print(f"hybridkv: {words[0]!r} is no command; {hint}", file=sys.stderr)
         return EXIT_BAD_INPUT
     # argparse refuses what follows "--" where options come before it.
@@ -134,8 +136,6 @@ def _run(words: list[str]) -> int:
     except HybridKVError as error:
         print(f"hybridkv: {error}", file=sys.stderr)
         return getattr(error, "exit_status", EXIT_BAD_INPUT)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _versions() -> str:

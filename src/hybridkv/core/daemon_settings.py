@@ -306,7 +306,8 @@ def resolve(
     for key in file:
         if key not in DAEMON_SETTINGS:
             what = f"{file_name}: unknown key {key!r}"
-            raise ConfigError(what, option_parsers.did_you_mean(key, DAEMON_SETTINGS))
+            listed = '"hybridkv serve --help" lists all'
+            raise ConfigError(what, option_parsers.did_you_mean(key, DAEMON_SETTINGS, listed))
     parsed = {}
     for key, row in DAEMON_SETTINGS.items():
         value = resolve_one(key, words, variables, file, file_name)

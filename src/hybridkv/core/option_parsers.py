@@ -85,6 +85,10 @@ def directory(value: object, where: str) -> str:
     return value
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns the remedy for an unknown name: "did you mean 'write'?"."""
-    return f"did you mean {difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]!r}?"
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Returns the remedy for an unknown name: "did you mean 'write'?".
+
+    It is `otherwise` where no known name is alike.
+    """
+    alike = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {alike[0]!r}?" if alike else otherwise

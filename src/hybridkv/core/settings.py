@@ -140,7 +140,8 @@ def parse_settings(extra: Mapping[str, object]) -> Settings:
             raise ConfigError(what, "leaving it out works")
         if key not in known:
             what = f"kv_connector_extra_config: unknown key {key!r}"
-            raise ConfigError(what, option_parsers.did_you_mean(key.removesuffix("_bytes"), known))
+            name, listed = key.removesuffix("_bytes"), "docs/configuration.md lists all keys"
+            raise ConfigError(what, option_parsers.did_you_mean(name, known, listed))
     parsed = {
         key: parse(extra[key], f"{_WHERE}.{key}") for key, parse in _KEYS.items() if key in extra
     }

@@ -80,7 +80,8 @@ class TierSpec:
         for name in self.options:
             if name not in names:
                 what = f"tier {self.shown}: unknown option {name!r}"
-                raise ConfigError(what, option_parsers.did_you_mean(name, known))
+                remedy = option_parsers.did_you_mean(name, known, f"{', '.join(known)} work")
+                raise ConfigError(what, remedy)
         if bounded_by and self.max_bytes is not None:
             what = f"tier {self.shown}: bytes= is not taken, since {bounded_by} bound it"
             raise ConfigError(what, "a URL without bytes= works")

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,30 @@ def test_what_the_terminal_cannot_show_ends_nothing(daemon: DaemonProcess) -> No
         assert main(["top", "--once", "--socket", daemon.socket_path]) == 0
         output = raw.getvalue().decode()
     assert re.search(r"^ram +\?{24} 0B of 64MiB", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", ["hybridkv.wire.messages", "hybridkv.cli.top", "rich.live"])
+def test_an_interrupt_while_modules_are_imported_is_a_quiet_end(module: str) -> None:
+    code = """if True:
+        import os, runpy, signal, sys
+        module = sys.argv.pop(1)
+        class Interrupting:
+            def find_spec(self, name, *_):
+                if name == module:
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupting())
+        runpy.run_module("hybridkv", run_name="__main__")
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", code, module, "top"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    # The signal itself ends a process whose first modules are not imported yet.
+    assert result.returncode in (130, -signal.SIGINT)
+    assert (result.stdout, result.stderr) == ("", "")
 
 
 @pytest.mark.parametrize("layers", ["0", "-1"])

@@ -154,6 +154,14 @@ def test_a_settings_file_that_cannot_be_used(
     assert sentence.startswith(
         f"hybridkv: config: {file} cannot be read (No such file or directory); "
     )
+    os.mkfifo(file)
+    for path in (file, tmp_path):
+        sentence = refused(capsys, "--config", str(path))
+        assert sentence.startswith(f"hybridkv: config: {path} is no regular file; ")
+    file.unlink()
+    file.write_bytes(b"\xef\xbb\xbfram = '9999999TiB'")
+    says = f"hybridkv: {file}: ram='9999999TiB' is larger than any memory; "
+    assert refused(capsys, "--config", str(file)).startswith(says)
     file.write_text("ram = 8GiB")
     assert refused(capsys, "--config", str(file)).startswith(f"hybridkv: config: {file} is no TOML")
     file.write_text('rum = "8GiB"')

@@ -103,6 +103,7 @@ def test_a_daemon_that_auto_starts_takes_every_setting(without: str) -> None:
         ({"ram": "lots"}, {}, {}, r"^ram='lots' is not a size; write it like"),
         ({}, {"HYBRIDKV_RAM": "lots"}, {}, r"^HYBRIDKV_RAM='lots' is not a size; write it like"),
         ({}, {}, {"ram": "lots"}, r"^f.toml: ram='lots' is not a size; write it like"),
+        ({}, {}, {"xyzzy": 1}, "^f.toml: unknown key 'xyzzy'; .hybridkv serve --help. lists all$"),
         ({}, {}, {"rma": "1GiB"}, r"^f.toml: unknown key 'rma'; did you mean 'ram'\?$"),
         ({}, {"HYBRIDKV_FRESH": "perhaps"}, {}, r"^HYBRIDKV_FRESH='perhaps' .*; true works$"),
         (

@@ -122,6 +122,7 @@ def test_tiers(extra: dict[str, object], tiers: tuple[str, ...]) -> None:
             "load_policy='sometimes' must be one of faster, always, never; .faster. works",
         ),
         ({"load_policy": None}, "load_policy=None must be one of"),
+        ({"xyzzy": 1}, "unknown key 'xyzzy'; docs/configuration.md lists all keys$"),
         ({"disc": "/a"}, "unknown key 'disc'; did you mean 'disk'"),
         ({"weights_identity": ""}, 'weights_identity.*"my-model-v1" works'),
         ({"share_tp": 0, "weights_identity": "v1"}, "share_tp=0 must be a whole number.*2 works"),
