@@ -252,7 +252,7 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
             arena_bytes, pid = welcome.slots_bytes, welcome.pid
             mapping = _mapping(settings, welcome, group)
     except DaemonRefusedError as error:
-        works = 'another "server" works, like "unix:///tmp/hybridkv/daemon.sock"'
+        works = 'another "server" works' if settings.server == "auto" else '"auto" works'
         yield fail("daemon", str(error), works)
     except DaemonUnreachableError as error:
         if settings.server == "auto":

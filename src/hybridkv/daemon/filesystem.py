@@ -99,10 +99,12 @@ def _refusal(setting: str, fault: str, refused: Path) -> ConfigError:
         with contextlib.suppress(ConfigError, OSError):
             check_socket_path(value, setting)
             if path != refused and not (_directory_fault(path.parent) or _file_fault(path)):
-                works = f'"{value}" works'
+                # An engine's setting says the same as a URL.
+                given = f"unix://{value}" if setting == "server" else value
+                works = f'"{given}" works'
                 if value == users_own:
                     works += f", and XDG_RUNTIME_DIR={home} makes it the default"
-                return ConfigError(f"{setting}: {fault}", works, value)
+                return ConfigError(f"{setting}: {fault}", works, given)
     return ConfigError(f"{setting}: {fault}", "a file in a directory of yours works")
 
 
@@ -119,7 +121,8 @@ def share_directory(directory: Path, group: int) -> None:
         status = above.stat()
         if not (status.st_mode & 0o001 or (status.st_gid == group and status.st_mode & 0o010)):
             what = f"group: its members cannot reach {directory}, because of {above}"
-            raise ConfigError(what, "--socket /run/hybridkv/daemon.sock works")
+            works = default_socket("", os.geteuid())
+            raise ConfigError(what, f"--socket {works} works", works)
 
 
 def _share(path: Path, group: int | None, mode: int) -> None:

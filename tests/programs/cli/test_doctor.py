@@ -90,11 +90,16 @@ def test_with_auto_no_daemon_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == [], "a check makes nothing"
 
 
-def test_another_users_daemon_fails(other_users_socket: str) -> None:
+def test_another_users_daemon_fails(
+    other_users_socket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = host(at(other_users_socket))
     assert found["daemon"].verdict is Verdict.FAIL
     assert "another user" in found["daemon"].what
     assert found["socket"].verdict is Verdict.FAIL
+    assert found["daemon"].remedy == '"auto" works'
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert host(Settings())["daemon"].verdict is Verdict.OK, "the remedy is tried"
 
 
 def test_more_memory_than_there_is_fails(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ with ControlClient(sys.argv[3], hello=engine_hello(f"e{{user}}"), group=group_id
 """
 """An engine of another user, which stores so many objects."""
 
+SHARES = f"""{AS_USER}
+from hybridkv.daemon.filesystem import make_private_directory, share_directory
+make_private_directory(Path(sys.argv[3]), "socket")
+share_directory(Path(sys.argv[3]), {GROUP_ID})
+"""
+"""A directory is made for the group's daemon."""
+
 
 class Ended(NamedTuple):
     """A command that has ended."""
@@ -208,7 +215,14 @@ def test_what_cannot_be_shared_is_refused(place: Path) -> None:
     shutil.chown(place, OWNER, OWNER)
     status, _, err = run_as(OWNER, *serve, GROUP, groups=(GROUP_ID,))
     assert (status, err.count("\n")) == (2, 1)
+    works = f"/tmp/hybridkv-{OWNER}"
     assert err.startswith(f"hybridkv: group: its members cannot reach {place}/run, because of ")
+    assert err.endswith(f"; --socket {works}/daemon.sock works\n")
+    try:
+        tried = run_as(OWNER, works, groups=(GROUP_ID,), code=SHARES)
+    finally:
+        shutil.rmtree(works, ignore_errors=True)
+    assert tried == (0, "", "")
     assert peer_pid(str(place / "run" / "daemon.sock")) < 0
     with pytest.raises(ConfigError):
         group_id("no-such-group")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.settings import parse_settings
 from hybridkv.daemon.filesystem import ServedSocket, check_private_directory, make_private_directory
 from hybridkv.shm.arena import SHM_DIR, create_arena
 
@@ -39,6 +40,10 @@ def test_what_is_not_mine_alone_is_refused(tmp_path: Path) -> None:
             check_private_directory(tmp_path / name, "socket")
     with pytest.raises(ConfigError, match=r"socket: .* works"):
         check_private_directory(tmp_path / "file" / "below", "socket")
+    with pytest.raises(ConfigError, match=r"^server: ") as refused:
+        check_private_directory(tmp_path / "open", "server")
+    server = parse_settings({"server": refused.value.value}).server
+    check_private_directory(Path(server.removeprefix("unix://")).parent, "server")
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
