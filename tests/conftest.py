@@ -25,6 +25,14 @@ pytest.register_assert_rewrite("tests.tier_suite", "tests.programs.tiers")
 # Before a test module imports torch.
 choose_cpu()
 
+# A run in the background of a shell ignores these, and so would the programs that tests interrupt.
+for _number, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
+
 # An example may take long where the machine does something else.
 hypothesis.settings.register_profile(
     "hybridkv",

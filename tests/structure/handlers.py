@@ -279,6 +279,12 @@ HANDLERS = (
         RAISED,
     ),
     Handler(
+        "_close",
+        "suppress(OSError)",
+        "A descriptor of a file system that is gone; the kernel has freed the lock with it.",
+        NO + "the wanted state is reached",
+    ),
+    Handler(
         "DiskTier._put",
         "suppress(OSError)",
         "The write's own error is returned; an error of the cleaning up must not replace it.",

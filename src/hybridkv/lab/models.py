@@ -142,11 +142,13 @@ _MLA = Lack("prefix caching over MLA without AMX", _has_amx)
 _MAMBA2 = Lack("a Mamba-2 kernel that returns states from within a step")
 _TORCHVISION = Lack("torchvision, which the model's module imports", _has_torchvision, True)
 _DRAFTED_STATES = Lack("a kernel that is right about recurrent states in steps with drafts")
+_HEADS_APART = Lack("a rotary embedding that is right about heads which the model hands apart")
 CPU_LACKS = {
     "deepseekv2": (_MLA,),
     "deepseekv4": (TRITON, _MLA, Lack("a part of the metadata that the model's attention reads")),
     "falconh1": (_MAMBA2,),
     "granitehybrid": (_MAMBA2,),
+    "lfm2": (_HEADS_APART,),
     "qwen35": (_TORCHVISION,),
     "qwen35_mtp": (_TORCHVISION, _DRAFTED_STATES),
     "qwen35_ngram": (_TORCHVISION, _DRAFTED_STATES),

@@ -33,6 +33,7 @@ def make_request(name: str) -> Any:
         cache_salt=None,
         session_id=None,
         mm_features=[],
+        resumable=False,
         all_token_ids=[*range(tokens)],
         num_tokens=tokens,
         num_prompt_tokens=tokens,

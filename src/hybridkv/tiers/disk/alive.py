@@ -50,10 +50,11 @@ class Claim:
 
         Raises OSError; FileNotFoundError where another daemon took the directory over meanwhile.
         """
-        # A FIFO in its place is an error, and no wait for its reader.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._fd = os.open(path, flags, 0o600)
-        self.release = weakref.finalize(self, os.close, self._fd)
+        self._path = path
+        os.close(_open_to_write(path))
+        # Open for reading alone, so that the file system can be remounted read-only meanwhile.
+        self._fd = open_regular(path)
+        self.release = weakref.finalize(self, _close, self._fd)
         self.token = uuid.uuid4().hex  # The file's content while this daemon has the directory.
         if file_system(path.parent) in _LOCAL_FILE_SYSTEMS:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -64,8 +65,25 @@ class Claim:
 
     def put_token(self) -> None:
         """Write the token. Raises OSError."""
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, self.token.encode(), 0)
+        fd = _open_to_write(self._path)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, self.token.encode(), 0)
+        finally:
+            os.close(fd)
+
+
+def _open_to_write(path: Path) -> int:
+    """Return a descriptor of a regular file, which is made if it is not there. Raises OSError."""
+    # A FIFO in its place is an error, and no wait for its reader.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open(path, flags, 0o600)
+
+
+def _close(fd: int) -> None:
+    """Close a descriptor. The lock ends with it, also where the file system is gone."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 @contextlib.contextmanager
