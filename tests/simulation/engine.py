@@ -803,10 +803,10 @@ class Engine:
                 patience += known.answer_seconds(request.num_tokens)
             if is_pending:
                 patience += tracked.lookup.pending.wait_ms / 1e3
-            if tracked is not None:
-                # It goes by the speed of prefill that was known when it was looked up.
-                patience = max(patience, tracked.lookup.deadline - first_asked.since)
-            waited = CLOCK.now - first_asked.since
+            began = first_asked.since
+            if tracked is not None and tracked.lookup.lost:
+                began = max(began, tracked.lookup.sent_at)
+            waited = CLOCK.now - began
             story = self.side.requests.story(name)
             assert waited <= patience, (
                 f"{name} waits for its lookup past the deadline, {waited} of {patience} s: {story}"
