@@ -105,6 +105,8 @@ BEHAVIOURS = (
     "stores_too_large",
 )
 """Counts that must not be zero over the seeds of one run."""
+NOT_CHOSEN = ("failed_loads", "hit_mixed_unaligned")
+"""Behaviours to which none of SEEDS comes since lookups begin anew after a loss. The soak's do."""
 INSIDE_A_BLOCK = (
     "tails_stored",
     "tails_loaded",
