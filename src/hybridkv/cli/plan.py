@@ -40,6 +40,7 @@ from hybridkv.lab import capacity, configuration
 from hybridkv.lab.capacity import CapacityPlan, CapacityTotals
 from hybridkv.lab.configuration import ConfigReport, inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
+from hybridkv.observe.status import UNREAD
 from hybridkv.shm import arena
 from hybridkv.shm.access import group_id
 from hybridkv.shm.control_groups import memory_groups
@@ -251,6 +252,7 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
             welcome = control.welcome
             arena_bytes, pid = welcome.slots_bytes, welcome.pid
             mapping = _mapping(settings, welcome, group)
+            unread = control.stats().values.get("engines_unread", 0)
     except DaemonRefusedError as error:
         works = 'another "server" works' if settings.server == "auto" else '"auto" works'
         yield fail("daemon", str(error), works)
@@ -263,6 +265,8 @@ def host_findings(report: ConfigReport) -> Iterator[Finding]:
         what = f"process {pid} of this user at {socket_path}, protocol {PROTOCOL_VERSION}"
         yield ok("daemon", f"{what}, {format_size(arena_bytes)} of memory")
         yield mapping
+        if unread:
+            yield warn("daemon's engines", f"{unread:,.0f} {UNREAD}")
     try:
         wanted = _daemon_settings(settings)
     except ConfigError as error:

@@ -280,12 +280,12 @@ def _engines(status: Status, width: int) -> list[Text]:
     """Lines with the engines and their loads."""
     lines = [Text(f"engines: {len(status.sessions)}", "dim")] if status.sessions else []
     name_columns = min(24, width // 6)
-    room = max(width - name_columns - 45, 0)
+    room = max(width - name_columns - 49, 0)
     for session in status.sessions:
         state = "" if session.is_connected else "  gone, its workers may still copy"
         model = _cut(os.path.basename(session.model.rstrip("/")) or session.identity, room - 1)
         name = f"{_cut(session.engine_id, name_columns):<{name_columns + 1}}{model:<{room}}"
-        load = f"{session.leases:>4} loads {format_size(session.writing_bytes):>9} reserved"
+        load = f"{session.leases:>4} loads now {format_size(session.writing_bytes):>9} reserved"
         line = Text(f"{name}{load}  since {_time(session.since)}")
         lines.append(line.append(state, "yellow"))
     return lines

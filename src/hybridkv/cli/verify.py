@@ -72,7 +72,6 @@ ENGLISH, RANDOM_TOKENS = "English text", "random tokens"
 NO_BRANCH = "it takes recurrent layers, and no drafter that shortens the engine's own hits"
 LEFT = ("arm", "tokens", "log-probs", "bytes", "drafts", "compared with")
 RIGHT = ("prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "stored", "loaded")
-_SHOWN = {True: "same", False: "DIFFERENT", None: "-"}
 
 
 @command(
@@ -151,7 +150,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         print(f"NOT PROVEN: {NotServedError.TEXT} ({verification.seconds:.0f} s)")
     else:
         chunk = f"chunk {verification.chunk_tokens} tokens, groups {verification.groups}"
-        _print_table(f"hybridkv verify {model}: {chunk}", arms)
+        print_arms(f"hybridkv verify {model}: {chunk}", arms)
         for warning in warnings:
             print(f"warning: {warning}")
         verdict = "every answer and every byte is right" if ok else "DIFFERENT: see the red rows"
@@ -175,9 +174,12 @@ def _without_block_drop(argument: str) -> str:
     return f"{option}={text}" if option else text
 
 
-def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
+def print_arms(title: str, arms: Sequence[VerifyArm]) -> None:
+    """Print a table with a row for each arm. Rows of arms that are not as they must be are red."""
     table = new_table((LEFT[0], *RIGHT, *LEFT[1:]), LEFT, title)
     for arm in arms:
+        different = "may differ" if arm.ok else "DIFFERENT"
+        shown = {True: "same", False: different, None: "-"}
         table.add_row(
             arm.name,
             str(arm.prompt_tokens),
@@ -187,10 +189,10 @@ def _print_table(title: str, arms: Sequence[VerifyArm]) -> None:
             f"{arm.slowest_decode_step_ms:.0f}",
             format_size(arm.bytes_stored),
             format_size(arm.bytes_loaded),
-            _SHOWN[arm.same_tokens],
-            _SHOWN[arm.same_logprobs],
-            _SHOWN[arm.same_bytes],
-            _SHOWN[arm.same_drafts],
+            shown[arm.same_tokens],
+            shown[arm.same_logprobs],
+            shown[arm.same_bytes],
+            shown[arm.same_drafts],
             f"skipped: {arm.not_served}" if arm.not_served else arm.oracle,
             style=None if arm.ok else "bold red",
         )

@@ -197,7 +197,7 @@ class Daemon(DaemonState):
 
     def _report_stale(self, connection: ClientConnection, report: wire.ReportStale) -> None:
         self.counters["engines_gone_stale"] += report.is_stale > connection.is_stale
-        connection.is_stale = report.is_stale
+        connection.is_stale, connection.unread_modules = report.is_stale, report.unread
 
     # Lookups
 

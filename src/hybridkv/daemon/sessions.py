@@ -133,6 +133,7 @@ class ClientConnection:
     engine_id: str = ""
     is_unmapped: bool = False  # True for a worker that cannot map the arena.
     is_stale: bool = False  # True for an engine that serves nothing until it is reset.
+    unread_modules: int = 0  # Of an engine; with any, it shares with no other.
     tenant: int = 0  # All that it stores counts against this tenant; 0 = those that it names.
     session: Session = field(init=False, repr=False)  # The session that an engine opened by it.
 

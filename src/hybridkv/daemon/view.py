@@ -122,6 +122,9 @@ class DaemonView:
             "engines_stale": sum(
                 connection.is_stale for connection in sessions.connections.values()
             ),
+            "engines_unread": sum(
+                connection.unread_modules > 0 for connection in sessions.connections.values()
+            ),
             "spans_dropped": 0 if state.spans is None else state.spans.dropped,
             "lookups_waited": state.waits.cumulative[-1][1],
             "lookup_wait_seconds": state.waits.total,

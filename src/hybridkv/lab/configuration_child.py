@@ -61,6 +61,7 @@ from hybridkv.vllm.preflight import CONNECTOR
 from hybridkv.vllm.shards import rank_shards, shard_findings, shard_views
 from hybridkv.vllm.stages import stage_padding
 from hybridkv.vllm.versions import argument_parser, planning, resolve_hits
+from hybridkv.vllm.weights_digest import PROBE_SECONDS_MAX
 
 logger = logging.getLogger("vllm.hybridkv")
 Result = TypeVar("Result")
@@ -297,7 +298,10 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
         # The weights are known once they are loaded.
         del facts["weights"]
     report.identity = fingerprint(facts).hex()
-    facts.setdefault("weights", "are read once they are loaded")
+    when = "are read once they are loaded"
+    if config.device_config.device_type == "cpu":
+        when += f", in up to {PROBE_SECONDS_MAX:g} s, and for the rest in idle steps"
+    facts.setdefault("weights", when)
     for part in ("model_config", "cache_config", "parallel_config"):
         facts |= cast(dict[str, object], facts[part])
     shown = {key: facts[key] for key in _FACTS_SHOWN if key in facts}

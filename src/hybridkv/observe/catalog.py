@@ -97,6 +97,10 @@ PLAIN: Mapping[str, MetricFamily] = {
         "Engines with blocks of other weights in their own prefix cache: nothing is loaded or "
         "stored until it is reset while no request runs."
     ),
+    "engines_unread": gauge(
+        "Engines whose weights cannot be read in memory: they share with no other engine and with "
+        "no later one."
+    ),
     "lookups_waiting": gauge("Lookups that wait for tiers."),
     "writes_waiting": gauge("Objects that wait to be written to tiers, or are being written."),
 }

@@ -28,6 +28,10 @@ BRIEF_DECISIONS = 20
 BRIEF_SAMPLES = 91  # Samples of the hour in a brief status.
 GAP_MIN = 0.02  # A smaller difference of ceiling and hits is no reason for more memory.
 LEVELS = ("bad", "warn", "note")  # The worst first.
+UNREAD = (
+    "engines share with no other and with no later one, because their weights cannot be read in "
+    "memory; their logs name the modules, and weights_identity can name the weights"
+)
 TIER_NOTES = {
     "objects_damaged": "were damaged and were removed",
     "objects_refused": "found no room there",
@@ -228,6 +232,8 @@ def health(snapshot: Snapshot) -> list[wire.Problem]:
         text = f"{count:,.0f} engines serve nothing: their caches have blocks of other weights"
         cure = "reset_prefix_cache while no request runs ends it"
         found.append(wire.Problem("bad", f"{text}; {cure}"))
+    if count := snapshot.values.of("engines_unread"):
+        found.append(wire.Problem("warn", f"{count:,.0f} {UNREAD}"))
     if count := snapshot.values.of("audits_differed"):
         text = f"{count:,.0f} live audits found that an engine computes other bytes than are stored"
         what = "it neither loads nor stores under that identity any more; its log names the layer"

@@ -231,9 +231,12 @@ class ReportStale(_Message, frozen=True, tag="report_stale"):
     """Report whether the engine's own prefix cache has, or may have, blocks of other weights.
 
     If so, the engine neither loads nor stores until that cache is reset while no request runs.
+    `unread` is the number of modules of all ranks whose weights cannot be read: with any, the
+    engine shares with no other.
     """
 
     is_stale: bool
+    unread: Count = 0
 
 
 class Greeting(_Numbered, frozen=True, tag="hello"):

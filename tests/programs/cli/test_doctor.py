@@ -7,13 +7,18 @@ import pytest
 
 from hybridkv.cli import main
 from hybridkv.cli.plan import host_findings, logout_finding
+from hybridkv.client.control import ControlClient
 from hybridkv.core.daemon_settings import DaemonSettings
 from hybridkv.core.findings import Finding, Verdict, fail, ok
 from hybridkv.core.settings import Settings
 from hybridkv.lab.configuration import ConfigReport, serve_command
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.wire.messages import ReportStale
 from tests.layouts import LAYOUTS
 from tests.unit.core.test_capacity import preview
+from tests.unit.daemon.harness import engine_hello
+from tests.unit.daemon.tierclient import stats
+from tests.waiting import until
 
 
 def host(settings: Settings) -> dict[str, Finding]:
@@ -66,6 +71,16 @@ def test_a_running_daemon_is_asked(daemon: DaemonProcess) -> None:
     )
     assert "64MiB of memory" in found["daemon"].what
     assert found["room"].what.startswith("64MiB hold ")
+
+
+def test_engines_whose_weights_cannot_be_read_are_a_warning(daemon: DaemonProcess) -> None:
+    hello = engine_hello(LAYOUTS["qwen3"])
+    with ControlClient(daemon.socket_path, hello=hello) as engine:
+        engine.tell(ReportStale(False, unread=7))
+        until(lambda: stats(daemon.socket_path)["engines_unread"] == 1, "the daemon heard it")
+        found = host(at(daemon.socket_path))["daemon's engines"]
+    assert found.verdict is Verdict.WARN
+    assert found.what.startswith("1 engines share with no other")
 
 
 def test_another_size_than_the_running_daemons_is_a_warning(daemon: DaemonProcess) -> None:

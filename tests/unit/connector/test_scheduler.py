@@ -824,6 +824,8 @@ def test_an_idle_engine_steps_while_its_workers_read_late_weights(
     late = WeightsAnswer(0, 0, "random", unread=3, is_reading=True)
     rig.side.on_report(set(), set(), rig.report(weights={0: late}))
     assert rig.gauge("weights_unread") == 3
+    rig.side.on_step_end()
+    until(lambda: rig.value("engines_unread") == 1, "the daemon hears it, for its page")
     assert rig.side.has_pending_work()
     now = time.monotonic() + role.READ_ON_SECONDS
     with monkeypatch.context() as patch:
@@ -834,6 +836,8 @@ def test_an_idle_engine_steps_while_its_workers_read_late_weights(
     rig.side.on_report(set(), set(), rig.report(weights={0: read}))
     assert not rig.side.has_pending_work()
     assert rig.gauge("weights_unread") == 0
+    rig.side.on_step_end()
+    until(lambda: not rig.value("engines_unread"), "and its end")
     assert watch.is_current
     assert rig.side.session.hello.namespace != before
 

@@ -13,7 +13,7 @@ from hybridkv.daemon.view import HOUR_SAMPLES, HOUR_STEP_SECONDS, SAMPLED
 from hybridkv.observe.catalog import Values
 from hybridkv.observe.history import Sample, Snapshot
 from hybridkv.observe.status import StatusReport, health, verdict
-from hybridkv.wire.messages import Found, Lookup, Release, ReportAudit
+from hybridkv.wire.messages import Found, Lookup, Release, ReportAudit, ReportStale
 from hybridkv.wire.status import SessionStatus, TierRefusal, TierStatus
 from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
 from tests.unit.observe.test_metrics import PART, SMALL
@@ -95,6 +95,25 @@ def test_whether_it_helps_is_told_by_what_was_loaded() -> None:
     assert status.help == (
         "In the last hour 64 tokens were loaded, 50% of those asked for, which saved 1.5 s."
     )
+
+
+def test_an_engine_with_unread_weights_is_told_until_they_are_read_or_it_is_gone() -> None:
+    daemon = make_daemon()
+    for connection in (1, 2):
+        engine(daemon, connection, SMALL)
+        daemon.handle(connection, ReportStale(False, unread=7))
+
+    def told() -> list[str]:
+        problems = health(daemon.view.snapshot(20.0))
+        return [problem.text for problem in problems if problem.level == "warn"]
+
+    assert [text.split(",")[0] for text in told()] == [
+        "2 engines share with no other and with no later one"
+    ]
+    daemon.handle(1, ReportStale(False))
+    assert told()[0].startswith("1 engines")
+    daemon.on_disconnect(2)
+    assert told() == []
 
 
 def test_audits_are_told_and_a_difference_is_bad() -> None:

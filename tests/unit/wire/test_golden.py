@@ -243,7 +243,7 @@ REQUESTS = [
     ),
     Example(Drained(session=3), "0a00000092a7647261696e656403"),
     Example(ReportMapping(is_mapped=False), "1100000092ae7265706f72745f6d617070696e67c2"),
-    Example(ReportStale(is_stale=True), "0f00000092ac7265706f72745f7374616c65c3"),
+    Example(ReportStale(is_stale=True, unread=3), "1000000093ac7265706f72745f7374616c65c303"),
     Example(
         Identify(id=2, namespace=NAME),
         "2d00000093a86964656e7469667902c420000102030405060708090a0b0c0d0e0f101112131415161718"

@@ -114,7 +114,8 @@ class SchedulerRole:
         is_unproven = faults.in_all_steps or faults.beside_adapters or life.had_unproven_session
         if context.drafter or is_unproven:
             self._follow_blocks()
-        self._stale_greeting = 0  # The greeting in which the daemon heard that nothing is served.
+        self._reported = wire.ReportStale(False)
+        self._reported_greeting = 0  # The greeting in which the daemon heard it.
         self._push_until = 0.0  # When the engine stops waiting for the reports of stores.
         self._read_on_until = 0.0  # The same for workers that read late. 0.0 = none does.
         self.changes: list[wire.Commit | wire.Free] = []
@@ -343,18 +344,19 @@ class SchedulerRole:
                 "the old ones, or may have; nothing is loaded or stored until it is reset "
                 "(reset_prefix_cache) while no request runs"
             )
-            self._report_staleness(now)
+        self._report_staleness(now)
         if digests is not None:
             self.change_identity(EngineIdentity.of_facts(self.weights.facts_of(digests)))
             self.weights.is_identified = True
 
     def _report_staleness(self, now: float) -> None:
-        """Report to the daemon that nothing is served, once for each greeting, and its end."""
-        greeting, is_stale = self.session.link.greetings, self.weights.is_stale
-        is_reported = self._stale_greeting == greeting
-        if self.session.is_connected and is_stale != is_reported:
-            self.session.queue_message(wire.ReportStale(is_stale), now)
-            self._stale_greeting = greeting if is_stale else 0
+        """Report to the daemon what is not served or shared, once in each greeting, and its end."""
+        greeting = self.session.link.greetings
+        report = wire.ReportStale(self.weights.is_stale, self.weights.unread)
+        heard = self._reported if self._reported_greeting == greeting else wire.ReportStale(False)
+        if self.session.is_connected and report != heard:
+            self.session.queue_message(report, now)
+            self._reported, self._reported_greeting = report, greeting
 
     def has_pending_work(self) -> bool:
         """Return True if the engine should step although no request runs.
