@@ -28,6 +28,8 @@ import hybridkv.vllm.hook_guard
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector.metrics import (
     DAEMON_LOSSES,
+    JUNCTIONS_FOUND,
+    JUNCTIONS_STORED,
     LOADS_DONE,
     LOOKUPS_OUTRUN,
     LOOKUPS_PROMOTED,
@@ -95,6 +97,8 @@ COUNTED = {
     "lookups_outrun": LOOKUPS_OUTRUN,
     "tails_stored": TAILS_STORED,
     "tails_loaded": TAILS_LOADED,
+    "junctions_found": JUNCTIONS_FOUND,
+    "junctions_stored": JUNCTIONS_STORED,
     "stores_no_staging": stores_shed(Shed.NO_STAGING),
     "stores_too_large": stores_shed(Shed.TOO_LARGE),
     "states_freed": stores_shed(Shed.STATE_FREED),

@@ -293,6 +293,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 ],
                 retention_tokens=states.retention_tokens,
                 step_tokens=states.step_tokens,
+                keeps_junctions=states.keeps_junctions,
             ),
             publishes_events=publishes_events,
             event_group=event_group(geometry, specs) if publishes_events else NO_GROUP,

@@ -38,6 +38,11 @@ FAMILIES: Mapping[str, MetricFamily] = {
         "(loaded, stored).",
         "event",
     ),
+    "junctions": counter(
+        "Boundaries at which prompts of a recurrent model part from earlier ones, by event: "
+        "lookups that found one (found), and states stored at one for later prompts (stored).",
+        "event",
+    ),
     "loads": counter("Loads that ended, by result (loaded, failed).", "result"),
     "load_seconds": _seconds(
         "From a request's blocks to the end of its load, in seconds, as the scheduler sees it."
@@ -111,6 +116,8 @@ LOADS_DONE = Metric("loads", ("loaded",))
 LOADS_FAILED = Metric("loads", ("failed",))
 TAILS_LOADED = Metric("tails", ("loaded",))
 TAILS_STORED = Metric("tails", ("stored",))
+JUNCTIONS_FOUND = Metric("junctions", ("found",))
+JUNCTIONS_STORED = Metric("junctions", ("stored",))
 TOKENS_LOADED = Metric("loaded_tokens")
 BYTES_LOADED = Metric("load_bytes")
 LOAD_SECONDS = Metric("load_copy_seconds")

@@ -10,7 +10,7 @@ With blocks of 256 tokens and steps of at most 600 (S: with retention, L: always
 import math
 from dataclasses import dataclass
 
-from hybridkv.core.findings import Finding, Verdict, judge, warn
+from hybridkv.core.findings import Finding, Verdict, judge, ok, warn
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 
 
@@ -21,6 +21,8 @@ class StateRule:
     retention_tokens: int | None = 0  # vLLM's prefix_cache_retention_interval.
     """0 = only the last boundary of a prompt, None = wherever a step ends."""
     step_tokens: int = 0  # The most tokens of one prompt in one step. 0 = the whole prompt.
+    keeps_junctions: bool = False
+    """True where the engine keeps a state on request, where prompts part (core.junctions)."""
 
     def period_tokens(self, group: Group) -> int:
         """Tokens between the states of a long prompt computed alone. 0 = only its end has one."""
@@ -72,7 +74,15 @@ def state_findings(geometry: Geometry, rule: StateRule) -> list[Finding]:
     gids = ", ".join(str(group.gid) for group in groups)
     period = rule.period_tokens(groups[0])
     dense = StateRule(chunk, chunk).period_tokens(groups[0])
-    if period == 0:
+    if period == 0 and rule.keeps_junctions:
+        found = [
+            ok(
+                check,
+                f"groups {gids}: a state at the last boundary of a prompt, and where later prompts "
+                "part from it, so the third prompt with a shared prefix has a hit",
+            )
+        ]
+    elif period == 0:
         what = (
             f"groups {gids}: the engine keeps a state only at the last boundary of a prompt, so "
             "the first prompt that shares a shorter prefix has no hit"

@@ -344,6 +344,9 @@ class Daemon(DaemonState):
             why=shortfall[: wire.FACT_MAX],  # An error's text may be of any length.
             tail=tail,
             audit=audit,
+            junctions=self.branches.junctions(
+                request.geometry, known_masks, request.hashes, chunks, request.namespace.goes_on
+            ),
         )
 
     def _count_origins(self, origins: Mapping[int, str], chunks: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hybridkv.core.junctions import Branches
 from hybridkv.daemon.sessions import OutgoingMessage, Sessions, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
 from hybridkv.observe.history import Histogram, RequestHistory, TimeSaved
@@ -32,6 +33,7 @@ class DaemonState:
         self.promotion = Promotion(store, tiers)
         self.subscriptions = Subscriptions(tiers)
         store.on_change = self.subscriptions.on_object_changed
+        self.branches = Branches()
         self.history = RequestHistory()
         self.ceiling = HitRateCeiling()
         self.waits = Histogram()  # Seconds that lookups waited for tiers.

@@ -178,5 +178,5 @@ def preview_of(engine: WireEngine) -> ConfigPreview:
         model=model.name,
         max_model_len=model.max_model_len,
         kv_dtype=model.kv_dtype,
-        states=StateRule(model.retention_tokens, model.step_tokens),
+        states=StateRule(model.retention_tokens, model.step_tokens, model.keeps_junctions),
     )

@@ -22,6 +22,7 @@ from msgspec import Meta
 from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.core.junctions import BRANCHES_MAX, Branches
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule, state_ends
@@ -179,14 +180,29 @@ class ReplayModel:
         """Return the bytes of a tail's objects, by group."""
         return [period[0] for period in self._bytes]
 
-    def stored_objects(self, prompt: TracePrompt, chunks: int) -> list[dict[int, int]]:
-        """Return all objects that are stored of so many chunks: by group, their bytes by chunk."""
+    @property
+    def keeps_junctions(self) -> bool:
+        """True where the engine keeps a state where prompts part (core.junctions)."""
+        return self._rule.keeps_junctions
+
+    def branches(self) -> Branches:
+        """Return what a daemon learns of where prompts part. Nothing where no state is kept."""
+        return Branches(BRANCHES_MAX if self.keeps_junctions else 0)
+
+    def stored_objects(
+        self, prompt: TracePrompt, chunks: int, junctions: Sequence[int] = ()
+    ) -> list[dict[int, int]]:
+        """Return all objects that are stored of so many chunks: by group, their bytes by chunk.
+
+        `junctions` are the chunks after which the engine is asked for a state.
+        """
         objects: list[dict[int, int]] = []
         for group, period in zip(self.geometry.groups, self._bytes, strict=True):
             stored_chunks: Iterable[int] = range(chunks)
             if group.kind is GroupKind.RECURRENT:
                 ends = state_ends(self.geometry, group, self._rule, prompt.tokens)
-                stored_chunks = [end // self.geometry.chunk_tokens - 1 for end in ends]
+                at_ends = (end // self.geometry.chunk_tokens for end in ends)
+                stored_chunks = [end - 1 for end in sorted({*at_ends, *junctions})]
             sizes = {chunk: period[chunk % len(period)] for chunk in stored_chunks}
             objects.append({chunk: size for chunk, size in sizes.items() if size})
         return objects
@@ -260,6 +276,8 @@ class UnlimitedCache:
     def __init__(self, model: ReplayModel) -> None:
         self._model = model
         self._seen: list[set[bytes]] = [set() for _ in model.geometry.groups]
+        self._continued: set[bytes] = set()  # Chunks after which some prompt goes on.
+        self._branches = model.branches()
         self.stored_bytes = 0
 
     def serve(self, prompt: TracePrompt) -> ReplayHits:
@@ -270,12 +288,17 @@ class UnlimitedCache:
         longest = model.hit_with_tail(
             prompt, masks, lambda name: all(name in seen for seen in self._seen)
         )
+        junctions = self._branches.junctions(
+            model.geometry, masks, b"".join(hashes), longest.chunks, self._continued.__contains__
+        )
+        self._continued.update(hashes[:-1])
         tail = model.tail(prompt).name
         if tail and tail not in self._seen[0]:
             self.stored_bytes += sum(model.tail_sizes())
             for seen in self._seen:
                 seen.add(tail)
-        for seen, sizes in zip(self._seen, model.stored_objects(prompt, len(hashes)), strict=True):
+        objects = model.stored_objects(prompt, len(hashes), junctions)
+        for seen, sizes in zip(self._seen, objects, strict=True):
             for chunk, size in sizes.items():
                 if hashes[chunk] not in seen:
                     seen.add(hashes[chunk])
@@ -325,6 +348,8 @@ class ForesightCache:
 
     def __init__(self, model: ReplayModel, ram_bytes: int, reads: Reads) -> None:
         self._model, self._ram_bytes, self._reads = model, ram_bytes, reads
+        pairs = zip(model.geometry.groups, reads, strict=True)
+        self._states = [read for group, read in pairs if group.kind is GroupKind.RECURRENT]
         self._number = -1  # The number of the last prompt that was served.
         self._kept: list[dict[bytes, _KeptObject]] = [{} for _ in model.geometry.groups]
         """By group and hash."""
@@ -337,7 +362,13 @@ class ForesightCache:
         model = self._model
         hashes = model.hashes(prompt)
         masks = [bytes(chunk_hash in kept for chunk_hash in hashes) for kept in self._kept]
-        for group_index, sizes in enumerate(model.stored_objects(prompt, len(hashes))):
+        # It knows which states later prompts read.
+        junctions = [
+            chunk + 1
+            for chunk, chunk_hash in enumerate(hashes)
+            if model.keeps_junctions and any(chunk_hash in reads for reads in self._states)
+        ]
+        for group_index, sizes in enumerate(model.stored_objects(prompt, len(hashes), junctions)):
             kept = self._kept[group_index]
             for chunk, chunk_hash in enumerate(hashes):
                 is_kept = masks[group_index][chunk]
@@ -388,6 +419,7 @@ class TraceReplay:
         self.store = Store(self._view, policy=policy)
         self.store.grow_arena(size)
         groups = model.geometry.groups
+        self._branches = model.branches()
         self._namespace = Namespace(
             identity=bytes(HASH_BYTES),
             gids=tuple(group.gid for group in groups),
@@ -416,6 +448,7 @@ class TraceReplay:
         ]
         masks = [bytes(slot is not None for slot in group_slots) for group_slots in slots]
         hits, chunks, tail = model.hit_with_tail(prompt, masks, self._has_tail)
+        hit_chunks = chunks
         outgrown: Iterable[Slot] = ()
         if hits.tokens_hit:
             if tail:
@@ -437,7 +470,11 @@ class TraceReplay:
             store.pin(read, outgrown)
             store.unpin(read)
         evicted = store.evicted
-        self._store_prompt(prompt, hashes, masks)
+        junctions = self._branches.junctions(
+            geometry, masks, b"".join(hashes), hit_chunks, self._namespace.goes_on
+        )
+        objects = model.stored_objects(prompt, len(hashes), junctions)
+        self._store_prompt(prompt, hashes, masks, objects)
         return replace(hits, evicted=store.evicted - evicted)
 
     def _has_tail(self, name: bytes) -> bool:
@@ -446,11 +483,14 @@ class TraceReplay:
         return entry is not None and all(entry.slots)
 
     def _store_prompt(
-        self, prompt: TracePrompt, hashes: Sequence[bytes], masks: Sequence[bytes]
+        self,
+        prompt: TracePrompt,
+        hashes: Sequence[bytes],
+        masks: Sequence[bytes],
+        objects: Sequence[Mapping[int, int]],
     ) -> None:
         model, end = self._model, max(0, len(hashes) - 1)
         needs = [needed_chunks(model.geometry, group, end).start for group in model.geometry.groups]
-        objects = model.stored_objects(prompt, len(hashes))
         for first in range(0, len(hashes), CHUNKS_PER_STEP):
             for index, sizes in enumerate(objects):
                 for chunk in range(first, min(len(hashes), first + CHUNKS_PER_STEP)):

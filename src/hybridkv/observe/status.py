@@ -373,7 +373,11 @@ def sentences_of(explanation: RequestExplanation) -> dict[str, str]:
     if explanation.audit is not None:
         detail = f": {explanation.audit_detail}" if explanation.audit_detail else ""
         facts["live audit"] = AUDITS[explanation.audit] + detail
-    return facts | {"stored": f"{explanation.stored_objects} objects"}
+    facts["stored"] = f"{explanation.stored_objects} objects"
+    if explanation.junctions:
+        ends = ", ".join(f"{tokens:,}" for tokens in explanation.junctions)
+        facts["stored states at"] = f"{ends} tokens: other prompts part from this one there"
+    return facts
 
 
 def sentences_of_reply(reply: Explained) -> dict[str, str]:

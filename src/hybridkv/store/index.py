@@ -119,6 +119,14 @@ class Namespace:
         entry = self.entries.get(chunk_hash)
         return entry.slots[group_index] if entry is not None else None
 
+    def goes_on(self, chunk_hash: bytes) -> bool:
+        """Return False where the index has no chunk after this one, whose prefix objects it has.
+
+        What it lacks, tiers may have, and what comes after that.
+        """
+        entry = self.entries.get(chunk_hash)
+        return entry is None or not entry.prefixes or entry.children > 0
+
     def present(self, hashes: bytes) -> PresentChunks:
         """Return what the index has of chunks, given their hashes of HASH_BYTES each."""
         get = self.entries.get

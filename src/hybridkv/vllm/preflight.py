@@ -29,6 +29,7 @@ from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.layout import group_geometry, node_count
 from hybridkv.vllm.prefix_caching import caching_findings, layer_findings
 from hybridkv.vllm.proven import OLDEST, PROVEN, STAGED, TAILS_VERSION
+from hybridkv.vllm.seams import can_keep_states
 from hybridkv.vllm.shards import sharing_findings
 from hybridkv.vllm.versions import minor_version
 
@@ -174,7 +175,8 @@ def state_rule(vllm_config: Any) -> StateRule:
     scheduler = vllm_config.scheduler_config
     # vLLM's long_prefill_token_threshold does not bound a prompt that is computed alone.
     step = scheduler.max_num_batched_tokens if scheduler.enable_chunked_prefill else 0
-    return StateRule(vllm_config.cache_config.prefix_cache_retention_interval, step)
+    retention = vllm_config.cache_config.prefix_cache_retention_interval
+    return StateRule(retention, step, keeps_junctions=can_keep_states())
 
 
 def serves_tails() -> bool:

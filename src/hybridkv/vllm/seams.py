@@ -19,6 +19,7 @@ import torch
 from vllm import _custom_ops
 from vllm.model_executor import offloader
 from vllm.platforms import current_platform
+from vllm.v1.request import Request
 
 Method = Callable[..., Any]
 
@@ -347,6 +348,32 @@ def loaded_loras(runner: Any) -> Mapping[int, Any]:
     adapters = getattr(manager, "_adapter_manager", None)
     loaded: Mapping[int, Any] = adapters.list_adapters() if adapters is not None else {}
     return loaded
+
+
+# Recurrent states
+
+
+def state_wish(request: Any) -> int:
+    """Return the tokens after which the engine is to end a step of a request. 0 = nowhere.
+
+    `shared_prefix_boundary` of vLLM's Request: the scheduler keeps the state there. It sets the
+    field from the engine's own prefix cache just before it asks a connector about the request.
+    """
+    return getattr(request, "shared_prefix_boundary", 0)
+
+
+def can_keep_states() -> bool:
+    """Return True where vLLM's requests have the wish of `keep_state_at`."""
+    return "shared_prefix_boundary" in Request.__init__.__code__.co_names
+
+
+def keep_state_at(request: Any, tokens: int) -> None:
+    """Ask the engine to end a step of a request after `tokens` tokens, and to keep the state there.
+
+    It reads the wish for each step that it plans. Without the field no state is kept.
+    """
+    if hasattr(request, "shared_prefix_boundary"):
+        request.shared_prefix_boundary = tokens
 
 
 # Kernels that compute wrongly

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
+from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.wire.status import Status, TierStatus
 
@@ -90,8 +91,9 @@ class WireModel(Struct, frozen=True, array_like=True):
     layers: Annotated[list[Count], Meta(max_length=GROUPS_MAX)]
     """The number of layers of each of the geometry's groups."""
     retention_tokens: Count | None
-    """As in core.state_boundaries.StateRule, like `step_tokens`."""
+    """As in core.state_boundaries.StateRule, like `step_tokens` and `keeps_junctions`."""
     step_tokens: Count
+    keeps_junctions: bool = False
 
 
 class WireEngine(Struct, frozen=True, array_like=True):
@@ -164,6 +166,8 @@ class RequestExplanation(Struct, frozen=True, array_like=True):
     """None where the request was not audited, or its audit has not ended."""
     audit_detail: Fact = ""
     """Facts of the audit, for people."""
+    junctions: Annotated[list[Count], Meta(max_length=JUNCTIONS_MAX)] = []
+    """The tokens after which other prompts part from it, and recurrent states were stored."""
 
 
 class IdentityDifference(Struct, frozen=True, array_like=True):
@@ -433,6 +437,9 @@ class Found(_Numbered, frozen=True, tag="found"):
     objects are the last of each group's slots, as those of chunk number `chunks` - 1."""
     audit: AuditOffer | None = None
     """The objects that a live audit may compare. None without an `audit_lease`, or without any."""
+    junctions: Annotated[list[Count], Meta(max_length=JUNCTIONS_MAX)] = []
+    """The chunks, ascending, after which the prompt parts from others, and a state is missing
+    (`core.junctions`). Objects that a tier below RAM has count."""
 
 
 class Pending(_Numbered, frozen=True, tag="pending"):

@@ -1,10 +1,11 @@
 """The daemon's core over tiers whose jobs are done by hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybridkv.core.coverage import part_bytes
-from hybridkv.core.geometry import Geometry
+from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.core.packed import pack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.daemon.handlers import Daemon
@@ -14,11 +15,20 @@ from hybridkv.tiers.contract import Tier
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob, execute
-from hybridkv.wire.messages import Found, Lookup, Pending, Reply
+from hybridkv.wire.messages import Commit, Found, Lookup, Pending, Reply
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
-from tests.unit.daemon.harness import Ref, commit, engine, grant, hashes, make_welcome, unpack_refs
+from tests.unit.daemon.harness import (
+    Ref,
+    commit,
+    engine,
+    grant,
+    hashes,
+    make_welcome,
+    pack_refs,
+    unpack_refs,
+)
 
 ARENA = 1 << 20
 WAIT_MS = 1000
@@ -76,22 +86,31 @@ class Node:
         numbers: list[int],
         connection: int = 1,
         eviction_class: EvictionClass = EvictionClass.PROMPT,
+        states: Sequence[int] | None = None,
     ) -> None:
-        """Store whole chunks of a prompt, with bytes that their names tell."""
+        """Store whole chunks of a prompt, with bytes that their names tell.
+
+        With `states`, the engine has recurrent states after these chunks alone, and says which
+        chunk comes before another, so that prefixes are evicted last.
+        """
         for index, group in enumerate(geometry.groups):
+            is_state = group.kind is GroupKind.RECURRENT
             for chunk, number in enumerate(numbers):
                 size = part_bytes(geometry, group, chunk)
-                if size:
+                if size and not (is_state and states is not None and number not in states):
                     (slot,) = grant(self.daemon, connection, size, 1, geometry.parts(group))
                     self.fill(slot, size, geometry.parts(group), content(index, number))
-                    commit(
-                        self.daemon,
-                        connection,
-                        [slot],
-                        index,
-                        [number],
-                        eviction_class=eviction_class,
+                    parents = b"" if states is None or not chunk else hashes(numbers[chunk - 1])
+                    packed = pack_refs([slot])
+                    new = Commit(
+                        offsets=packed.offsets,
+                        generations=packed.generations,
+                        groups=pack_u64([index]),
+                        hashes=hashes(number),
+                        parents=parents,
+                        classes=bytes([eviction_class]),
                     )
+                    self.daemon.handle(connection, new)
         self.tick()
 
     def store_if_room(self, geometry: Geometry, numbers: list[int], works: bool = True) -> None:

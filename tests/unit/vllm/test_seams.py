@@ -372,6 +372,28 @@ def test_vllms_kernel_for_drafted_states_is_where_it_is_looked_for() -> None:
     assert seams.has_wrong_drafted_states()
 
 
+def test_a_request_is_asked_for_a_state_where_the_scheduler_reads_the_wish() -> None:
+    """vLLM sets the boundary of its own cache before it asks connectors, and never after."""
+    schedule = source("vllm.v1.core.sched.scheduler:Scheduler.schedule")
+    split = source("vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split")
+    kept = source("vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks")
+    set_at, asked_at = map(
+        schedule.index, ("request.shared_prefix_boundary,", "get_num_new_matched_tokens(")
+    )
+    assert set_at < asked_at
+    assert "request.shared_prefix_boundary" in split
+    assert "request.shared_prefix_boundary" in kept
+    assert seams.can_keep_states()
+    request = SimpleNamespace(shared_prefix_boundary=256)
+    assert seams.state_wish(request) == 256
+    seams.keep_state_at(request, 512)
+    assert request.shared_prefix_boundary == 512
+    without = SimpleNamespace()
+    assert seams.state_wish(without) == 0
+    seams.keep_state_at(without, 512)
+    assert not vars(without)
+
+
 def test_the_lora_kernel_is_asked_whether_it_adapts_requests_without_an_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -30,7 +30,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size
-from hybridkv.core.speed import PrefillSpeed
+from hybridkv.core.speed import PrefillSpeed, Speed
 from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.vllm.adapters import Adapter
 from hybridkv.vllm.block_room import ROOM_SECONDS
@@ -220,6 +220,7 @@ class Lookups:
             self._requests.meter.add_observation("lookup_wait_seconds", waited)
             self._audits.on_answer(tracked, found, now)
         self._counters[metrics.LOOKUPS_HIT if found.chunks else metrics.LOOKUPS_MISSED] += 1
+        self._counters[metrics.JUNCTIONS_FOUND] += len(found.junctions)
         if not found.tail and found.chunks * HASH_BYTES < len(tracked.lookup.hashes):
             self._count_limits(found)
 
@@ -398,6 +399,7 @@ class LoadPlanner:
     """Requests whose loads go into the next plan."""
     loading: dict[str, TrackedRequest] = field(default_factory=dict)
     """Requests whose loads have not ended, by id, the oldest first."""
+    speed: Speed = Speed()  # Of loads, in bytes a second.
 
     def on_allocated(
         self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], tokens: int, now: float
@@ -513,6 +515,7 @@ class LoadPlanner:
         for tier, tokens in self.tiers_of(tracked).items():
             counters[metrics.loaded_from(tier)] += tokens
         seconds = now - load.allocated_at
+        self.speed = self.speed.measured(loaded_bytes, seconds, now)
         self.requests.meter.add_observation("load_seconds", seconds)
         request_id, size = tracked.request.request_id, format_size(loaded_bytes)
         text = "hybridkv: loaded %d tokens, %s, for %s in %.1f ms"

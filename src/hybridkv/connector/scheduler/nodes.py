@@ -25,6 +25,7 @@ from hybridkv.connector.scheduler.node_slots import NodeSlots
 from hybridkv.core.copies import CopyRun, SlotRef
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES, fingerprint
 from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.core.tails import tail_tokens
@@ -66,6 +67,7 @@ class _NodesLookup:
     leases: list[int]  # Each node's lease of its last round.
     answers: list[wire.Found | None]  # The last answer of each node.
     masks: list[bytes] = field(default_factory=list)  # What every node had in the first round.
+    junctions: list[int] = field(default_factory=list)  # Of all nodes, of the first round.
     rounds: int = 1
     removed: list[wire.Removed] = field(default_factory=list)
     """What nodes have lost since the first answer, whose masks may name it."""
@@ -476,6 +478,7 @@ class NodesLink:
         if lookup.rounds == 1:
             masks = zip(*(answer.masks for answer in answers), strict=False)
             lookup.masks = [_common_mask(of_nodes) for of_nodes in masks]
+            lookup.junctions = sorted({at for answer in answers for at in answer.junctions})
         ends = [self._hit_tokens(lookup, answer) for answer in answers]
         least = min(ends)
         if len(set(ends)) > 1 and lookup.rounds == 1:
@@ -506,7 +509,16 @@ class NodesLink:
                 if lease:
                     self._nodes[node].messages.append(wire.Release(lease))
             why = lookup.why[: wire.FACT_MAX]
-            return wire.Found(asked.id, asked.lease, 0, lookup.masks, b"", b"", why=why)
+            return wire.Found(
+                id=asked.id,
+                lease=asked.lease,
+                chunks=0,
+                masks=lookup.masks,
+                offsets=b"",
+                generations=b"",
+                why=why,
+                junctions=lookup.junctions[:JUNCTIONS_MAX],
+            )
         self._slots.match_slots(slots)
         slowest = max(answers, key=lambda answer: sum(answer.tiers.values()))
         whys = [f"node {node}: {answer.why}" for node, answer in enumerate(answers) if answer.why]
@@ -518,6 +530,7 @@ class NodesLink:
             masks=lookup.masks,
             tiers=slowest.tiers,
             why=why[: wire.FACT_MAX],
+            junctions=lookup.junctions[:JUNCTIONS_MAX],
             audit=self._joined_audit(lookup, answers),
         )
 

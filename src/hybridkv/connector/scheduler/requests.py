@@ -418,6 +418,11 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
         detail=tracked.decline_detail[: wire.FACT_MAX],
         audit=audited.outcome if audited is not None else None,
         audit_detail=audited.sentence[: wire.FACT_MAX] if audited is not None else "",
+        junctions=[
+            chunks * geometry.chunk_tokens
+            for chunks in found.junctions
+            if any(state.chunk == chunks - 1 for state in tracked.stored_states)
+        ],
     )
 
 

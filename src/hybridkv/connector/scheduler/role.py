@@ -21,6 +21,7 @@ from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.drafted import DraftedBlocks
 from hybridkv.connector.scheduler.hits import LoadPlanner, Lookups
+from hybridkv.connector.scheduler.junctions import Junctions
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 from hybridkv.connector.scheduler.session import DaemonSession, EngineIdentity
 from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
@@ -108,6 +109,7 @@ class SchedulerRole:
         self.stores = StorePlanner(
             geometry, limits, life.counters, numbers=life.run_numbers, audits=self.audits
         )
+        self._junctions = Junctions(geometry)
         self._context = context
         self._drafted: DraftedBlocks | None = None
         faults = context.faults
@@ -199,9 +201,13 @@ class SchedulerRole:
             tracked.preemptions = request.num_preemptions
             self.requests.advance(tracked, requests.RequestEvent.RESUMED, now)
             self.lookups.look_up(tracked, now)
-        return (
+        tokens = (
             self.lookups.tokens_to_load(tracked, local_tokens, now) if tracked.is_prefetching else 0
         )
+        if tokens is not None:
+            prefill, start = self.lookups.patience.prefill.speed, local_tokens + tokens
+            self._junctions.on_offer(tracked, start, prefill, self.loads.speed)
+        return tokens
 
     def on_allocated(
         self, request: Any, tables: Callable[[], Sequence[Sequence[int]]], external_tokens: int
@@ -257,6 +263,7 @@ class SchedulerRole:
         plan.question = self.weights.question
         plan.is_idle = not output.total_num_scheduled_tokens
         self.loads.add_loads(plan, now)
+        self._junctions.on_step(output.num_scheduled_tokens, self.requests.by_id)
         plan.eras = self.weights.eras
         if session.is_connected:
             # Workers that were connected before this role map the arena as the first step begins,

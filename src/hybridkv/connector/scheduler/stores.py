@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 from hybridkv.client.credits import SlotCredits
 from hybridkv.connector.messages import StepReport
-from hybridkv.connector.metrics import BYTES_STORED, OBJECTS_STORED, TAILS_STORED, Shed, stores_shed
+from hybridkv.connector.metrics import (
+    BYTES_STORED,
+    JUNCTIONS_STORED,
+    OBJECTS_STORED,
+    TAILS_STORED,
+    Shed,
+    stores_shed,
+)
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.requests import StoredState, TrackedRequest, hit_chunks_max
 from hybridkv.connector.scheduler.staging import StagingCredits
@@ -407,6 +414,9 @@ class StorePlanner:
             self._counters[stores_shed(Shed.TOO_LARGE)] += 1
         elif (run := self._take_slots(span)).objects:
             tracked.stored_states.add(state)
+            answer = tracked.lookup.answer
+            is_junction = answer is not None and chunk + 1 in answer.junctions
+            self._counters[JUNCTIONS_STORED] += is_junction
             yield run
 
     def _separate(

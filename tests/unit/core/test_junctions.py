@@ -1,0 +1,82 @@
+"""Where prompts part, against the definition of a hit, and where a state is worth keeping."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridkv.core.geometry import GroupKind
+from hybridkv.core.junctions import Branches, cost_tokens, junction, worth_keeping
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.speed import Speed
+from tests.layouts import LAYOUTS
+from tests.unit.core.test_coverage import brute_force_hit
+
+NAMES = [bytes([number]) * HASH_BYTES for number in range(10)]
+PROMPT = b"".join(NAMES)
+
+
+@given(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 9), st.data())
+def test_a_junction_is_the_deepest_hit_for_which_states_alone_are_missing(
+    name: str, chunks: int, data: st.DataObject
+) -> None:
+    geometry = LAYOUTS[name]
+    bit = st.sampled_from((1, 1, 1, 0))
+    masks = [
+        bytes(data.draw(st.lists(bit, min_size=chunks, max_size=chunks))) for _ in geometry.groups
+    ]
+    states = [group.kind is GroupKind.RECURRENT for group in geometry.groups]
+    pairs = zip(masks, states, strict=True)
+    with_states = [bytes([1] * chunks) if is_state else mask for mask, is_state in pairs]
+    deepest = brute_force_hit(geometry, with_states, chunks)
+    is_known = any(states) and not all(states)
+    is_deeper = is_known and deepest > brute_force_hit(geometry, masks, chunks)
+    assert junction(geometry, masks, chunks) == (deepest if is_deeper else 0)
+
+
+def test_prompts_part_after_the_chunks_that_both_began_with() -> None:
+    """An earlier prompt of 9 chunks left its one state at its end, which is not this prompt's."""
+    geometry, shared, none = LAYOUTS["qwen3next"], bytes([1] * 7 + [0] * 2), bytes(9)
+    assert junction(geometry, [none, none, shared], 9) == 7
+    assert junction(geometry, [shared, shared, shared], 9) == 0, "the states are there by now"
+    assert junction(geometry, [none, none, none], 9) == 0, "nobody began like this"
+
+
+def test_boundaries_are_those_at_which_prompts_parted_most_often() -> None:
+    branches = Branches()
+    for number in (2, 2, 4, 7, 7, 7):
+        branches.note(NAMES[number])
+    assert branches.boundaries(PROMPT, beyond=0, most=4) == [3, 5, 8]
+    assert branches.boundaries(PROMPT, beyond=0, most=2) == [3, 8]
+    assert branches.boundaries(PROMPT, beyond=3, most=4) == [5, 8], "only beyond the hit"
+    assert branches.boundaries(PROMPT[: 4 * HASH_BYTES], beyond=0, most=4) == [3], (
+        "only those of the prompt"
+    )
+
+
+def test_the_boundary_that_was_not_met_for_the_longest_time_is_forgotten() -> None:
+    branches = Branches(most=2)
+    for number in (1, 2, 1, 3):
+        branches.note(NAMES[number])
+    assert len(branches) == 2
+    assert branches.boundaries(PROMPT, beyond=0, most=4) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "hit", "cost", "kept"),
+    [
+        ([1100, 3000, 3200], 1000, 256, [3000]),
+        ([256, 512], 0, 0, [256, 512]),
+        ([256, 512], 0, 256, [512]),
+        ([], 0, 0, []),
+    ],
+)
+def test_a_state_is_kept_where_it_saves_more_than_it_costs(
+    boundaries: list[int], hit: int, cost: float, kept: list[int]
+) -> None:
+    assert worth_keeping(boundaries, hit, cost) == kept
+
+
+def test_a_state_costs_two_copies_and_a_step() -> None:
+    assert cost_tokens(76 << 20, Speed(10_000.0), Speed(50e9)) == pytest.approx(132, abs=1)
+    assert cost_tokens(76 << 20, Speed(10_000.0), Speed()) == 100
+    assert cost_tokens(76 << 20, Speed(), Speed(50e9)) == 0, "nothing is measured yet"
