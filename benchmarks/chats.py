@@ -19,7 +19,7 @@ ANSWER_TOKENS_MIN, ANSWER_TOKENS_MAX = 50, 300
 CHATS_AT_ONCE = 32
 
 
-@dataclass
+@dataclass(eq=False)
 class Chat:
     """A conversation that is under way."""
 

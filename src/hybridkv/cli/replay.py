@@ -251,6 +251,7 @@ class _Report:
             document["retention"] = [
                 {
                     "interval_tokens": rule.retention_tokens,
+                    "where_prompts_part": rule.keeps_junctions,
                     "everything_bytes": unlimited.stored_bytes,
                     "ceiling": self._rates(unlimited.hits),
                     "sizes": [
@@ -308,6 +309,8 @@ class _Report:
         table = new_table(columns, title="tokens hit by --prefix-cache-retention-interval")
         for rule, (unlimited, of_sizes) in self.rules:
             name = "unset" if rule.retention_tokens is None else f"{rule.retention_tokens:,}"
+            is_less = self.preview.states.keeps_junctions and not rule.keeps_junctions
+            name += ", none where prompts part" if is_less else ""
             name += " (now)" if rule == self.preview.states else ""
             rates = [f"{hits.rate:.1%}" for hits in (*of_sizes, unlimited.hits)]
             table.add_row(name, *rates, format_size(unlimited.stored_bytes))
@@ -366,7 +369,8 @@ def _rules(preview: ConfigPreview, prompts: Sequence[TracePrompt]) -> list[State
     # Period 0, only the last boundary of a prompt, has the fewest states.
     most = max(longest, *chosen)
     periods = sorted(chosen, key=lambda period: -(period or most + 1))
-    return [chosen[period] for period in periods]
+    at_ends = [StateRule(0, now.step_tokens)] if now.keeps_junctions else []
+    return at_ends + [chosen[period] for period in periods]
 
 
 @dataclass
