@@ -11,11 +11,13 @@ from tests.engine.support import answer, engine, forget, prompt, stats
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 SYSTEM, DOCUMENT = prompt(0, 600), prompt(1, 500)
-QUESTIONS = [prompt(2 + number, 400) for number in range(7)]
+QUESTIONS = [prompt(2 + number, 400) for number in range(9)]
 FIRST = [*([*SYSTEM, *DOCUMENT, *text] for text in QUESTIONS[:3]), [*SYSTEM, *QUESTIONS[3]]]
 """Three prompts about one document, and one that has the system prompt alone."""
-LATER = [[*SYSTEM, *DOCUMENT, *QUESTIONS[4]], [*SYSTEM, *QUESTIONS[5]]]
-LATER += [[*SYSTEM, *DOCUMENT, *QUESTIONS[6]]]
+AFRESH = [*SYSTEM, *DOCUMENT, *QUESTIONS[4]]
+HITS = [[*SYSTEM, *QUESTIONS[5]], [*SYSTEM, *DOCUMENT, *QUESTIONS[6]]]
+LEARNING = [[*SYSTEM, *QUESTIONS[7]], [*SYSTEM, *DOCUMENT, *QUESTIONS[8]]]
+"""What the engine needs between the two, to have states where AFRESH leaves them at once."""
 
 
 @pytest.mark.parametrize(
@@ -37,22 +39,26 @@ def test_the_third_prompt_with_a_shared_prefix_hits_it(
     first prompt leaves both states, and the next ones hit.
     """
     with engine(model, tmp_path / "own.log", None) as running:
-        own = [running.generate(text, max_tokens=4)[0] for text in (*FIRST, *LATER)]
-    document = own[2]["cached_tokens"]
-    assert len(SYSTEM) < document <= len(SYSTEM) + len(DOCUMENT)
-    system = own[5]["cached_tokens"]
-    assert 0 < system <= len(SYSTEM)
+        own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
+        running.reset_caches()
+        own += running.generate(AFRESH, max_tokens=4)
+        for text in LEARNING:
+            running.generate(text, max_tokens=4)
+        own += [running.generate(text, max_tokens=4)[0] for text in HITS]
+    hits = [result["cached_tokens"] for result in own]
+    assert hits == [0, 0, hits[2], 0, 0, hits[5], hits[2]]
+    assert 0 < hits[5] <= len(SYSTEM) < hits[2] <= len(SYSTEM) + len(DOCUMENT)
     extra: dict[str, object] = {"checksum": "paranoid", "load_policy": "always"}
     loaded = []
     with engine(model, tmp_path / "e.log", daemon.socket_path, extra=extra) as running:
-        for number, text in enumerate([*FIRST, *LATER]):
-            if number == len(FIRST):
+        for text in (*FIRST, AFRESH, *HITS):
+            if text is AFRESH:
                 assert main(["clear", "--socket", daemon.socket_path]) == 0
             loaded += running.generate(text, max_tokens=4)
             forget(running)
-    hits = [result["cached_tokens"] for result in loaded]
-    assert hits == [0, 0, document, 0, 0, system, document]
-    alike = [number for number, result in enumerate(own) if result["cached_tokens"] == hits[number]]
-    assert alike == [0, 1, 2, 3, 5, 6], "the engine itself still had the document"
-    assert [answer(loaded[number]) for number in alike] == [answer(own[number]) for number in alike]
+    assert [result["cached_tokens"] for result in loaded] == hits
+    # A step that ends elsewhere may move the last bits, as any chunked prefill does.
+    assert loaded[4]["tokens"] == own[4]["tokens"]
+    del loaded[4], own[4]
+    assert [answer(result) for result in loaded] == [answer(result) for result in own]
     assert not stats(daemon.socket_path).get("loads_failed")
