@@ -18,6 +18,7 @@ from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_
 from hybridkv.vllm.preflight import CONNECTOR
 from tests.engine.forked import lines_of
 from tests.engine.support import CommandReport, engine, prompt, since_vllm, stats
+from tests.forked_daemon import ForkedDaemon
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -72,7 +73,7 @@ QWEN3_NEXT_80B = {
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     """A daemon with room for what an engine of gemma4 reserves: slots of two sizes."""
-    with DaemonProcess(str(tmp_path / "daemon.sock"), "256MiB") as running:
+    with ForkedDaemon(str(tmp_path / "daemon.sock"), "256MiB") as running:
         yield running
 
 
