@@ -17,6 +17,7 @@ import pytest
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.avx2 import choose_cpu
 from tests.chance import is_fixed, seed_of
+from tests.forked_daemon import ForkedDaemon
 from tests.waiting import DEADLINE_SECONDS, until
 
 # Their assertions say what the two sides are.
@@ -82,7 +83,7 @@ def _daemons_in(directory: Path) -> list[int]:
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     """A running daemon with 64 MiB."""
-    with DaemonProcess(str(tmp_path / "daemon.sock"), "64MiB", metrics_port=0) as running:
+    with ForkedDaemon(str(tmp_path / "daemon.sock"), "64MiB", metrics_port=0) as running:
         yield running
 
 

@@ -30,3 +30,13 @@ def choose_cpu() -> None:
     from tests.avx2 import sitecustomize
 
     sitecustomize.install()
+
+
+def is_avx2() -> bool:
+    """Whether this process finds AVX2 and nothing newer, with the switch or without it."""
+    import torch
+
+    from tests.avx2.sitecustomize import NEWER
+
+    capabilities = torch.cpu.get_capabilities()
+    return not any(has for name, has in capabilities.items() if name.startswith(NEWER))

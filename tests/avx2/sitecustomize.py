@@ -13,7 +13,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 _MODULE = "torch.cpu"
-_NEWER = ("avx512", "avx10", "avx_vnni", "avx_ne_convert", "amx")
+NEWER = ("avx512", "avx10", "avx_vnni", "avx_ne_convert", "amx")
 
 
 def _limit(module: ModuleType) -> None:
@@ -22,7 +22,7 @@ def _limit(module: ModuleType) -> None:
 
     def get_capabilities() -> Mapping[str, Any]:
         return MappingProxyType(
-            {name: has for name, has in real().items() if not name.startswith(_NEWER)}
+            {name: has for name, has in real().items() if not name.startswith(NEWER)}
         )
 
     vars(module)["get_capabilities"] = get_capabilities

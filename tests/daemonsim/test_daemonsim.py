@@ -9,7 +9,11 @@ from hybridkv.wire.protocol import ErrorCode
 from tests.daemonsim.tiers import ILLS
 from tests.seeds import Case, outcomes, passed
 
-SEEDS = range(300, 400)
+SEEDS = (
+    *(302, 304, 308, 310, 311, 314, 315, 318, 319, 320, 321, 323, 325, 328, 332, 333, 334, 338),
+    *(340, 341, 346, 347, 348, 349, 354, 356, 357, 361, 362, 365, 368, 376, 383, 387, 390, 392),
+)
+"""Of a hundred seeds those that come to each behaviour four times, or as often as all do."""
 BEHAVIOURS = (
     "fault_kill",
     "fault_stop",

@@ -2,7 +2,8 @@
 
 from tests.seeds import Case, passed
 
-SEEDS = range(60)
+SEEDS = (0, 1, 2, 4, 5, 6, 14, 17, 20, 22, 23, 25, 28, 30, 37, 43, 44, 46, 48, 55)
+"""Of sixty seeds those that come to each behaviour five times, or as often as all do."""
 BEHAVIOURS = (
     "stored",
     "unstored",

@@ -6,14 +6,20 @@ Only what is read at an import, as by Triton's interpreter, needs an interpreter
 import importlib
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT, EngineProcess
+from hybridkv.lab.engine_process import (
+    ENGINE_ENVIRONMENT,
+    AnsweringChild,
+    ChildEnvironment,
+    EngineProcess,
+)
 from tests.engine.ready import await_write_slots
 from tests.seeds import ONE_THREAD
 
@@ -39,6 +45,21 @@ class ForkedEngine(EngineProcess):
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             self.process = _Fork(_run_engine, log_path, environment, theirs, [*arguments])
+
+
+class ForkedChild(AnsweringChild):
+    """An AnsweringChild whose process is such a fork."""
+
+    process: Any
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], log: IO[bytes], environment: ChildEnvironment
+    ) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        log_path = Path(f"/proc/{os.getpid()}/fd/{log.fileno()}")
+        with theirs:
+            variables = environment.variables()
+            self.process = _Fork(_run_child, log_path, variables, theirs, module, [*arguments])
 
 
 def lines_of(
@@ -109,6 +130,13 @@ def _run_engine(connection: Connection, arguments: list[str]) -> None:
 
     vars(runner)["make_engine"] = make_ready
     _run_module(runner.__name__, [str(descriptor), *arguments])
+
+
+def _run_child(connection: Connection, name: str, arguments: list[str]) -> None:
+    with connection:
+        descriptor = os.dup(connection.fileno())
+    sys.argv = [name, str(descriptor), *arguments]
+    runpy.run_module(name, run_name="__main__")
 
 
 def _run_module(name: str, words: list[str]) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
 from tests.engine.support import answer, engine, prompt, stats
+from tests.forked_daemon import ForkedDaemon
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -19,7 +19,7 @@ def test_deepseekv4_as_the_requirements_ask(tmp_path: Path) -> None:
     options = ("--block-size=256", "--no-enable-prefix-caching", "--max-model-len=8192")
     socket_path = str(tmp_path / "daemon.sock")
     with (
-        DaemonProcess(socket_path, "1GiB"),
+        ForkedDaemon(socket_path, "1GiB"),
         engine(
             "deepseekv4",
             tmp_path / "engine.log",

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hybridkv.client.control import ControlClient
-from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.judging import NOISE_FACTOR, NOISE_MIN, deviation
 from tests.engine.support import answer, engine, forget, prompt, stats
+from tests.forked_daemon import ForkedDaemon
 from tests.programs.tiers.servers import ValkeyServer
 from tests.waiting import until
 
@@ -51,7 +51,7 @@ def test_hit_rates_in_a_session_after_a_restart_and_under_load(tmp_path: Path) -
         running.reset_caches()
         noise = deviation(at_once(running, prompts), alone)
     rates = {}
-    with DaemonProcess(str(tmp_path / "daemon.sock"), "1GiB") as daemon:
+    with ForkedDaemon(str(tmp_path / "daemon.sock"), "1GiB") as daemon:
 
         def measured(
             name: str,
@@ -112,7 +112,7 @@ def test_a_server_gives_the_hit_of_ram_to_prompts_of_100_000_tokens(
     with ValkeyServer(tmp_path) as server:
         options = ["--tier", f"valkey+unix://{server.socket}?timeout=30"]
         with (
-            DaemonProcess(str(tmp_path / "daemon.sock"), "4GiB", options=options) as daemon,
+            ForkedDaemon(str(tmp_path / "daemon.sock"), "4GiB", options=options) as daemon,
             engine(
                 model, tmp_path / "log", daemon.socket_path, *LONG_ARGUMENTS, extra=LONG_EXTRA
             ) as running,

@@ -10,10 +10,10 @@ import pytest
 from vllm.distributed.kv_events import BlockStored
 
 from hybridkv.client.control import ControlClient
-from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_environment
 from tests.engine.server import Server, Subscriber, total_of
 from tests.engine.support import arguments_of, prompt, stats
+from tests.forked_daemon import ForkedDaemon
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -43,7 +43,7 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
     text, second = prompt(1, CHUNKS * CHUNK + 20), prompt(2, CHUNKS * CHUNK + 20)
     disk = ("--disk", str(tmp_path / "disk"), "--disk-bytes", "1GiB")
     with (
-        DaemonProcess(str(tmp_path / "daemon.sock"), "64MiB", options=disk) as daemon,
+        ForkedDaemon(str(tmp_path / "daemon.sock"), "64MiB", options=disk) as daemon,
         closing(Subscriber(endpoint)) as subscriber,
     ):
         arguments = arguments_of(MODEL, daemon.socket_path, extra={"load_policy": "always"})

@@ -26,6 +26,7 @@ from tests.engine.support import (
     stats,
 )
 from tests.engine.test_verify import verify
+from tests.forked_daemon import ForkedDaemon
 from tests.waiting import until
 
 pytestmark = [
@@ -42,7 +43,9 @@ CHUNK = 256  # Of qwen3next.
 @pytest.fixture
 def daemons(tmp_path: Path) -> Iterator[list[DaemonProcess]]:
     """A daemon for each of two nodes."""
-    both = [DaemonProcess(str(tmp_path / f"{node}.sock"), "64MiB") for node in range(2)]
+    both: list[DaemonProcess] = [
+        ForkedDaemon(str(tmp_path / f"{node}.sock"), "64MiB") for node in range(2)
+    ]
     with both[0], both[1]:
         yield both
 

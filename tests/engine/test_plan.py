@@ -10,14 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.capacity import stored_shapes
 from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport, preview_of
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.vllm.preflight import CONNECTOR
-from tests.engine.forked import lines_of
+from tests.engine.forked import ForkedChild, lines_of
 from tests.engine.support import CommandReport, engine, prompt, since_vllm, stats
+from tests.forked_daemon import ForkedDaemon
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -72,7 +74,7 @@ QWEN3_NEXT_80B = {
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     """A daemon with room for what an engine of gemma4 reserves: slots of two sizes."""
-    with DaemonProcess(str(tmp_path / "daemon.sock"), "256MiB") as running:
+    with ForkedDaemon(str(tmp_path / "daemon.sock"), "256MiB") as running:
         yield running
 
 
@@ -199,14 +201,16 @@ def test_a_large_model_needs_its_config_and_no_memory(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_has_parts_of_the_size_of_its_largest_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Five of the twelve full layers on the first stage, seven on the second."""
+    monkeypatch.setattr("hybridkv.lab.configuration.AnsweringChild", ForkedChild)
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "20,28")
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT_80B))
     arguments = ("--pipeline-parallel-size=2", "--tensor-parallel-size=2")
-    status, plan = planned("--model", str(tmp_path), "--ram", "64GiB", "--", *arguments)
-    assert status == 0
+    words = ["plan", "--json", "--model", str(tmp_path), "--ram", "64GiB", "--", *arguments]
+    assert main(words) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
     full = plan["groups"][-1]
     assert (full["kind"], full["layers"], full["token_bytes"]) == ("full", 12, 7 * 2 * 256 * 2)
     assert (plan["ranks"], plan["stages"]) == (4, 2)

@@ -8,6 +8,7 @@ import pytest
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
 from tests.engine.support import answer, engine, forget, prompt, since_vllm, stats
+from tests.forked_daemon import ForkedDaemon
 from tests.waiting import until
 
 pytestmark = [
@@ -73,7 +74,7 @@ def test_each_turn_of_a_conversation_hits_to_the_last_turns_end(model: str, tmp_
             text = [*text, *own[-1]["tokens"]]
     extra: dict[str, object] = {"checksum": "paranoid", "load_policy": "always"}
     loaded: list[dict[str, Any]] = []
-    with DaemonProcess(str(tmp_path / "s.sock"), "1GiB") as daemon:
+    with ForkedDaemon(str(tmp_path / "s.sock"), "1GiB") as daemon:
         socket_path = daemon.socket_path
         for part in (turns[:3], turns[3:]):
             log = tmp_path / f"{len(part)}.log"

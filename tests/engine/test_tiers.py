@@ -10,6 +10,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
 from tests.engine.support import answer, engine, prompt, stats
+from tests.forked_daemon import ForkedDaemon
 from tests.programs.tiers.master import Master, needs_mooncake
 from tests.waiting import until
 
@@ -27,7 +28,7 @@ LOAD: dict[str, object] = {"load_policy": "always"}
 
 def serve(directory: Path, name: str, *options: str) -> DaemonProcess:
     (directory / name).mkdir(mode=0o700, exist_ok=True)
-    return DaemonProcess(
+    return ForkedDaemon(
         str(directory / name / "daemon.sock"), "64MiB", options=["--node", name, *options]
     )
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hybridkv.cli.main import main
 from hybridkv.lab.tiny_model import write_tiny_model
 from hybridkv.vllm.preflight import serves_tails
+from tests.engine.forked import ForkedEngine
 from tests.engine.support import KV_BYTES, MEMORY, CommandReport
 from tests.seeds import ONE_THREAD
 
@@ -62,12 +64,17 @@ def test_every_arm_is_right_in_a_pipeline(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_arm_is_right(model: str) -> None:
-    """With hits inside a block where they are served."""
+def test_every_arm_is_right(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With hits inside a block where they are served. Its five engines are forks."""
+    monkeypatch.setattr("hybridkv.cli.verify.EngineProcess", ForkedEngine)
     with_tails = model == "qwen3next" and serves_tails()
     unit = ["--prefix-match-unit=32"] if with_tails else []
     memory = f"{MEMORY}={KV_BYTES}"
-    status, proof = verify("--model", model, "--ram", "256MiB", "--", memory, *unit)
+    words = ["verify", "--json", "--model", model, "--ram", "256MiB", "--", memory, *unit]
+    status = main(words)
+    proof = json.loads(capsys.readouterr().out)
     assert status == 0, json.dumps(proof, indent=2)
     arms = {arm["name"]: arm for arm in proof["arms"]}
     chunk = proof["chunk_tokens"]

@@ -182,16 +182,10 @@ def test_trainers_orders_of_updates_and_resets(daemon: DaemonProcess, tmp_path: 
 
     Whatever comes first, its answers are those of the weights that it has.
     """
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.engine.trainers", daemon.socket_path, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        env={**ENGINE_ENVIRONMENT, **os.environ, **BUNDLED_ENVIRONMENT, **OWN_PROCESS},
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    variables = {**os.environ, **BUNDLED_ENVIRONMENT, **OWN_PROCESS}
+    words = [daemon.socket_path, str(tmp_path)]
+    printed = lines_of("tests.engine.trainers", words, tmp_path / "log", variables)
+    lines = [json.loads(line) for line in printed if line.startswith("{")]
     found = {line.pop("name"): Trained(**line) for line in lines}
     print(found)
     for what, answer in found.items():

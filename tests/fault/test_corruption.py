@@ -206,11 +206,16 @@ def directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-CASES = [(shape, "none") for shape in SHAPES] + [
-    (shape, name)
-    for name in CODINGS
-    for shape in ("three parts", "shared by all ranks", "many parts")
-    if name != "none"
+ENCODED = ("three parts", "shared by all ranks", "many parts")
+CASES = [
+    *((shape, "none") for shape in SHAPES),
+    *((shape, "zplanes, encrypted") for shape in ENCODED),
+    *(("three parts", name) for name in ("zplanes", "encrypted")),
+    *(
+        pytest.param((shape, name), marks=pytest.mark.soak)
+        for shape in ENCODED[1:]
+        for name in ("zplanes", "encrypted")
+    ),
 ]
 
 

@@ -129,6 +129,7 @@ def test_a_process_that_cannot_be_watched_is_not_served(daemon: DaemonProcess) -
     """Its slots would be freed with its connection, while it may still write into them."""
     pid = pid_of(daemon)
     with ControlClient(daemon.socket_path) as there:
+        until(lambda: there.stats().values["connections"] == 1, "whoever awaited its start is gone")
         with allowed(pid, 1):
             code = (
                 "import socket, sys; s = socket.socket(socket.AF_UNIX); "

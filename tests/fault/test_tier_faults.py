@@ -30,6 +30,7 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.record import RecordName
 from tests.fault.fuse import FaultyFs, Op, mounted
 from tests.fault.test_shortage import pid_of
+from tests.forked_daemon import ForkedDaemon
 from tests.unit.daemon.harness import Ref
 from tests.unit.daemon.tierclient import (
     DISK,
@@ -63,7 +64,7 @@ def serve(
     """A daemon (not started) over the tier at `root`, and over one at `second_root`."""
     tiers = [f"disk://{path}?bytes={size}&{TIMEOUT}" for path in (root, second_root) if path]
     options = ["--node", "here", *(word for url in tiers for word in ("--tier", url))]
-    return DaemonProcess(str(directory / "d.sock"), ram, options=options)
+    return ForkedDaemon(str(directory / "d.sock"), ram, options=options)
 
 
 def forget(daemon: DaemonProcess) -> None:

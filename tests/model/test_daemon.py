@@ -789,5 +789,5 @@ class DaemonMachine(RuleBasedStateMachine):
                 self.lookup(len(self.sessions) - 1, prompt, CHUNKS, prompt + 1)
 
 
-DaemonMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=80)
+DaemonMachine.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=80)
 TestDaemon = DaemonMachine.TestCase

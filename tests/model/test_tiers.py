@@ -518,5 +518,5 @@ class TiersMachine(RuleBasedStateMachine):
         assert not +self.daemon.demotion.held_bytes
 
 
-TiersMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60)
+TiersMachine.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=60)
 TestTiers = TiersMachine.TestCase

@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from prometheus_client.parser import text_string_to_metric_families
 
 from hybridkv.client.control import ControlClient
-from hybridkv.lab.daemon_process import DaemonProcess
+from tests.forked_daemon import ForkedDaemon
 from tests.unit.observe.describe_metrics import exposed
 from tests.waiting import DEADLINE_SECONDS
 
@@ -245,7 +245,7 @@ def expected(name: str, minute: int, *labels: dict[str, str]) -> dict[str, objec
 def fresh_series(tmp_path: Path) -> set[str]:
     """The series that a daemon with a directory has when nothing has happened yet."""
     options = ["--disk", str(tmp_path / "disk"), "--disk-bytes", "16MiB"]
-    with DaemonProcess(str(tmp_path / "daemon.sock"), "16MiB", 0, options=options) as daemon:
+    with ForkedDaemon(str(tmp_path / "daemon.sock"), "16MiB", 0, options=options) as daemon:
         with ControlClient(daemon.socket_path) as control:
             url = control.stats().metrics_url
         with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:

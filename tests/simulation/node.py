@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from hybridkv.client.control import ControlClient
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import checksum_offset, committed_slots, payload_offset
 from hybridkv.tiers.disk.files import parse_name
-from tests.waiting import DEADLINE_SECONDS
+from tests.forked_daemon import ForkedDaemon
+from tests.waiting import DEADLINE_SECONDS, is_stopped, until
 
 QUOTA_BYTES = 256 << 10
 DISK_THROUGH = "disk://{directory}/through?bytes=4MiB"
@@ -84,7 +84,7 @@ class Node:
         options = tuple(option.format(directory=self._disks) for option in options)
         self.is_deep = "--tier" in options
         """Whether the daemon has tiers below RAM. Then `kill` takes its arena away too."""
-        self._daemon = DaemonProcess(self.pattern.format(node=number), ram, options=options)
+        self._daemon = ForkedDaemon(self.pattern.format(node=number), ram, options=options)
         self._control: ControlClient | None = None
         self.stopped = False
         self.spoilt: set[SlotVersion] = set()
@@ -138,8 +138,9 @@ class Node:
     def stop(self) -> None:
         """Stop the daemon with SIGSTOP, and return once the kernel has stopped it."""
         assert self._daemon.process is not None
-        self._daemon.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._daemon.process.pid, os.WSTOPPED)
+        pid = self._daemon.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: is_stopped(pid), "the stop of every thread")
         self.stopped = True
 
     def resume(self) -> None:

@@ -1,9 +1,11 @@
 """The simulation on the gate's seeds: nothing is computed from other bytes, and nothing is kept."""
 
+from collections import Counter
+
 import pytest
 import vllm
 
-from tests.found import PINNED
+from tests.found import FOUND, PINNED
 from tests.seeds import Case, passed
 from tests.simulation.cases import BEHAVIOURS, INSIDE_A_BLOCK, SEEDS
 from tests.simulation.layouts import LAYOUTS
@@ -12,19 +14,28 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 def test_every_layout_comes_to_every_behaviour() -> None:
-    """All layouts that this vLLM is served with, the true sizes among them.
+    """All layouts that this vLLM is served with, the true sizes among them, and found seeds.
 
     An older vLLM has not all of the behaviours.
     """
     served = {name for name, layout in LAYOUTS.items() if layout.is_served}
     assert served <= SEEDS.keys(), f"no seeds of {sorted(served - SEEDS.keys())} are chosen"
-    counts = passed(
-        Case("tests.simulation", seed, {"layout": name})
-        for name in SEEDS
-        if name in served
-        for seed in SEEDS[name]
-    )
-    assert all(counts[f"layout_{name}"] == len(SEEDS[name]) for name in served)
+    cases = [
+        *(
+            Case("tests.simulation", seed, {"layout": name})
+            for name in SEEDS
+            if name in served
+            for seed in SEEDS[name]
+        ),
+        *(
+            found.case
+            for found in FOUND
+            if found.program == "tests.simulation" and found.options.get("layout") in served
+        ),
+    ]
+    counts = passed(cases)
+    wanted = Counter(case.options["layout"] for case in cases)
+    assert all(counts[f"layout_{name}"] == count for name, count in wanted.items())
     never = [name for name in (*BEHAVIOURS, *INSIDE_A_BLOCK) if not counts[name]]
     is_pinned = vllm.__version__.startswith(f"{PINNED}.")
     assert not is_pinned or not never, f"no seed came to {never}"

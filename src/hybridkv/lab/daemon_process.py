@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from hybridkv.client.control import ANSWER_SECONDS, ControlClient, DaemonUnreachableError
 from hybridkv.client.start_daemon import RETRY_SECONDS, daemon_command, refusal
@@ -69,8 +70,7 @@ class DaemonProcess:
         Raises ConfigError in the daemon's own words where it cannot run.
         """
         with tempfile.TemporaryFile() as log:
-            command = daemon_command(self.socket_path, self._options)
-            self.process = subprocess.Popen(ending_with_parent(command), stderr=log)
+            self.process = self._begin(log)
             deadline = time.monotonic() + START_SECONDS
             while time.monotonic() < deadline:
                 try:
@@ -81,6 +81,11 @@ class DaemonProcess:
                         self.process.wait(RETRY_SECONDS)
                         raise refusal(log) from None
         raise HybridKVError(f"the daemon did not answer within {START_SECONDS:g} s")
+
+    def _begin(self, log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        """Start the process, whose errors go to `log`."""
+        command = daemon_command(self.socket_path, self._options)
+        return subprocess.Popen(ending_with_parent(command), stderr=log)
 
     def kill(self) -> None:
         """Kill the daemon with -9, and wait for its end."""

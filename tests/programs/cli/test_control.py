@@ -13,6 +13,7 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import ReportRequest, RequestExplanation
+from tests.forked_daemon import ForkedDaemon
 from tests.layouts import LAYOUTS
 from tests.programs.tiers.servers import free_port
 from tests.unit.daemon.harness import engine_hello
@@ -112,7 +113,7 @@ def test_clear_tells_which_tiers_it_did_not_reach(
         "--tier",
         f"valkey://127.0.0.1:{free_port()}",
     ]
-    with DaemonProcess(
+    with ForkedDaemon(
         str(tmp_path / "d.sock"), "16MiB", options=["--node", "here", *tiers]
     ) as daemon:
         where = ["--socket", daemon.socket_path]

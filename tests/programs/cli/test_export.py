@@ -19,7 +19,6 @@ from hybridkv.cli.bundle import END_MEMBER
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import HEADER_BYTES, committed_slots
 from hybridkv.tiers.coding import Codec, Coding
 from hybridkv.tiers.disk import files
@@ -29,6 +28,7 @@ from hybridkv.tiers.disk.writers import LOST_SECONDS
 from hybridkv.tiers.encoded import EncodedTier
 from hybridkv.tiers.encryption import read_key
 from hybridkv.tiers.record import is_encoded
+from tests.forked_daemon import ForkedDaemon
 from tests.invariants import check_disk
 from tests.layouts import LAYOUTS
 from tests.tier_suite import make_sample, read
@@ -359,7 +359,7 @@ def test_a_living_daemons_memory(
     """Every object of a daemon's memory is a hit, and exact, in a running daemon's directory."""
     geometry, file = LAYOUTS[layout], tmp_path / "ram.tar"
     with (
-        DaemonProcess(str(tmp_path / "a.sock"), "16MiB") as first,
+        ForkedDaemon(str(tmp_path / "a.sock"), "16MiB") as first,
         Client(first.socket_path, geometry) as client,
     ):
         with Client(first.socket_path, geometry, "other", OTHER) as second_engine:
@@ -371,7 +371,7 @@ def test_a_living_daemons_memory(
         )
         assert (status, document["objects"]) == (0, CHUNKS * len(geometry.groups))
     disk = tmp_path / "disk"
-    with DaemonProcess(str(tmp_path / "b.sock"), "16MiB", options=["--disk", str(disk)]) as second:
+    with ForkedDaemon(str(tmp_path / "b.sock"), "16MiB", options=["--disk", str(disk)]) as second:
         assert (
             command(capsys, "import", file, "--disk", disk).document["objects"]
             == document["objects"]
@@ -397,7 +397,7 @@ def test_the_names_from_memory_are_those_that_the_daemon_gives(
 ) -> None:
     options = ["--disk", str(tmp_path / "disk")]
     with (
-        DaemonProcess(str(tmp_path / "a.sock"), "16MiB", options=options) as daemon,
+        ForkedDaemon(str(tmp_path / "a.sock"), "16MiB", options=options) as daemon,
         Client(daemon.socket_path) as client,
     ):
         client.store(1, CHUNKS)
@@ -424,7 +424,7 @@ def test_a_slot_that_changes_while_it_is_copied_is_left_out(
     ]
     expected = ["changed meanwhile", "changed meanwhile", "damaged", "not signed"]
     with (
-        DaemonProcess(str(tmp_path / "a.sock"), "16MiB") as daemon,
+        ForkedDaemon(str(tmp_path / "a.sock"), "16MiB") as daemon,
         Client(daemon.socket_path) as client,
     ):
         client.store(1, CHUNKS)
@@ -480,7 +480,7 @@ def test_an_export_takes_no_memory_of_the_arena(
 ) -> None:
     """Who reads a page of shared memory that does not exist yet makes it exist."""
     with (
-        DaemonProcess(str(tmp_path / "a.sock"), "320MiB") as daemon,
+        ForkedDaemon(str(tmp_path / "a.sock"), "320MiB") as daemon,
         Client(daemon.socket_path) as client,
     ):
         client.store(1, CHUNKS)

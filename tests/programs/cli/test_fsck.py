@@ -12,7 +12,6 @@ import pytest
 
 from hybridkv.cli.main import main
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers.coding import Coding
 from hybridkv.tiers.contract import MissingError
@@ -20,6 +19,7 @@ from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileName, parse_name, prove_file
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import QUIET_SECONDS
+from tests.forked_daemon import ForkedDaemon
 from tests.invariants import check_disk
 from tests.tier_suite import make_sample, read
 from tests.unit.daemon.tierclient import Client, is_written, object_files
@@ -299,7 +299,7 @@ def test_beside_a_living_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """It stores, evicts and reads while its directory is repaired again and again, undamaged."""
     options = ["--disk", str(tmp_path / "disk"), "--disk-bytes", "1MiB", "--node", "here"]
     with (
-        DaemonProcess(str(tmp_path / "d.sock"), "16MiB", options=options) as daemon,
+        ForkedDaemon(str(tmp_path / "d.sock"), "16MiB", options=options) as daemon,
         Client(daemon.socket_path) as client,
     ):
         for prompt in range(20):

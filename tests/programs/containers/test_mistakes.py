@@ -6,6 +6,7 @@ That the socket is shared and the memory is not is in tests.programs.daemon.test
 import copy
 import json
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,11 +49,28 @@ def start(machine: Machine, daemon: Container, ram: str = "16MiB") -> RunningCon
 
 
 def serves(machine: Machine, daemon: Container, ram: str = "16MiB") -> RunningContainer:
-    """Start a daemon, and wait until it answers."""
+    """Start a daemon, and wait until it answers the probe."""
     running = start(machine, daemon, ram)
+    path = machine.volume(daemon, "socket") / "own" / "daemon.sock"
+    until(lambda: running.has_ended or listens(path), "it listens")
     until(lambda: running.has_ended or not running.execute(daemon.probe).returncode, "it serves")
     assert not running.has_ended, running.log.read_text()
     return running
+
+
+def listens(path: Path) -> bool:
+    """Whether a daemon listens at a socket. A probe, which is a program, takes ten times as long.
+
+    The name by way of a descriptor is short enough for a socket.
+    """
+    if not path.is_socket():
+        return False
+    directory = os.open(path.parent, os.O_PATH)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            return sock.connect_ex(f"/proc/self/fd/{directory}/{path.name}") == 0
+    finally:
+        os.close(directory)
 
 
 def idle(machine: Machine, container: Container) -> RunningContainer:

@@ -12,6 +12,7 @@ from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.client.start_daemon import EXIT_ALREADY_SERVED, daemon_command
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import DaemonProcess
+from tests.forked_daemon import ForkedDaemon
 from tests.waiting import DEADLINE_SECONDS, until
 
 SERVE = ["--ram", "16MiB", "--metrics-port", "-1"]
@@ -41,10 +42,7 @@ def test_what_is_removed_under_a_daemon_is_made_again(tmp_path: Path, removed: s
     """A logout removes files, or a person who cleans up. Connected clients see nothing of it."""
     path = tmp_path / "place" / "daemon.sock"
     lock = path.with_name("daemon.sock.lock")
-    with (
-        DaemonProcess(str(path), "16MiB") as daemon,
-        ControlClient(daemon.socket_path) as connected,
-    ):
+    with ForkedDaemon(str(path), "16MiB") as daemon, ControlClient(daemon.socket_path) as connected:
         boot = connected.welcome.boot
         if removed == "directory":
             shutil.rmtree(path.parent)
@@ -75,14 +73,14 @@ def test_a_second_daemon_without_a_lock_in_its_way_ends(daemon: DaemonProcess) -
 def test_of_two_daemons_the_one_whose_place_was_taken_ends(tmp_path: Path) -> None:
     """Both names of a hanging daemon are gone. Neither daemon removes what is the other's."""
     path = tmp_path / "daemon.sock"
-    with DaemonProcess(str(path), "16MiB") as first:
+    with ForkedDaemon(str(path), "16MiB") as first:
         with ControlClient(first.socket_path) as control:
             arena = Path(control.welcome.arena_path)
         assert first.process is not None
         first.process.send_signal(signal.SIGSTOP)
         path.unlink()
         Path(f"{path}.lock").unlink()
-        with DaemonProcess(str(path), "16MiB") as second:
+        with ForkedDaemon(str(path), "16MiB") as second:
             boot = boot_at(second.socket_path)
             assert arena.exists(), "it is in use"
             first.process.send_signal(signal.SIGCONT)
@@ -94,7 +92,7 @@ def test_of_two_daemons_the_one_whose_place_was_taken_ends(tmp_path: Path) -> No
 def test_arenas_of_daemons_that_end_late_are_removed(tmp_path: Path) -> None:
     """The next daemon removes them as soon as nobody uses them."""
     path = tmp_path / "daemon.sock"
-    with DaemonProcess(str(path), "16MiB") as first:
+    with ForkedDaemon(str(path), "16MiB") as first:
         first.kill()
         (left,) = stale_arenas(path)
         user = subprocess.Popen(
@@ -131,7 +129,7 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_a_start_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "daemon.sock"
     (tmp_path / "file").touch()
-    with DaemonProcess(str(path), "16MiB") as daemon:
+    with ForkedDaemon(str(path), "16MiB") as daemon:
         daemon.stop()
         (left,) = stale_arenas(path)
         assert serve(str(path), "--disk", str(tmp_path / "file")).returncode == 2

@@ -13,6 +13,7 @@ import pytest
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import Decline, Report, ReportRequest, RequestExplanation, WireModel
+from tests.forked_daemon import ForkedDaemon
 from tests.screenshots.browser import Browser, find_browser
 from tests.unit.daemon.harness import engine_hello
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, is_written, stats
@@ -71,7 +72,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elements]:
     options = ["--disk", str(place / "disk"), "--disk-bytes", "64MiB"]
     browser = find_browser()
     assert browser is not None
-    with DaemonProcess(socket_path, "32MiB", metrics_port=0, options=options):
+    with ForkedDaemon(socket_path, "32MiB", metrics_port=0, options=options):
         model = WireModel(
             name=HOSTILE,
             max_model_len=1024,

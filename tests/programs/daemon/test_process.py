@@ -48,6 +48,7 @@ from hybridkv.wire.messages import (
     Reserved,
     Stats,
 )
+from tests.forked_daemon import ForkedDaemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import engine_hello
 from tests.waiting import DEADLINE_SECONDS, until
@@ -205,7 +206,7 @@ def test_without_a_size_the_next_daemon_has_that_of_the_last(daemon: DaemonProce
         store(engine, 3)
         assert engine.stats().values["objects"] == 3
     daemon.kill()
-    with DaemonProcess(daemon.socket_path, None), ControlClient(daemon.socket_path) as control:
+    with ForkedDaemon(daemon.socket_path, None), ControlClient(daemon.socket_path) as control:
         values = control.stats().values
         assert (values["objects"], values["bytes_arena"]) == (3, 64 << 20)
 
@@ -272,7 +273,7 @@ def test_a_fresh_daemon_starts_empty(daemon: DaemonProcess) -> None:
         old = engine.welcome
     daemon.kill()
     with (
-        DaemonProcess(daemon.socket_path, "64MiB", fresh=True),
+        ForkedDaemon(daemon.socket_path, "64MiB", fresh=True),
         ControlClient(daemon.socket_path) as control,
     ):
         assert control.stats().values["objects"] == 0
@@ -284,7 +285,7 @@ def test_another_size_than_before_is_told_and_begins_empty(daemon: DaemonProcess
         store(engine, 3)
         old = Path(engine.welcome.arena_path)
     daemon.stop()
-    with DaemonProcess(daemon.socket_path, "32MiB"), ControlClient(daemon.socket_path) as control:
+    with ForkedDaemon(daemon.socket_path, "32MiB"), ControlClient(daemon.socket_path) as control:
         assert control.stats().values["objects"] == 0
         assert not old.exists()
     why = "it has 64MiB, and --ram asks for 32MiB; what tiers have stays"

@@ -13,6 +13,7 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import SHM_DIR, arena_seen, shm_directory
+from tests.forked_daemon import ForkedDaemon
 
 RAM = "16MiB"
 
@@ -26,7 +27,7 @@ def shm_path() -> Iterator[Path]:
 
 def daemon_in(shm_path: Path, tmp_path: Path, options: Sequence[str] = ()) -> DaemonProcess:
     """A daemon that has its arena there."""
-    return DaemonProcess(
+    return ForkedDaemon(
         str(tmp_path / "d.sock"), RAM, options=["--shm-dir", str(shm_path), *options]
     )
 
@@ -44,7 +45,7 @@ def test_the_arena_is_there_and_nowhere_else(shm_path: Path, tmp_path: Path) -> 
 
 
 def test_another_directory_begins_empty_and_leaves_nothing(shm_path: Path, tmp_path: Path) -> None:
-    with DaemonProcess(str(tmp_path / "d.sock"), RAM) as usual:
+    with ForkedDaemon(str(tmp_path / "d.sock"), RAM) as usual:
         usual.kill()
         assert len(stale_arenas(Path(usual.socket_path))) == 1
         with daemon_in(shm_path, tmp_path) as daemon:
@@ -85,7 +86,7 @@ def test_the_variable_is_the_daemons_default(
     shm_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HYBRIDKV_SHM_DIR", str(shm_path))
-    with DaemonProcess(str(tmp_path / "d.sock"), RAM):
+    with ForkedDaemon(str(tmp_path / "d.sock"), RAM):
         assert len(list(shm_path.iterdir())) == 1
 
 

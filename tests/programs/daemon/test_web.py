@@ -26,6 +26,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe import web
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import HEADERS, PAGES, REQUESTS_MAX, WebPages
+from tests.forked_daemon import ForkedDaemon
 from tests.programs.tiers.servers import free_port
 from tests.unit.daemon.harness import make_daemon
 from tests.waiting import DEADLINE_SECONDS, until
@@ -53,7 +54,7 @@ def test_a_port_that_is_taken_is_refused_where_somebody_asked_for_it(
     tmp_path: Path, taken_port: int
 ) -> None:
     path = tmp_path / "daemon.sock"
-    daemon = DaemonProcess(str(path), "16MiB", metrics_port=taken_port)
+    daemon = ForkedDaemon(str(path), "16MiB", metrics_port=taken_port)
     with pytest.raises(ConfigError, match=rf"^metrics-port={taken_port} is taken .* works$"):
         daemon.start()
     assert not path.exists()
@@ -267,11 +268,11 @@ def test_healthz_has_a_line_for_each_problem(tmp_path: Path) -> None:
     """A tier that cannot be used is a problem. A note is none."""
     port = free_port()
     options = ["--tier", f"valkey://127.0.0.1:{port}/0"]
-    with DaemonProcess(str(tmp_path / "d.sock"), "16MiB", metrics_port=0, options=options) as ill:
+    with ForkedDaemon(str(tmp_path / "d.sock"), "16MiB", metrics_port=0, options=options) as ill:
         status, body = health_of(ill)
     assert status == 503
     assert re.fullmatch(rf"valkey \(valkey://127\.0\.0\.1:{port}/0\) cannot be used; .*\n", body)
-    with DaemonProcess(str(tmp_path / "d.sock"), "16MiB", metrics_port=0) as well:
+    with ForkedDaemon(str(tmp_path / "d.sock"), "16MiB", metrics_port=0) as well:
         assert health_of(well) == (200, "ok\n")
 
 

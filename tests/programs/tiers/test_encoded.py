@@ -4,6 +4,7 @@ from pathlib import Path
 
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.tiers.record import is_encoded
+from tests.forked_daemon import ForkedDaemon
 from tests.unit.daemon.tierclient import Client, is_written, object_files, stats
 from tests.waiting import until
 
@@ -20,7 +21,7 @@ def key_file(path: Path, byte: int) -> Path:
 def serve(tmp_path: Path, query: str) -> DaemonProcess:
     url = f"disk://{tmp_path}/tier?bytes=64MiB&{query}"
     options = ("--tier", url, "--node", "here")
-    return DaemonProcess(str(tmp_path / "d.sock"), "16MiB", fresh=True, options=options)
+    return ForkedDaemon(str(tmp_path / "d.sock"), "16MiB", fresh=True, options=options)
 
 
 def hits(client: Client) -> int:

@@ -165,8 +165,12 @@ def work_again(*tiers: MooncakeTier) -> None:
 
 
 @needs_mooncake
+@pytest.mark.soak
 class TestMooncake(TierSuite):
-    """The conformance suite over a real master."""
+    """The conformance suite over a real master, of which each test starts one.
+
+    What the tests below ask of records is the gate's.
+    """
 
     discards_for_all = False
 

@@ -17,6 +17,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.hook_guard import FAULTS, QUARANTINED, SWITCHED_OFF
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from tests.chance import examples
+from tests.forked_daemon import ForkedDaemon
 from tests.unit.connector.requests import has_write_slots
 from tests.waiting import until
 
@@ -146,7 +147,7 @@ class Served:
 @pytest.fixture(scope="module", params=["sha256", "xxhash"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
     """With the engine's hashes, and with ours."""
-    with DaemonProcess(str(tmp_path_factory.mktemp("d") / "d.sock"), "16MiB") as daemon:
+    with ForkedDaemon(str(tmp_path_factory.mktemp("d") / "d.sock"), "16MiB") as daemon:
         served = Served(daemon, request.param)
         yield served
         served.close()

@@ -19,6 +19,7 @@ from hybridkv.core.packed import pack_u64, unpack_u64
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire import messages as wire
+from tests.forked_daemon import ForkedDaemon
 from tests.waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.engine
@@ -48,8 +49,8 @@ NO_PARENT = bytes(HASH_BYTES)
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
     directory = tmp_path_factory.mktemp("nodes")
     arenas = ("8MiB", "6MiB")
-    daemons = [
-        DaemonProcess(str(directory / f"{node}.sock"), size) for node, size in enumerate(arenas)
+    daemons: list[DaemonProcess] = [
+        ForkedDaemon(str(directory / f"{node}.sock"), size) for node, size in enumerate(arenas)
     ]
     with daemons[0], daemons[1]:
         yield daemons
@@ -398,7 +399,7 @@ def test_a_node_without_a_daemon_is_a_loss_that_says_which(
 
 
 def test_a_daemon_that_is_killed_is_noticed_and_found_again(tmp_path: Path) -> None:
-    daemons = [DaemonProcess(str(tmp_path / f"{node}.sock"), "1MiB") for node in range(2)]
+    daemons = [ForkedDaemon(str(tmp_path / f"{node}.sock"), "1MiB") for node in range(2)]
     with daemons[0], daemons[1]:
         nodes = Nodes([daemon.socket_path for daemon in daemons])
         nodes.connect()

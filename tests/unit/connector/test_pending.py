@@ -14,6 +14,7 @@ from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import Decline
+from tests.forked_daemon import ForkedDaemon
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes
 from tests.waiting import DEADLINE_SECONDS, until
@@ -29,7 +30,7 @@ def slow(tmp_path: Path) -> Iterator[DaemonProcess]:
     url = f"disk://{tmp_path}/disk?bytes=64MiB&timeout=60"
     socket_path = str(tmp_path / "daemon.sock")
     with (
-        DaemonProcess(socket_path, "64MiB", options=["--tier", url, "--node", "n"]) as daemon,
+        ForkedDaemon(socket_path, "64MiB", options=["--tier", url, "--node", "n"]) as daemon,
         Client(daemon.socket_path) as client,
     ):
         client.store(1, CHUNKS)
@@ -38,7 +39,7 @@ def slow(tmp_path: Path) -> Iterator[DaemonProcess]:
             "it is on the disk",
         )
     options = ["--tier", f"inject+{url}&latency=3", "--node", "n"]
-    with DaemonProcess(socket_path, "64MiB", options=options) as daemon:
+    with ForkedDaemon(socket_path, "64MiB", options=options) as daemon:
         yield daemon
 
 

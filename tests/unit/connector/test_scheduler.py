@@ -37,6 +37,7 @@ from hybridkv.core.speed import PrefillSpeed, Speed
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from hybridkv.wire.messages import Commit, Decline, Found, Free, Lookup
+from tests.forked_daemon import ForkedDaemon
 from tests.layouts import LAYOUTS
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats
@@ -184,7 +185,7 @@ def test_objects_of_each_shape_have_slots_in_a_small_arena(tmp_path: Path) -> No
     groups = LAYOUTS["gpu_blocks"].groups
     large = tuple(replace(group, layer_bytes=16 * group.layer_bytes) for group in groups)
     geometry = replace(LAYOUTS["gpu_blocks"], groups=large)
-    with DaemonProcess(str(tmp_path / "small.sock"), "1MiB") as daemon:
+    with ForkedDaemon(str(tmp_path / "small.sock"), "1MiB") as daemon:
         parsed = parse_settings({"server": f"unix://{daemon.socket_path}", "audit": "off"})
         role = requests.make_role(parsed, geometry, IDENTITY, Counter())
         assert len(role.stores.credits.pools) > 1

@@ -414,7 +414,7 @@ class SimulatedEngine:
 def test_no_order_of_events_names_blocks_after_other_weights() -> None:
     print(f"seed {SEED}")
     rng, counts = random.Random(SEED), Counter[str]()
-    for _ in range(1200):
+    for _ in range(400):
         engine = SimulatedEngine(rng, counts)
         events: list[Callable[[], None]] = [
             *[engine.step] * 6,

@@ -19,7 +19,6 @@ from hybridkv import daemon, observe, store, tiers
 from hybridkv.client.control import ControlClient
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.daemon import view as showing
-from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe import catalog
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import WebPages
@@ -36,6 +35,7 @@ from hybridkv.wire.messages import (
     WireModel,
 )
 from hybridkv.wire.status import SessionStatus
+from tests.forked_daemon import ForkedDaemon
 from tests.unit.daemon.harness import (
     commit,
     engine,
@@ -255,7 +255,7 @@ def test_a_daemon_with_a_tier(tmp_path: Path) -> None:
     socket_path = str(tmp_path / "daemon.sock")
     options = ["--disk", str(tmp_path / "disk"), "--disk-bytes", "16MiB"]
     with (
-        DaemonProcess(socket_path, "16MiB", metrics_port=0, options=options),
+        ForkedDaemon(socket_path, "16MiB", metrics_port=0, options=options),
         Client(socket_path) as client,
     ):
         client.store(1, 4)

@@ -12,7 +12,7 @@ import pytest
 
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
-from hybridkv.lab.daemon_process import DaemonProcess
+from tests.forked_daemon import ForkedDaemon
 from tests.unit.daemon.tierclient import Client, is_written
 from tests.waiting import until
 
@@ -80,7 +80,7 @@ def test_a_collector_gets_lookups_loads_and_what_tiers_did(tmp_path: Path) -> No
     socket_path = str(tmp_path / "daemon.sock")
     with collecting() as (collector, url):
         options = ["--disk", str(tmp_path / "disk"), "--disk-bytes", "16MiB", "--traces", url]
-        with DaemonProcess(socket_path, "16MiB", options=options), Client(socket_path) as client:
+        with ForkedDaemon(socket_path, "16MiB", options=options), Client(socket_path) as client:
             client.store(1, 4)
             until(lambda: is_written(socket_path), "nothing is written")
             with ControlClient(socket_path) as control:
@@ -117,7 +117,7 @@ def test_a_collector_gets_lookups_loads_and_what_tiers_did(tmp_path: Path) -> No
 
 def test_a_collector_that_is_not_there_keeps_nobody(tmp_path: Path) -> None:
     socket_path = str(tmp_path / "daemon.sock")
-    running = DaemonProcess(
+    running = ForkedDaemon(
         socket_path, "16MiB", options=["--traces", "http://127.0.0.1:9/v1/traces"]
     )
     with running, Client(socket_path) as client:

@@ -365,7 +365,7 @@ def test_a_killed_process_is_a_dead_writer_at_once(tmp_path: Path) -> None:
 def test_a_file_costs_the_index_few_bytes(
     tmp_path: Path, rng: random.Random, is_chain: bool
 ) -> None:
-    count, namespace = 20_000, rng.randbytes(32)
+    count, namespace = 5_000, rng.randbytes(32)
     names = [FileName(bytes(KEY_BYTES))]
     for _ in range(count):
         head = namespace + rng.randbytes(32) if is_chain else rng.randbytes(64)
