@@ -35,7 +35,7 @@ def wishes(tracked: TrackedRequest, step: int, steps: int, start: int = 0) -> li
     request.num_computed_tokens, seen = start, []
     for _ in range(steps):
         seen.append(request.shared_prefix_boundary)
-        junctions.on_step({"asked": step, "another": 1}, {"asked": tracked})
+        junctions.move_wishes({"asked": step, "another": 1}, {"asked": tracked})
         request.num_computed_tokens += step
     return seen
 
@@ -70,7 +70,7 @@ def test_a_state_that_costs_more_than_it_spares_is_not_asked_for() -> None:
 def test_a_request_that_has_ended_is_forgotten() -> None:
     tracked, junctions = tracked_request(2), Junctions(GEOMETRY)
     junctions.on_offer(tracked, 0, Speed(), Speed())
-    junctions.on_step({}, {})
+    junctions.move_wishes({}, {})
     tracked.request.shared_prefix_boundary = 7
-    junctions.on_step({"asked": CHUNK}, {"asked": tracked})
+    junctions.move_wishes({"asked": CHUNK}, {"asked": tracked})
     assert tracked.request.shared_prefix_boundary == 7

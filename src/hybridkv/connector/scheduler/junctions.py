@@ -43,7 +43,9 @@ class Junctions:
         self._boundaries[request.request_id] = sorted({*ours, state_wish(request)})
         self._wish(tracked, start)
 
-    def on_step(self, scheduled: Mapping[str, int], by_id: Mapping[str, TrackedRequest]) -> None:
+    def move_wishes(
+        self, scheduled: Mapping[str, int], by_id: Mapping[str, TrackedRequest]
+    ) -> None:
         """A step is planned, with `scheduled` tokens of each request."""
         for request_id in [*self._boundaries]:
             tracked, tokens = by_id.get(request_id), scheduled.get(request_id, 0)

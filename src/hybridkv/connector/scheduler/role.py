@@ -263,7 +263,7 @@ class SchedulerRole:
         plan.question = self.weights.question
         plan.is_idle = not output.total_num_scheduled_tokens
         self.loads.add_loads(plan, now)
-        self._junctions.on_step(output.num_scheduled_tokens, self.requests.by_id)
+        self._junctions.move_wishes(output.num_scheduled_tokens, self.requests.by_id)
         plan.eras = self.weights.eras
         if session.is_connected:
             # Workers that were connected before this role map the arena as the first step begins,
