@@ -4,9 +4,11 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector.metrics import LOOKUPS_ASKED, LOOKUPS_OUTRUN, declined
 from hybridkv.connector.scheduler.requests import RequestState, explain_request, longest_hit_tokens
 from hybridkv.core.keys import HASH_BYTES
@@ -23,6 +25,13 @@ pytestmark = pytest.mark.engine
 
 OWN = STORED * CHUNK
 """Tokens of the longest hit of a prompt of one token more."""
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A daemon that takes as long to start as its users' does: some are restarted here."""
+    with DaemonProcess(str(tmp_path / "daemon.sock"), "64MiB", metrics_port=0) as running:
+        yield running
 
 
 @pytest.fixture
@@ -168,7 +177,12 @@ def test_a_hit_inside_a_chunk_is_waited_for() -> None:
 def test_the_first_request_after_a_restart_of_the_daemon_is_served(
     rig: Rig, daemon: DaemonProcess
 ) -> None:
-    """An idle engine notices the restart with the request, which waits for the greeting."""
+    """An idle engine notices the restart with the request, which waits for the greeting.
+
+    Its connection has lasted. One that has not is made anew later.
+    """
+    lasted_at = time.monotonic() + RECONNECT_SECONDS
+    until(lambda: time.monotonic() > lasted_at, "the connection has lasted")
     daemon.kill()
     daemon.start()
     request = rig.request(1, OWN + 1)
