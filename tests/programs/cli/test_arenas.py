@@ -75,7 +75,11 @@ class Node:
 
     def arena_of(self, pid: int) -> str:
         """The name of the arena that a daemon has open."""
-        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        links = []
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            # A connection of a command may end meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(link))
         return next(Path(link).name for link in links if link.startswith("/dev/shm/hybridkv-"))
 
     def wait_for(self, arena: str) -> None:
