@@ -39,8 +39,8 @@ FAMILIES: Mapping[str, MetricFamily] = {
         "event",
     ),
     "junctions": counter(
-        "Boundaries at which prompts of a recurrent model part from earlier ones, by event: "
-        "lookups that found one (found), and states stored at one for later prompts (stored).",
+        "Boundaries at which prompts of a recurrent model part from others, by event: those that "
+        "answers to lookups named (found), and states that were stored at them (stored).",
         "event",
     ),
     "loads": counter("Loads that ended, by result (loaded, failed).", "result"),

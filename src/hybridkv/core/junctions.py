@@ -105,7 +105,7 @@ class Branches:
         return sorted(at // HASH_BYTES + 1 for at in found[:most])
 
 
-def cost_tokens(state_bytes: int, prefill: Speed, loading: Speed) -> float:
+def tokens_of_cost(state_bytes: int, prefill: Speed, loading: Speed) -> float:
     """Returns the tokens that an engine computes in the time that a state costs.
 
     It is copied twice, for its store and for a load, and its step ends earlier. `prefill` is in

@@ -288,8 +288,9 @@ class UnlimitedCache:
         longest = model.hit_with_tail(
             prompt, masks, lambda name: all(name in seen for seen in self._seen)
         )
+        hit_chunks = longest.chunks + bool(longest.tail)
         junctions = self._branches.junctions(
-            model.geometry, masks, b"".join(hashes), longest.chunks, self._continued.__contains__
+            model.geometry, masks, b"".join(hashes), hit_chunks, self._continued.__contains__
         )
         self._continued.update(hashes[:-1])
         tail = model.tail(prompt).name
@@ -448,7 +449,6 @@ class TraceReplay:
         ]
         masks = [bytes(slot is not None for slot in group_slots) for group_slots in slots]
         hits, chunks, tail = model.hit_with_tail(prompt, masks, self._has_tail)
-        hit_chunks = chunks
         outgrown: Iterable[Slot] = ()
         if hits.tokens_hit:
             if tail:
@@ -471,7 +471,7 @@ class TraceReplay:
             store.unpin(read)
         evicted = store.evicted
         junctions = self._branches.junctions(
-            geometry, masks, b"".join(hashes), hit_chunks, self._namespace.goes_on
+            geometry, masks, b"".join(hashes), chunks, self._namespace.goes_on
         )
         objects = model.stored_objects(prompt, len(hashes), junctions)
         self._store_prompt(prompt, hashes, masks, objects)

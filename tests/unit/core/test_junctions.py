@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.core.geometry import GroupKind
-from hybridkv.core.junctions import Branches, cost_tokens, junction, worth_keeping
+from hybridkv.core.junctions import Branches, junction, tokens_of_cost, worth_keeping
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.speed import Speed
 from tests.layouts import LAYOUTS
@@ -77,6 +77,6 @@ def test_a_state_is_kept_where_it_saves_more_than_it_costs(
 
 
 def test_a_state_costs_two_copies_and_a_step() -> None:
-    assert cost_tokens(76 << 20, Speed(10_000.0), Speed(50e9)) == pytest.approx(132, abs=1)
-    assert cost_tokens(76 << 20, Speed(10_000.0), Speed()) == 100
-    assert cost_tokens(76 << 20, Speed(), Speed(50e9)) == 0, "nothing is measured yet"
+    assert tokens_of_cost(76 << 20, Speed(10_000.0), Speed(50e9)) == pytest.approx(132, abs=1)
+    assert tokens_of_cost(76 << 20, Speed(10_000.0), Speed()) == 100
+    assert tokens_of_cost(76 << 20, Speed(), Speed(50e9)) == 0, "nothing is measured yet"

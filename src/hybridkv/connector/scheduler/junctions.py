@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.junctions import cost_tokens, worth_keeping
+from hybridkv.core.junctions import tokens_of_cost, worth_keeping
 from hybridkv.core.speed import Speed
 from hybridkv.core.state_boundaries import recurrent_groups
 from hybridkv.vllm.seams import keep_state_at, state_wish
@@ -37,7 +37,7 @@ class Junctions:
         answer, request = tracked.lookup.answer, tracked.request
         if answer is None or not answer.junctions:
             return
-        cost = cost_tokens(self._state_bytes, prefill, loading)
+        cost = tokens_of_cost(self._state_bytes, prefill, loading)
         ours = [chunks * self._chunk_tokens for chunks in answer.junctions]
         ours = worth_keeping([at for at in ours if at > start], start, cost)
         self._boundaries[request.request_id] = sorted({*ours, state_wish(request)})
