@@ -108,6 +108,8 @@ COUNTED = {
 """The counters of the engines among the counts of a seed."""
 TAILS_RATE = 0.6
 """The share of seeds with hits inside a block, where the layout can have them."""
+FAMILIES_RATE = 0.5
+"""The share of seeds with families of prompts, where the layout has recurrent layers."""
 STUCK_STEPS = 500
 NODES_STEPS = 3
 """Steps in which what a node's daemon tells unasked reaches the connector, reports that are late
@@ -154,6 +156,8 @@ class Draw:
     """The tensor parallel size of each engine with `share_tp`. Empty = without."""
     turns: random.Random | None
     """Draws next turns of prompts alone. None = hits end at whole blocks."""
+    families: random.Random | None
+    """Draws prompts that share a system prompt and a document alone. None = there are none."""
 
 
 def _cut(member: Member, chance: float) -> int:
@@ -270,6 +274,8 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         split = _split_placements(layout)
         if split and sharing.random() < SIZES_RATE:
             sizes, placements = sharing.choice(SIZES), split
+    families = random.Random(f"families of {seed}")
+    has_families = layout.has_recurrent and families.random() < FAMILIES_RATE
     shape = Shape(
         layout=layout,
         num_blocks=int(needed * rng.choice((1.0, 1.1, 1.5, 2.5, 4.0)))
@@ -311,6 +317,7 @@ def draw(rng: random.Random, layout: Layout | None, seed: int) -> Draw:
         hook_faults=hooks.choice((1, 1, 3)),
         sizes=sizes,
         turns=tails if match_unit else None,
+        families=families if has_families else None,
     )
 
 
@@ -453,6 +460,7 @@ class _Life:
         self._room = drawn.shape.max_model_len - 2
         self._stems = [rng.choices(VOCABULARY, k=rng.randrange(1, self._room)) for _ in range(3)]
         self._stems.append(rng.choices(VOCABULARY, k=self._room // chunk * chunk))
+        self._family = self._parts(3, self._room // 2), self._parts(2, self._room // 4)
         self._resume_at = 0
         self._is_settling = False  # Whether what happened is to reach every connector, and no more.
         self._requests = 0
@@ -534,6 +542,13 @@ class _Life:
             self._harm(rng.choice(faults), rng.choice(self.sites), 0)
             self.counts["harm_between"] += 1
 
+    def _parts(self, count: int, most: int) -> list[list[int]]:
+        """Draws parts of a family's prompts, of up to so many tokens."""
+        rng = self._drawn.families
+        if rng is None:
+            return []
+        return [rng.choices(VOCABULARY, k=rng.randrange(1, most)) for _ in range(count)]
+
     def _add(self, site: Site) -> None:
         rng, chunk, turns = self._rng, self._geometry.chunk_tokens, self._drawn.turns
         stem = rng.choice([*self._stems, *site.done[-3:]])
@@ -570,6 +585,11 @@ class _Life:
             # The next turn of a prompt whose end inside a block was stored, here or elsewhere.
             next_turn = turns.choices(VOCABULARY, k=turns.randrange(1, 2 * chunk))
             prompt = [*turns.choice(further or done), *next_turn]
+        families = self._drawn.families
+        if families is not None and families.random() < 0.7:
+            systems, documents = self._family
+            question = families.choices(VOCABULARY, k=families.randrange(1, 2 * chunk))
+            prompt = [*families.choice(systems), *families.choice([*documents, []]), *question]
         prompt = prompt[: self._room]
         self._requests += 1
         generated = rng.choice(

@@ -64,8 +64,8 @@ class IndexEntry:
 
     namespace: "Namespace"
     chunk_hash: bytes
-    number: int
     slots: list[Slot | None]  # The objects by group index.
+    number: int = 0  # Of its first prefix object, with which it joins the tree.
     prefixes: int = 0  # The number of prefix objects among them.
     parent: "IndexEntry | None" = None
     children: int = 0  # The number of entries whose `parent` this is.
@@ -100,7 +100,7 @@ class Namespace:
     prefixes: tuple[bool, ...] = ()
     """Per group, True where a hit needs its objects of all chunks before. By default none does."""
     entries: dict[bytes, IndexEntry] = field(default_factory=dict)
-    chunks_made: int = 0  # The `number` of the youngest entry.
+    chunks_linked: int = 0  # The `number` of the entry that joined the tree last.
     is_current: bool = True
     """False after `Sessions` has forgotten it. Nothing may become an object of it any more."""
 
@@ -142,14 +142,16 @@ class Namespace:
         """Put an object into the index. `parent` is the hash of the chunk before."""
         entry = self.entries.get(chunk_hash)
         if entry is None:
-            self.chunks_made += 1
-            entry = IndexEntry(self, chunk_hash, self.chunks_made, [None] * len(self.gids))
-            self.entries[chunk_hash] = entry
+            entry = self.entries[chunk_hash] = IndexEntry(self, chunk_hash, [None] * len(self.gids))
         entry.slots[group_index] = slot
         slot.entry, slot.group_index = entry, group_index
         self.held_objects[group_index] += 1
         self.held_bytes[group_index] += slot.size_bytes
         if slot.is_prefix:
+            if not entry.prefixes and not entry.children:
+                # A group of states may come first, and has the last chunk of a prompt alone.
+                self.chunks_linked += 1
+                entry.number = self.chunks_linked
             entry.prefixes += 1
             before = self.entries.get(parent, entry)
             if entry.parent is None and before.prefixes and before.number < entry.number:

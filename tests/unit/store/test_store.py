@@ -245,6 +245,17 @@ def test_suffixes_go_before_prefixes(policy: EvictionPolicy) -> None:
     assert kept(space) == [0]
 
 
+def test_a_chunk_whose_state_came_first_is_the_child_of_the_one_before() -> None:
+    """The groups of a step are stored one after the other, and a state's may be the first."""
+    store, space = store_of(5), full_and_window()
+    put(store, space, [2], group=1)
+    put(store, space, [0, 1, 2])
+    assert space.goes_on(key(1))
+    assert not space.goes_on(key(2))
+    store.grant(SHAPE, 3)
+    assert kept(space) == [0, 1], "the suffix goes first"
+
+
 @pytest.mark.parametrize("policy", EvictionPolicy)
 @pytest.mark.parametrize("quota", [None, 4])
 def test_of_a_prompt_without_room_the_prefix_is_kept(
