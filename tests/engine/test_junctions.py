@@ -7,6 +7,7 @@ import pytest
 from hybridkv.cli.main import main
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.engine.support import answer, engine, forget, prompt, stats
+from tests.forked_daemon import ForkedDaemon
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -18,31 +19,49 @@ AFRESH = [*SYSTEM, *DOCUMENT, *QUESTIONS[4]]
 HITS = [[*SYSTEM, *QUESTIONS[5]], [*SYSTEM, *DOCUMENT, *QUESTIONS[6]]]
 
 
+PARANOID: dict[str, object] = {"checksum": "paranoid", "load_policy": "always"}
+SHAPES = {
+    "one step": (),
+    "chunked": ("--max-num-batched-tokens=320",),
+    "long prefill": ("--long-prefill-token-threshold=300",),
+    "synchronous": ("--no-async-scheduling",),
+}
+"""vLLM's options that move where steps end, or when they are planned, by what they do."""
+
+
 @pytest.mark.parametrize(
-    "model",
+    ("model", "steps"),
     [
-        "qwen3next",
+        ("qwen3next", "one step"),
         *(
-            pytest.param(name, marks=pytest.mark.soak)
-            for name in ("qwen35", "granitehybrid", "falconh1")
+            pytest.param(model, steps, marks=pytest.mark.soak)
+            for model, steps in (
+                ("qwen35", "one step"),
+                ("granitehybrid", "one step"),
+                ("falconh1", "one step"),
+                ("qwen3next", "chunked"),
+                ("qwen3next", "long prefill"),
+                ("qwen3next", "synchronous"),
+                ("falconh1", "chunked"),
+            )
         ),
     ],
 )
 def test_the_third_prompt_with_a_shared_prefix_hits_it(
-    model: str, daemon: DaemonProcess, tmp_path: Path
+    model: str, steps: str, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     """As the engine's own cache has it, and with its answers to the last bit.
 
     "paranoid" compares the restored bytes. After everything is gone the family is still known: a
     prompt that is computed anew leaves both states, and the next ones hit.
     """
-    with engine(model, tmp_path / "own.log", None) as running:
+    options = SHAPES[steps]
+    with engine(model, tmp_path / "own.log", None, *options) as running:
         own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
     hits = [result["cached_tokens"] for result in own]
     assert hits == [0, 0, hits[2], 0]
     assert len(SYSTEM) < hits[2] <= len(SYSTEM) + len(DOCUMENT)
-    extra: dict[str, object] = {"checksum": "paranoid", "load_policy": "always"}
-    with engine(model, tmp_path / "e.log", daemon.socket_path, extra=extra) as running:
+    with engine(model, tmp_path / "e.log", daemon.socket_path, *options, extra=PARANOID) as running:
         loaded = []
         for text in FIRST:
             loaded += running.generate(text, max_tokens=4)
@@ -65,4 +84,62 @@ def test_the_third_prompt_with_a_shared_prefix_hits_it(
     ]
     assert 0 < again[1]["cached_tokens"] <= len(SYSTEM)
     assert [answer(result) for result in again[3:]] == [answer(result) for result in again[:3]]
+    assert not stats(daemon.socket_path).get("loads_failed")
+
+
+@pytest.mark.soak
+def test_with_a_drafter_the_hit_is_longer_than_the_engines_own(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """vLLM's own hit leaves out the block before the junction, which the drafter may miss."""
+    with engine("qwen3next_mtp", tmp_path / "own.log", None) as running:
+        own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
+    with engine("qwen3next_mtp", tmp_path / "e.log", daemon.socket_path, extra=PARANOID) as running:
+        loaded = []
+        for text in FIRST:
+            loaded += running.generate(text, max_tokens=4)
+            forget(running)
+    assert [result["tokens"] for result in loaded] == [result["tokens"] for result in own]
+    hits = [result["cached_tokens"] for result in loaded]
+    assert hits == [0, 0, hits[2], 0]
+    assert own[2]["cached_tokens"] < hits[2] <= len(SYSTEM) + len(DOCUMENT)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", ["qwen3next", "granitehybrid"])
+def test_each_prompt_on_another_engine_and_daemon_over_a_directory(
+    model: str, tmp_path: Path
+) -> None:
+    """Nothing but the directory outlives a prompt, and its hits are those of one engine."""
+    with engine(model, tmp_path / "own.log", None) as running:
+        own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
+    found = []
+    for text in FIRST:
+        options = ("--disk", str(tmp_path / "disk"), "--disk-bytes", "1GiB")
+        with (
+            ForkedDaemon(str(tmp_path / "d.sock"), "64MiB", options=options) as daemon,
+            engine(model, tmp_path / "e.log", daemon.socket_path, extra=PARANOID) as running,
+        ):
+            found += running.generate(text, max_tokens=4)
+    assert [result["cached_tokens"] for result in found] == [r["cached_tokens"] for r in own]
+    assert [answer(result) for result in found] == [answer(result) for result in own]
+
+
+@pytest.mark.soak
+def test_requests_that_are_preempted_leave_their_states_all_the_same(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    """They come back to a pool without their blocks, while others wait for theirs."""
+    with engine("qwen3next", tmp_path / "own.log", None) as running:
+        own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
+    with engine("qwen3next", tmp_path / "e.log", daemon.socket_path, extra=PARANOID) as running:
+        running.generate(FIRST[0], max_tokens=4)
+        forget(running)
+        others = [[*SYSTEM, *DOCUMENT, *prompt(20 + number, 300)] for number in range(3)]
+        results = running.generate(*others, max_tokens=300, starve=True)
+        assert results[0]["preemptions"]
+        forget(running)
+        (third,) = running.generate(FIRST[2], max_tokens=4)
+    assert third["cached_tokens"] == own[2]["cached_tokens"]
+    assert third["tokens"] == own[2]["tokens"]
     assert not stats(daemon.socket_path).get("loads_failed")
