@@ -1,6 +1,6 @@
 """The rules of the protocol: who may send a message, what answers it, what a refusal means.
 
-The daemon goes by these tables, and docs/PROTOCOL.md shows them.
+The daemon goes by these tables, and a test holds docs/PROTOCOL.md against them.
 """
 
 from collections.abc import Mapping
