@@ -28,7 +28,10 @@ from tests.documents import COLUMNS, DOCS, filled
 
 ROOT = DOCS.parent
 SOURCES = ROOT / "src" / "hybridkv"
-OF_THE_ROOT = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+OF_THE_ROOT = (
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
+    "tests/REQUIREMENTS.md",
+)
 DOCUMENTS = sorted([*DOCS.rglob("*.md"), *(ROOT / name for name in OF_THE_ROOT)])
 README_LINES = 150
 _PLACE = re.compile(r"%[\d.]*[sdg]")

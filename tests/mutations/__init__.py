@@ -1,1 +1,1 @@
-"""Faults in the code, and the tests that docs/REQUIREMENTS.md names as those that notice them."""
+"""Faults in the code, and the tests that tests/REQUIREMENTS.md names as those that notice them."""

@@ -1,4 +1,4 @@
-"""The last column of docs/REQUIREMENTS.md.
+"""The last column of tests/REQUIREMENTS.md.
 
 `python -m tests.mutations.page --write` brings it up to date. A row is
 `| id | what it asks | where | held by |`. Where faults carry the id, the last cell is made from
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tests.mutations.mutation import ROOT, Mutation
 from tests.mutations.table import MUTATIONS
 
-DOCUMENT = ROOT / "docs" / "REQUIREMENTS.md"
+DOCUMENT = ROOT / "tests" / "REQUIREMENTS.md"
 ROW = re.compile(r"^\| ([ABCD]\d+) \| (.*?) \| (.*?) \| (.*) \|$")
 LAST = {"A": 38, "B": 47, "C": 42, "D": 21}
 """The sections of the requirements and how many items each has."""

@@ -1,4 +1,4 @@
-"""Every fault. docs/REQUIREMENTS.md names those that show that an item is held by a test."""
+"""Every fault. tests/REQUIREMENTS.md names those that show that an item is held by a test."""
 
 from tests.mutations import (
     adapters,

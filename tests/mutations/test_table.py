@@ -1,4 +1,4 @@
-"""The table of faults fits the code, and docs/REQUIREMENTS.md fits the table."""
+"""The table of faults fits the code, and tests/REQUIREMENTS.md fits the table."""
 
 import ast
 import re
