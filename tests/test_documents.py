@@ -11,9 +11,12 @@ from urllib.parse import unquote
 import pytest
 
 from hybridkv.cli import bundle
+from hybridkv.connector.metrics import Shed, declined
 from hybridkv.core.copies import PAYLOAD_VERSION
+from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import TierSpec, parse_tier
+from hybridkv.multi import counters
 from hybridkv.multi.children import OWN_KEYS, MultiSettings
 from hybridkv.observe.status import DECLINES
 from hybridkv.shm.slots import SLOT_VERSION
@@ -21,10 +24,13 @@ from hybridkv.shm.trailer import ARENA_VERSION
 from hybridkv.tiers import fault_injection as injected
 from hybridkv.tiers.disk.writers import LAYOUT
 from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.load_or_compute import ShortfallKind
 from hybridkv.tiers.record import ENCODED_VERSION, RECORD_VERSION
+from hybridkv.vllm import hook_guard
 from hybridkv.wire.messages import PROTOCOL_VERSION
 from tests.describe_configuration import PAGES, TABLES, TIER_OPTIONS, documented
 from tests.documents import COLUMNS, DOCS, filled
+from tests.unit.observe.metric_names import find_metric
 
 ROOT = DOCS.parent
 SOURCES = ROOT / "src" / "hybridkv"
@@ -37,6 +43,7 @@ README_LINES = 150
 _PLACE = re.compile(r"%[\d.]*[sdg]")
 """A place of a log line that varies."""
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
+METRIC = re.compile(r"((?:vllm:hybridkv|hybridkv_daemon)_\w*[a-z](?![\w*]))(?:\{(\w+)=)?")
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -158,6 +165,42 @@ def test_versions_of_formats_are_those_of_the_code() -> None:
         "directory": int(LAYOUT),
         "export": bundle.VERSION,
     }
+
+
+# The page of metrics
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_metrics_that_a_page_names_exist(path: Path) -> None:
+    for name, label in METRIC.findall(path.read_text()):
+        family = find_metric(name)
+        assert family is not None, name
+        assert not label or label in family.labels, f"{name}{{{label}}}"
+
+
+def test_the_reasons_on_the_page_of_metrics_are_those_of_the_code() -> None:
+    page = (DOCS / "METRICS.md").read_text()
+    lookups = {
+        (metric.labels[-1], why)
+        for metric, why in ((declined(reason), why) for reason, why in DECLINES.items())
+        if metric.family == "lookups"
+    }
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line[:3] == "| `"]
+    assert {(reason.strip("`"), why) for reason, why, *more in rows if not more} >= lookups
+    named = set(re.findall(r"`(\w+)`", page))
+    assert {shed.value for shed in Shed} <= named
+    assert {kind.counter[1] for kind in ShortfallKind} - {""} <= named
+    section = page.partition("\n## MultiConnector\n")[2].partition("\n## ")[0]
+    events = re.findall(r"`(\w+)`(?=[^|]* \| )", section)
+    known = [value for module in (counters, hook_guard) for value in vars(module).values()]
+    assert {*events} <= {value.labels[-1] for value in known if isinstance(value, Metric)}
+
+
+def test_alerts_of_the_page_are_those_that_there_are() -> None:
+    rule = r"- alert: (\w+)\n(?:.+\n)*? +labels: \{severity: (\w+)\}"
+    alerts = re.findall(rule, (ROOT / "ops" / "alerts.yml").read_text())
+    page = (DOCS / "operations.md").read_text()
+    assert {*re.findall(r"^\| `(HybridKV\w+)` \| (\w+) \|", page, re.MULTILINE)} == {*alerts}
 
 
 # The page of messages

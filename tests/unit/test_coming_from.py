@@ -18,7 +18,7 @@ from hybridkv.core.tier_urls import parse_tier
 from hybridkv.observe.catalog import Values
 from hybridkv.tiers.load_or_compute import ShortfallKind
 from hybridkv.wire import messages as wire
-from tests.unit.observe.describe_metrics import exposed
+from tests.unit.observe.metric_names import find_metric
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "hybridkv"
@@ -29,7 +29,6 @@ OF_ENGINES = {field.name for field in fields(Settings) if field.metadata}
 """Keys of kv_connector_extra_config that are not the daemon's too."""
 VERBS = ("read", "written")
 METRIC = re.compile(r'((?:vllm:hybridkv|hybridkv_daemon)_\w+)(?:\{(\w+)="(\w+)"\})?')
-EXPORTED = re.compile(r"^\| `(vllm:hybridkv_\w+)` \| \w+ \| (.*?) \|", re.MULTILINE)
 
 
 class Entry(NamedTuple):
@@ -102,23 +101,18 @@ def is_command(name: str) -> bool:
 
 
 def is_metric(name: str) -> bool:
-    """Whether it is an exported metric, with that label and a value of it that the code has.
-
-    The engine's are read from a page that is made from the code: their module needs vLLM.
-    """
+    """Whether it is an exported metric, with that label and a value of it that the code has."""
     whole = METRIC.fullmatch(name)
     if whole is None:
         return False
-    known = {family: set(described.labels) for family, described in exposed().items()}
-    exported = EXPORTED.findall((ROOT / "docs" / "METRICS.md").read_text())
-    known |= {family: set(re.findall(r"\w+", labels)) for family, labels in exported}
     metric, label, value = whole.groups()
+    family = find_metric(metric)
     has_value = (
         value is None
         or value in KINDS
         or any(re.search(rf"(^|_){value}$", text) for text in code_texts().texts)
     )
-    return metric in known and (label is None or label in known[metric]) and has_value
+    return family is not None and (label is None or label in family.labels) and has_value
 
 
 def exists(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The metrics of the connector, and all that it counts, as values. docs/METRICS.md has the tables.
+"""The metrics of the connector, and all that it counts, as values. docs/METRICS.md: what to watch.
 
 A counter is a Metric: its family here and the values of the family's labels. The keys of all
 counters are made here, apart from those of `vllm.hook_guard`. A closed set of labels is an enum.

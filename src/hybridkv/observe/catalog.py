@@ -1,4 +1,4 @@
-"""The meaning of each of the daemon's metrics. docs/METRICS-daemon.md is made from this table.
+"""The meaning of each of the daemon's metrics. These are the HELP lines of /metrics.
 
 A value is a number of one metric, and of one value of the metric's label where it has one. Names
 and units follow Prometheus' conventions, except for names that are older than this table.

@@ -5,7 +5,7 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from hybridkv.connector.metrics import (
     declined,
     loaded_from,
 )
+from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.metrics import Metric
 from hybridkv.vllm.hook_guard import fault
 from hybridkv.wire.messages import Decline
@@ -325,9 +326,31 @@ def test_labels_from_outside_are_bounded() -> None:
     assert scraped.total("loaded_tokens_by_tier_total") == 3 * LABELS_MAX
 
 
+def constants(module: ModuleType) -> list[Metric]:
+    """Return the counters that are constants of a module."""
+    return [value for value in vars(module).values() if isinstance(value, Metric)]
+
+
+def counters() -> set[Metric]:
+    """Return all counters of the connector. A label of any value is `*`."""
+    from hybridkv.connector import metrics
+    from hybridkv.vllm import hook_guard
+
+    open_sets = (
+        *(fault, metrics.hits_limited, loaded_from),
+        *(metrics.daemon_refused, metrics.daemon_unsent),
+    )
+    return {
+        *(metric for module in (metrics, hook_guard) for metric in constants(module)),
+        *map(metrics.stores_shed, metrics.Shed),
+        *map(metrics.audited, AuditOutcome),
+        *map(declined, Decline),
+        *(counter("*") for counter in open_sets),
+    }
+
+
 def test_every_counter_has_a_family_and_its_labels() -> None:
     from hybridkv.connector.metrics import FAMILIES
-    from tests.unit.connector.metrics_document import counters
 
     known = counters()
     for family, labels in known:
@@ -340,7 +363,6 @@ def test_every_counter_has_a_family_and_its_labels() -> None:
 
 def test_every_counter_is_counted_somewhere() -> None:
     from hybridkv.connector import metrics
-    from tests.unit.connector.metrics_document import constants
 
     paths = [path for path in (SOURCE / "connector").rglob("*.py") if path.name != "metrics.py"]
     source = "".join(path.read_text() for path in paths)
@@ -401,22 +423,3 @@ def test_a_worker_tells_its_own_faults_once(tmp_path: Path) -> None:
     assert report is not None
     assert fault("start_load_kv") not in report.counters
     connector.shutdown()
-
-
-def test_the_document_names_every_counter_of_multiconnector() -> None:
-    from hybridkv.multi import counters
-    from hybridkv.vllm import hook_guard
-    from tests.unit.connector.metrics_document import MULTI_EVENTS, constants
-
-    source = "".join(path.read_text() for path in (SOURCE / "multi").glob("*.py"))
-    faults = {"*", "stats", *re.findall(r'child\.attempt\("(\w+)"', source)}
-    named = {*constants(counters), *constants(hook_guard), *map(fault, faults)}
-    assert named == set(MULTI_EVENTS)
-
-
-def test_the_document_is_what_the_code_gives() -> None:
-    from tests.unit.connector.metrics_document import DOCUMENT, TABLES, document
-
-    text = DOCUMENT.read_text()
-    assert text == document(text), "run: python -m tests.unit.connector.metrics_document --write"
-    assert set(re.findall(r"<!-- table: (engine_\w+) -->", text)) == set(TABLES)

@@ -46,7 +46,7 @@ from tests.unit.daemon.harness import (
     make_daemon,
 )
 from tests.unit.daemon.tierclient import Client, is_written
-from tests.unit.observe.describe_metrics import DOCUMENT, document, exposed, known
+from tests.unit.observe.metric_names import exposed, known
 from tests.waiting import DEADLINE_SECONDS, until
 
 PART = 256
@@ -101,12 +101,6 @@ def samples(text: str) -> dict[SampleKey, float]:
             assert key not in found
             found[key] = sample.value
     return found
-
-
-def test_the_document_is_what_the_code_gives() -> None:
-    assert DOCUMENT.read_text() == document(), (
-        "run: python -m tests.unit.observe.describe_metrics --write"
-    )
 
 
 def test_names_and_help_are_what_prometheus_wants() -> None:
