@@ -2,15 +2,18 @@
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
 from hybridkv.cli import bundle
+from hybridkv.cli.main import options_of
 from hybridkv.connector.metrics import Shed, declined
 from hybridkv.core.copies import PAYLOAD_VERSION
 from hybridkv.core.metrics import Metric
@@ -165,6 +168,38 @@ def test_versions_of_formats_are_those_of_the_code() -> None:
         "directory": int(LAYOUT),
         "export": bundle.VERSION,
     }
+
+
+# The page of faults
+
+
+def proofs() -> list[str]:
+    """Returns the tests and commands that the page of faults names, row by row."""
+    page = (DOCS / "RELIABILITY.md").read_text().partition("\n## Random runs\n")
+    rows = [line.strip("| ").split(" | ") for line in page[0].splitlines() if line[:1] == "|"]
+    proven = [re.findall(r"`([^`]+)`", row[3]) for row in rows[2:] if len(row) == 4]
+    assert len(proven) > 40
+    assert all(proven)
+    runs = page[2].partition("\n## ")[0]
+    return [*chain(*proven), *re.findall(r"^\| `([^`]+)`", runs, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("proof", sorted(set(proofs())))
+def test_what_proves_a_row_is_there(proof: str) -> None:
+    first, *rest = shlex.split(proof)
+    if first == "hybridkv":
+        assert {word for word in rest[1:] if word[:2] == "--"} <= set(options_of()[rest[0]])
+    elif first == "python":
+        module = ROOT / rest[1].replace(".", "/")
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+    else:
+        paths = [ROOT / first, *(ROOT / first).glob("test_*.py")]
+        assert (ROOT / first).exists()
+        wanted = re.findall(r"\b(?!or\b)\w+", rest[rest.index("-k") + 1]) if "-k" in rest else []
+        tests = re.findall(
+            r"def (test_\w+)", "".join(path.read_text() for path in paths if path.is_file())
+        )
+        assert [word for word in wanted if not any(word in test for test in tests)] == []
 
 
 # The page of metrics
