@@ -1,6 +1,6 @@
 """`python -m tests.describe_configuration [--write]`: tables of the documents on settings.
 
-These are docs/configuration.md, commands.md and tiers.md. Settings come from the docstrings of
+These are docs/configuration.md and tiers.md. Settings come from the docstrings of
 their dataclasses, options from the commands' parsers. What is between
 `<!-- table: NAME -->` and `<!-- end -->` is made here.
 """
@@ -24,7 +24,7 @@ from hybridkv.core.settings import Settings
 from hybridkv.multi.children import MultiSettings
 from tests.documents import DOCS, filled, print_or_write_all, table
 
-PAGES = (DOCS / "configuration.md", DOCS / "commands.md", DOCS / "tiers.md")
+PAGES = (DOCS / "configuration.md", DOCS / "tiers.md")
 NONE = "-"
 _KEYED = re.compile(r"`(\w+)`: ")
 _ABOUT = {
@@ -197,22 +197,6 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _options(command: str) -> str:
-    parser = parser_of(command)
-    rows = [
-        [
-            _named(action),
-            _sentence(
-                _ABOUT.get(action.dest) or _help(parser, action).removeprefix(f"{command}: ")
-            ),
-        ]
-        for action in parser._actions
-        if not isinstance(action, argparse._HelpAction) and not _is_of_another(command, action)
-        if action.help != argparse.SUPPRESS
-    ]
-    return table(["option", "meaning"], rows)
-
-
 def _daemon_settings() -> str:
     """Returns the table of the daemon's settings, with the name of each in each place."""
     rows = [["`--config FILE`", "`config`", f"`{CONFIG_VARIABLE}`", _sentence(CONFIG[1]["help"])]]
@@ -222,15 +206,6 @@ def _daemon_settings() -> str:
         names = f"`{row.key}`", f"`{row.variable}`"
         rows.append([option, *names, _ABOUT.get(row.key) or _sentence(row.help)])
     return table(["option", "key", "variable", "meaning"], rows)
-
-
-def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    return parser._get_formatter()._expand_help(action) if action.help else ""
-
-
-def _is_of_another(command: str, action: argparse.Action) -> bool:
-    """Whether the option's help begins with the name of another command of the same parser."""
-    return any((action.help or "").startswith(f"{name}: ") for name in COMMANDS if name != command)
 
 
 def _named(action: argparse.Action) -> str:
@@ -255,7 +230,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "settings": partial(_settings, Settings),
     "multi_settings": partial(_settings, MultiSettings),
     **{f"tier_options_{kind}": partial(_tier_options, kind) for kind in TIER_OPTIONS},
-    **{f"options_{command}": partial(_options, command) for command in COMMANDS},
     "options_serve": _daemon_settings,
 }
 
