@@ -29,7 +29,7 @@ NONE = "-"
 _KEYED = re.compile(r"`(\w+)`: ")
 _ABOUT = {
     "socket": "The daemon's socket (default: `$XDG_RUNTIME_DIR/hybridkv/daemon.sock`, or "
-    "`/tmp/hybridkv-UID/daemon.sock` where that is no directory of yours)."
+    "`/tmp/hybridkv-UID/daemon.sock` if that is no directory of yours)."
 }
 """The help of options that have none in the parser, because it would depend on the machine."""
 

@@ -144,8 +144,8 @@ class DaemonSettings:
         EvictionPolicy.TWO_QUEUES,
         option_parsers.choice(EvictionPolicy),
         "",
-        "what stays: with 2q prompts that nobody repeats do not push out what is read, with lru "
-        "what was used least recently goes (default: 2q)",
+        "eviction policy: 2q resists scans (one-off prompts do not evict prompts that are reused); "
+        "lru evicts the least recently used (default: 2q)",
         choices=[str(policy) for policy in EvictionPolicy],
     )
     salt_quota_bytes: int | None = _setting(
@@ -185,7 +185,7 @@ class DaemonSettings:
         False,
         option_parsers.switch,
         "",
-        "start empty, even where a daemon that ended left its cache in memory (default: no)",
+        "start empty, even if a daemon that ended left its cache in memory (default: no)",
         action="switch",
     )
     disk: str | None = _setting(
@@ -248,8 +248,8 @@ class DaemonSettings:
         None,
         option_parsers.text,
         "NAME",
-        "serve all members of this group of users, who then trust each other with each other's "
-        "cache (default: one's own user alone)",
+        "serve all members of this group of users; each can read and change the cache of the "
+        "others (default: your own user alone)",
     )
 
     def tier_urls(self) -> list[str]:

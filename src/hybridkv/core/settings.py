@@ -64,9 +64,9 @@ class Settings:
     nodes: int | None = _setting(
         None, option_parsers.number(1, RANKS_MAX, "2", kind=int, what="a whole number")
     )
-    """The number of nodes over which the ranks of one engine are spread, each with as many and
-    with a daemon of its own. By default it is what vLLM's `--nnodes` says. Set it where vLLM does
-    not know (Ray), or where one machine has several daemons, one for each part of the ranks."""
+    """The number of nodes over which the ranks of one engine are spread, each with as many and with
+    a daemon of its own. By default it is what vLLM's `--nnodes` says. Set it if vLLM does not
+    know (Ray), or if one machine has several daemons, one for each part of the ranks."""
     config: str | None = _setting(None, _config)
     """The settings file of a daemon that "auto" starts, as `hybridkv serve --config` takes it. By
     default it is that of the variable `HYBRIDKV_CONFIG`, or none."""
@@ -89,7 +89,7 @@ class Settings:
         100.0, option_parsers.number(0.1, LOAD_TIMEOUT_SECONDS_MAX * 1e3, "100")
     )
     """The time that a request waits for the answer to its lookup, 0.1 to 30,000 milliseconds. A
-    request that takes long to compute waits 1% of that time, where this is longer, and at most
+    request that takes long to compute waits 1% of that time, if this is longer, and at most
     `load_timeout_seconds`. An answer that comes later is ignored. A request of which the engine has
     as much itself as any hit can have waits for no answer."""
     store_generated: bool = _setting(True, option_parsers.boolean)
@@ -97,19 +97,19 @@ class Settings:
     sub_block_hits: bool | None = _setting(None, option_parsers.boolean_or_auto)
     """Whether hits may end inside a block, at a multiple of vLLM's `--prefix-match-unit`, so that a
     later turn computes less than a block of the earlier ones again. It is for models with recurrent
-    layers on vLLM 0.32, and is not proven on other versions. By default ("auto") they may wherever
-    that is served. With `true` a warning says why, where it is not."""
+    layers on vLLM 0.32, and is not proven on other versions. By default ("auto") they may if that
+    is served. With `true` a warning says why it is not."""
     checksum: str = _setting("on", option_parsers.choice(("on", "off", "paranoid")))
     """With "on", the bytes of an object are verified each time they are loaded. With "paranoid",
     the engine's blocks are read back and compared as well. With "off", neither is done."""
     audit: float = _setting(AUDIT_SHARE, _audit)
-    """How many tokens are computed although they are stored, as a share of all that are computed of
-    prompts, for the live audit: the workers compare the two, and where they differ, this engine
-    neither loads nor stores any more under its identity. "on" is 0.001, "off" is 0. With "on" the
-    first hit of every engine start, and after each change of weights, is audited in any case."""
+    """The live audit: the share of prompt tokens to recompute although they are cached, and to
+    compare with the cached bytes. If the two differ, this engine no longer loads or stores under
+    its identity. "on" is 0.001, "off" is 0. With "on" the first hit of every engine start, and
+    after each change of weights, is audited in any case."""
     weights_identity: str | None = _setting(None, option_parsers.text)
     """A name that stands for the weights with which the engine starts. By default the identity has
-    a digest of the weights in each worker's memory. Set it where the same model has other bytes in
+    a digest of the weights in each worker's memory. Set it if the same model has other bytes in
     memory (another processor's packing), or cannot be read there (see the log), and should share.
     Weights that change while the engine serves have an identity of their own, with the name."""
     share_tp: int | None = _setting(
@@ -118,8 +118,8 @@ class Settings:
     """The number of shards of KV heads in which attention layers are stored, so that engines of any
     tensor parallel size that divides it share. By default each rank stores one part, and engines of
     other sizes share nothing. Needs `weights_identity`, the same for all of them, since their ranks
-    have other weights. The stored bytes are loaded bit for bit. An engine of another size would
-    have computed them with other last bits. Recurrent layers, pipelines, several nodes and
+    have other weights. The stored bytes are loaded bit for bit. What an engine of another size
+    computes may differ in the last bits (rounding). Recurrent layers, pipelines, several nodes and
     speculation are refused, as are several shards for each rank of a GPU."""
 
 

@@ -324,7 +324,7 @@ def outcome_of(explanation: RequestExplanation) -> OutcomeText:
         text = "no lookup was answered before the request ended"
         return OutcomeText(wire.Outcome.DECLINED, text)
     if local_tokens and local_tokens >= hit_chunks * explanation.chunk_tokens:
-        text = f"the engine's own cache had {local_tokens} tokens, and the daemon no more"
+        text = f"vLLM's own prefix cache had {local_tokens} tokens; the daemon had no longer hit"
         return OutcomeText(wire.Outcome.LOCAL, text)
     if not hit_chunks:
         return OutcomeText(wire.Outcome.MISS, "nothing was found")
