@@ -18,7 +18,7 @@ from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 CHUNKS_MAX = 1 << 16
 """The most chunks in one lookup."""
 BATCH_MAX = 1 << 16
