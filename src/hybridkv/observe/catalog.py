@@ -154,6 +154,7 @@ _TIER = {
     "objects_refused": counter("Objects that the tier had no room for, and could make none."),
     "objects_shed": counter("Objects not written because too many waited, or that went before."),
     "objects_given_up": counter("Objects not written because that failed again and again."),
+    "bytes_left_out": counter("Bytes of windows inside prompts, written only after a hit."),
     "damage_left": counter("Damaged objects that stay until they are read again: too many waited."),
     "objects_not_admitted": counter("Objects not written for the hourly bound."),
     "failures": counter("Calls and objects that failed."),
