@@ -109,10 +109,6 @@ PLAIN: Mapping[str, MetricFamily] = {
 LABELLED: Mapping[str, MetricFamily] = {
     "requests": counter("Messages of clients.", "message"),
     "refused": counter("Messages and connections that were refused.", "code"),
-    "lookup_events_ignored": counter(
-        "Events of waiting lookups that their state does not expect: a fault of the daemon.",
-        "event",
-    ),
     "promotions_cut": counter("Lookups that tiers gave less than they had, or nothing.", "reason"),
     "tier_chunks_hit": counter("Chunks of hits that came up from a tier.", "tier"),
 }
