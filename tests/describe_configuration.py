@@ -51,6 +51,7 @@ TIER_OPTIONS: Mapping[str, Mapping[str, TierOption]] = {
         "write": TierOption(
             "`through`",
             "When objects are written to the tier. `through`: as soon as they are stored in RAM; "
+            "windows inside a prompt once a lookup hits them, where hits seldom end; "
             "chunks with tokens of an answer once a lookup hits them, or when they are about "
             "to be evicted. `back`: when they are "
             "about to be evicted from RAM. `off`: never; the tier is only read.",

@@ -27,7 +27,7 @@ from hybridkv.shm.trailer import ARENA_VERSION
 from hybridkv.tiers import fault_injection as injected
 from hybridkv.tiers.disk.writers import LAYOUT
 from hybridkv.tiers.factory import make_tier
-from hybridkv.tiers.load_or_compute import ShortfallKind
+from hybridkv.tiers.promotion import ShortfallKind
 from hybridkv.tiers.record import ENCODED_VERSION, RECORD_VERSION
 from hybridkv.vllm import hook_guard
 from hybridkv.wire.messages import PROTOCOL_VERSION

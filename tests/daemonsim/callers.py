@@ -11,6 +11,7 @@ from hybridkv.core.coverage import needed_chunks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import pack_u64
+from hybridkv.core.policies import EvictionClass
 from hybridkv.wire.messages import (
     AuditOffer,
     Commit,
@@ -265,6 +266,6 @@ def commit_of(slots: Iterable[WrittenSlot]) -> Commit:
         groups=pack_u64([slot.group_index for slot in slots]),
         hashes=b"".join(hashes),
         parents=b"".join(map(chunk_before, hashes)),
-        classes=bytes(chunk_hash[0] % 3 for chunk_hash in hashes),
+        classes=bytes(chunk_hash[0] % len(EvictionClass) for chunk_hash in hashes),
         tenants=pack_u64([chunk_hash[1] % 3 for chunk_hash in hashes]),
     )

@@ -67,8 +67,7 @@ TRACED = (
     "daemon/slot_requests.py",
     "tiers/promotion.py",
     "tiers/object_search.py",
-    "tiers/load_or_compute.py",
-    "tiers/waiting_lookup.py",
+    "tiers/object_reads.py",
     "tiers/demotion.py",
     "tiers/health.py",
 )

@@ -353,10 +353,11 @@ class World:
         promotion, demotion = server.daemon.promotion, server.daemon.demotion
         held = (
             promotion.lookups,
-            promotion.reads,
+            promotion.reads.running,
+            promotion.waiters,
             promotion.questions,
             *promotion.turns.values(),
-            +promotion.reading_bytes,
+            +promotion.reads.running_bytes,
             demotion.writing,
             +demotion.held_bytes,
             *demotion.leaving,

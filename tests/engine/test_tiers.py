@@ -140,6 +140,41 @@ def is_back(running: EngineProcess, daemon: DaemonProcess) -> bool:
 
 
 @pytest.mark.soak
+def test_windows_in_a_tier_are_those_of_ends_and_of_where_prompts_part(tmp_path: Path) -> None:
+    """Its hits are those of RAM, which has all windows, with the same answers to the last bit."""
+    document = prompt(1, 7 * 128 + 4)
+    texts = [[*document, *prompt(seed, 6 * 128)] for seed in (2, 3, 4)]
+    extra: dict[str, object] = {**LOAD, "checksum": "paranoid"}
+    with (
+        serve(tmp_path, "ram") as daemon,
+        engine("gemma3", tmp_path / "r.log", daemon.socket_path, extra=extra) as running,
+    ):
+        from_ram = []
+        for text in (texts[0], texts[2], texts[0]):
+            from_ram += running.generate(text, max_tokens=6)
+            running.reset_caches()
+    disk = ("--disk", str(tmp_path / "disk"), "--disk-bytes", "1GiB")
+    with (
+        serve(tmp_path, "first", *disk) as daemon,
+        engine("gemma3", tmp_path / "e.log", daemon.socket_path, extra=extra) as running,
+    ):
+        seen, left_out = [], []
+        for text in (*texts, texts[0]):
+            seen += running.generate(text, max_tokens=6)
+            until(lambda: not stats(daemon.socket_path)["writes_waiting"], "all is written")
+            left_out.append(stats(daemon.socket_path).get("tier_disk_bytes_left_out", 0))
+            arena_gone(daemon)
+            until(lambda: is_back(running, daemon), "the engine is back")
+            running.reset_caches()
+        values = stats(daemon.socket_path)
+    hits = [result["cached_tokens"] for result in seen]
+    assert hits == [0, 0, 7 * 128, from_ram[2]["cached_tokens"]]
+    assert [answer(result) for result in seen[2:]] == [answer(result) for result in from_ram[1:]]
+    assert not values["tier_disk_failures"]
+    assert all(left_out[:3]), "of each of the prompts that were computed"
+
+
+@pytest.mark.soak
 def test_what_a_slow_tier_would_take_longer_to_give_is_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -479,7 +479,7 @@ class Liar:
             commit,
             parents=b"".join(rng.choice((bytes(32), *HASHES[:16])) for _ in range(size)),
             classes=bytes(
-                rng.choice((0, 0, 1, 2, 2, 3) if rng.random() < 0.02 else (0, 1, 2))
+                rng.choice((0, 0, 1, 2, 3, 4) if rng.random() < 0.02 else (0, 1, 2, 3))
                 for _ in range(size if rng.random() < 0.02 else len(slots))
             ),
             tenants=pack_u64([rng.choice(NUMBERS) % (1 << 64) for _ in range(size)]),

@@ -512,9 +512,9 @@ class TiersMachine(RuleBasedStateMachine):
             values[name] for name in ("sessions", "leases", "bytes_writing", "lookups_waiting")
         )
         assert all(not slot.pins for slot in self.daemon.store.slots.values())
-        assert not self.daemon.promotion.reads
+        assert not self.daemon.promotion.reads.running
         assert not any(self.daemon.promotion.turns.values())
-        assert not any(self.daemon.promotion.damaged.values())
+        assert not any(self.daemon.promotion.reads.damaged.values())
         assert not +self.daemon.demotion.held_bytes
 
 

@@ -10,6 +10,7 @@ from tests.mutations.files import (
     LIARS,
     LOGINS,
     PENDING,
+    PROMOTION,
     SCHEDULER,
     SHM_DIR,
     STORE,
@@ -18,7 +19,6 @@ from tests.mutations.files import (
     TIER_WRITES,
     TIERS,
     VALKEY,
-    WAITING_LOOKUP,
 )
 from tests.mutations.mutation import Mutation
 
@@ -289,9 +289,9 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "without-room-nothing-shorter",
         "a lookup whose room others took is answered as far as it came, without its windows",
-        "WaitingLookup.next_actions",
-        "return self._plan(sum(slot.size_bytes for slot in set(self.held)), facts.now)",
-        "self.needs.clear()",
+        "Promotion._story",
+        "room_bytes = sum(slot.size_bytes for slot in set(lookup.held))",
+        "return",
         ("D18",),
         (f"{LARGE_HITS}::test_what_others_read_is_left_to_them",),
     ),
@@ -451,8 +451,8 @@ FAULTS: tuple[Mutation, ...] = (
         "deadline-of-nobody",
         "a lookup waits for tiers until they answer",
         "Promotion.tick",
-        "if lookup.request.deadline <= now and not is_complete:",
-        "if lookup.request.deadline < 0 and not is_complete:",
+        "if lookup.request.deadline <= now and not lookup.is_complete:",
+        "if lookup.request.deadline < 0 and not lookup.is_complete:",
         ("B39", "D6"),
         (f"{TIERS}::test_at_the_deadline_the_answer_is_what_ram_has",),
     ),
@@ -460,10 +460,10 @@ FAULTS: tuple[Mutation, ...] = (
         "slots-given-away-while-read-into",
         "at the deadline the slots that a thread still writes into are free",
         "Promotion._end",
-        "self._leave(lookup, event)",
+        "self._leave(lookup)",
         """
-        self._leave(lookup, event)
-        for read in self.reads.values():
+        self._leave(lookup)
+        for read in self.reads.running.values():
             self._store.free_slot(read.slot)
         """,
         ("D6",),
@@ -472,23 +472,35 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "waits-at-the-place-of-another",
         "a lookup that joins a read takes the object's place in the other prompt for its own",
-        "Promotion._perform",
-        "self.reads[need.key].waiters.append(ReadWaiter(lookup, need))",
+        "Promotion._begin_reads",
+        "self.waiters[need.key].append(ReadWaiter(lookup, needs.popleft()))",
         """
-        waiters = self.reads[need.key].waiters
+        waiters = self.waiters[needs.popleft().key]
         waiters.append(ReadWaiter(lookup, waiters[0].need))
         """,
         ("B35",),
         (f"{TIER_TAILS}::test_who_waits_for_a_tail_that_is_read_for_another_knows_its_own_place",),
     ),
     Mutation(
-        "unexpected-and-uncounted",
-        "an event that the state of a waiting lookup does not have is dropped in silence",
-        "Promotion._advance",
-        "if not lookup.transition(event):",
-        "if not lookup.transition(event) and not lookup.is_ended:",
+        "waits-for-a-slot-of-nobody",
+        "a lookup waits for a slot although nothing is read for it and the arena does not grow",
+        "Promotion._read",
+        "if wait is Wait.SLOT and not (lookup.reads or self._store.is_growing):",
+        "if wait is Wait.SLOT and False:",
         ("D6",),
-        (f"{WAITING_LOOKUP}::test_an_event_that_the_state_does_not_have_is_counted",),
+        (
+            f"{PROMOTION}::test_where_the_next_object_has_no_slot_a_hit_in_the_room_of_what_is_held"
+            "_is_chosen",
+        ),
+    ),
+    Mutation(
+        "named-twice-read-twice",
+        "an object that a prompt names twice is read into two slots at once",
+        "ObjectReads.begin_job",
+        "if is_enough or need.tier is not tier or need.key in self.running:",
+        "if is_enough or need.tier is not tier:",
+        ("C42",),
+        (f"{TIERS}::test_a_chunk_that_a_prompt_has_twice_is_read_once",),
     ),
     Mutation(
         "files-unproven",

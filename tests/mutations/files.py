@@ -65,7 +65,7 @@ IN_MEMORY = "tests/unit/vllm/test_weights_digest.py"
 OFFLOADERS = "tests/unit/vllm/test_offloaders.py"
 CHECKPOINTS = "tests/unit/vllm/test_checkpoints.py"
 LOAD_OR_COMPUTE = "tests/unit/tiers/test_load_or_compute.py"
-WAITING_LOOKUP = "tests/unit/tiers/test_waiting_lookup.py"
+PROMOTION = "tests/unit/tiers/test_promotion.py"
 CODEC = "tests/unit/wire/test_codec.py"
 GOLDEN = "tests/unit/wire/test_golden.py"
 

@@ -16,7 +16,7 @@ from hybridkv.core.daemon_settings import DAEMON_SETTINGS
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.observe.catalog import Values
-from hybridkv.tiers.load_or_compute import ShortfallKind
+from hybridkv.tiers.promotion import ShortfallKind
 from hybridkv.wire import messages as wire
 from tests.unit.observe.metric_names import find_metric
 

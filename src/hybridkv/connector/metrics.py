@@ -39,7 +39,7 @@ FAMILIES: Mapping[str, MetricFamily] = {
         "event",
     ),
     "junctions": counter(
-        "Boundaries at which prompts of a recurrent model part from others, by event: those that "
+        "Boundaries at which prompts part from others, by event: those that "
         "answers to lookups named (found), and states that were stored at them (stored).",
         "event",
     ),

@@ -1,14 +1,15 @@
-"""Where prompts of a recurrent model part from each other, and where a state is worth keeping.
+"""Where prompts part from each other, and where a state is worth keeping.
 
-An engine keeps the state at the end of a prompt. A later prompt that goes another way finds all of
-the common prefix but a state::
+An engine keeps the recurrent state at the end of a prompt. A later prompt that goes another way
+finds all of the common prefix but a state::
 
     full attention  [1111111...]    an earlier prompt began with the same 7 chunks
     recurrent       [..1.......]    and kept no state after them
                        ^   ^
                      hit   junction
 
-A state that this prompt leaves at the junction makes the hit of the next one.
+A state that this prompt leaves at the junction makes the hit of the next one. Windows inside a
+prompt go first (core.eviction_classes), so the same holds for models with windows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,12 +25,15 @@ BRANCHES_MAX = 1 << 14  # Boundaries that are remembered, of some 150 bytes each
 
 
 def has_junctions(geometry: Geometry) -> bool:
-    """Returns True where some groups are recurrent, and others tell how far prompts are equal."""
-    return len({group.kind is GroupKind.RECURRENT for group in geometry.groups}) == 2
+    """Returns True where groups of full attention tell how far prompts are equal, and others not.
+
+    Of recurrent states and of windows the boundary itself may be missing.
+    """
+    return len({group.kind is GroupKind.FULL for group in geometry.groups}) == 2
 
 
 def junction(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int:
-    """Returns the most chunks, up to `chunks_max`, after which only recurrent states are missing.
+    """Returns the most chunks, up to `chunks_max`, after which only states or windows are missing.
 
     0 = no earlier prompt shares a chunk beyond the hit of `masks` (as in `largest_hit`), or the
     geometry does not tell (`has_junctions`).
@@ -37,9 +41,7 @@ def junction(geometry: Geometry, masks: Sequence[bytes], chunks_max: int) -> int
     if not has_junctions(geometry):
         return 0
     pairs = zip(geometry.groups, masks, strict=True)
-    assumed = [
-        b"\1" * len(mask) if group.kind is GroupKind.RECURRENT else mask for group, mask in pairs
-    ]
+    assumed = [mask if group.kind is GroupKind.FULL else b"\1" * len(mask) for group, mask in pairs]
     deepest = largest_hit(geometry, assumed, chunks_max)
     return deepest if deepest > largest_hit(geometry, masks, chunks_max) else 0
 

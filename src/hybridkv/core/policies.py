@@ -9,6 +9,7 @@ class EvictionClass(IntEnum):
     PROMPT = 0  # A hit at the prompt's end, or a chunk before it, needs the object.
     INTERIOR = 1  # Only a shorter hit needs it.
     GENERATED = 2  # It has tokens of the answer.
+    UNLIKELY = 3  # As INTERIOR, and tiers are not given it before a hit reads it.
 
 
 class EvictionPolicy(StrEnum):

@@ -29,7 +29,7 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
 from hybridkv.tiers.object_search import LookupRequest, ObjectSearch
-from hybridkv.tiers.waiting_lookup import WaitingLookup
+from hybridkv.tiers.promotion import WaitingLookup
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import BATCH_MAX, PROTOCOL_VERSION, Reply, Request
 from hybridkv.wire.protocol import RULES, ErrorCode, refused

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.junctions import BRANCHES_MAX, Branches
 from hybridkv.core.keys import HASH_BYTES
@@ -186,8 +187,9 @@ class ReplayModel:
         return self._rule.keeps_junctions
 
     def branches(self) -> Branches:
-        """Return what a daemon learns of where prompts part. Nothing where no state is kept."""
-        return Branches(BRANCHES_MAX if self.keeps_junctions else 0)
+        """Return what a daemon learns of where prompts part, if anything is kept there."""
+        has_windows = any(group.window_tokens for group in self.geometry.groups)
+        return Branches(BRANCHES_MAX if self.keeps_junctions or has_windows else 0)
 
     def stored_objects(
         self, prompt: TracePrompt, chunks: int, junctions: Sequence[int] = ()
@@ -202,7 +204,8 @@ class ReplayModel:
             if group.kind is GroupKind.RECURRENT:
                 ends = state_ends(self.geometry, group, self._rule, prompt.tokens)
                 at_ends = (end // self.geometry.chunk_tokens for end in ends)
-                stored_chunks = [end - 1 for end in sorted({*at_ends, *junctions})]
+                asked = junctions if self.keeps_junctions else ()
+                stored_chunks = [end - 1 for end in sorted({*at_ends, *asked})]
             sizes = {chunk: period[chunk % len(period)] for chunk in stored_chunks}
             objects.append({chunk: size for chunk, size in sizes.items() if size})
         return objects
@@ -474,7 +477,7 @@ class TraceReplay:
             geometry, masks, b"".join(hashes), chunks, self._namespace.goes_on
         )
         objects = model.stored_objects(prompt, len(hashes), junctions)
-        self._store_prompt(prompt, hashes, masks, objects)
+        self._store_prompt(prompt, hashes, masks, objects, junctions)
         return replace(hits, evicted=store.evicted - evicted)
 
     def _has_tail(self, name: bytes) -> bool:
@@ -488,19 +491,21 @@ class TraceReplay:
         hashes: Sequence[bytes],
         masks: Sequence[bytes],
         objects: Sequence[Mapping[int, int]],
+        junctions: Sequence[int],
     ) -> None:
-        model, end = self._model, max(0, len(hashes) - 1)
-        needs = [needed_chunks(model.geometry, group, end).start for group in model.geometry.groups]
+        model, geometry = self._model, self._model.geometry
+        whole = range(len(hashes))
+        classes = [
+            eviction_classes(geometry, group, whole, len(hashes), junctions)
+            for group in geometry.groups
+        ]
         for first in range(0, len(hashes), CHUNKS_PER_STEP):
             for index, sizes in enumerate(objects):
                 for chunk in range(first, min(len(hashes), first + CHUNKS_PER_STEP)):
                     if chunk in sizes and not masks[index][chunk]:
                         before = hashes[chunk - 1] if chunk else b""
                         stored = ReplayObject(index, hashes[chunk], before, sizes[chunk])
-                        is_inside = chunk < needs[index]
-                        self.store_object(
-                            stored, EvictionClass.INTERIOR if is_inside else EvictionClass.PROMPT
-                        )
+                        self.store_object(stored, EvictionClass(classes[index][chunk]))
         for generated in model.answer_objects(prompt, len(hashes)):
             if self._namespace.find_slot(generated.chunk_hash, generated.group_index) is None:
                 self.store_object(generated, EvictionClass.GENERATED)

@@ -109,10 +109,6 @@ PLAIN: Mapping[str, MetricFamily] = {
 LABELLED: Mapping[str, MetricFamily] = {
     "requests": counter("Messages of clients.", "message"),
     "refused": counter("Messages and connections that were refused.", "code"),
-    "lookup_events_ignored": counter(
-        "Events of waiting lookups that their state does not expect: a fault of the daemon.",
-        "event",
-    ),
     "promotions_cut": counter("Lookups that tiers gave less than they had, or nothing.", "reason"),
     "tier_chunks_hit": counter("Chunks of hits that came up from a tier.", "tier"),
 }
@@ -154,6 +150,7 @@ _TIER = {
     "objects_refused": counter("Objects that the tier had no room for, and could make none."),
     "objects_shed": counter("Objects not written because too many waited, or that went before."),
     "objects_given_up": counter("Objects not written because that failed again and again."),
+    "bytes_left_out": counter("Bytes of windows inside prompts, written only after a hit."),
     "damage_left": counter("Damaged objects that stay until they are read again: too many waited."),
     "objects_not_admitted": counter("Objects not written for the hourly bound."),
     "failures": counter("Calls and objects that failed."),

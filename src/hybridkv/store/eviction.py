@@ -34,6 +34,7 @@ _INTERIOR, _GENERATED, _PROBATION, PROTECTED = range(4)
 """The stages, where items wait for their eviction."""
 _STAGES = {
     EvictionClass.INTERIOR: _INTERIOR,
+    EvictionClass.UNLIKELY: _INTERIOR,
     EvictionClass.GENERATED: _GENERATED,
     EvictionClass.PROMPT: _PROBATION,
 }

@@ -1,7 +1,8 @@
 """Demotion: objects are written to tiers below, when they are stored or before they are evicted.
 
 The objects of an answer are often never read. A tier that gets prompts when they are stored gets
-answers when a lookup hits them, or before they are evicted.
+answers when a lookup hits them, or before they are evicted. Windows inside a prompt, where seldom a
+hit ends (core.eviction_classes), go to tiers when a lookup hits them, and not before.
 
 Tiers do not see the hits of RAM. So each object that is hit is reported to them now and then. A
 tier evicts what is used last, and records that it lost or refused are written again.
@@ -83,21 +84,25 @@ class Demotion:
         prompt_slots = []
         for slot in slots:
             slot.used_at = self._now
-            if slot.eviction_class is not EvictionClass.GENERATED:
+            if slot.eviction_class is EvictionClass.UNLIKELY:
+                for tier in self.tiers:
+                    if not slot.in_tiers & tier.bit:
+                        tier.counters["bytes_left_out"] += slot.size_bytes
+            elif slot.eviction_class is not EvictionClass.GENERATED:
                 prompt_slots.append(slot)
         self._queue(self._through, prompt_slots, is_read=False)
 
     def queue_hit(self, slots: Sequence[Slot]) -> None:
         """Queue objects that a lookup hits, where they were not queued when they were stored.
 
-        An hourly bound did not admit them, or they are answers. Once each USE_SECONDS, objects that
-        a tier refused are queued too. Call it before `Store.pin`.
+        An hourly bound did not admit them, or they are answers or windows inside a prompt. Once
+        each USE_SECONDS, objects that a tier refused are queued too. Call it before `Store.pin`.
         """
         bounded = [tier for tier in self._through if tier.spec.hourly_bytes is not None]
         self._queue(bounded, slots if bounded else (), is_read=True)
         if self._through:
-            answers = (slot for slot in slots if slot.eviction_class is EvictionClass.GENERATED)
-            self._queue(self._through, answers, is_read=True)
+            late = (slot for slot in slots if slot.eviction_class is not EvictionClass.PROMPT)
+            self._queue(self._through, late, is_read=True)
         due = [slot for slot in slots if self._now - slot.used_at >= USE_SECONDS]
         for slot in due:
             slot.used_at = self._now
@@ -268,6 +273,8 @@ class Demotion:
 
     def _late_tiers(self, slot: Slot) -> list[TierState]:
         """Returns the tiers to which an object is written before it is evicted."""
+        if slot.eviction_class is EvictionClass.UNLIKELY:
+            return []
         is_answer = slot.eviction_class is EvictionClass.GENERATED
         return [*self._back, *self._through] if is_answer else self._back
 

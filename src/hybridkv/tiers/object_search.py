@@ -43,6 +43,8 @@ class NeededObject(NamedTuple):
     tier: TierState
     place: ObjectPlace
     record: Record  # Its name and its shape.
+    namespace: Namespace
+    parent: bytes  # The hash of the chunk before its own; empty before the first.
 
     @property
     def key(self) -> bytes:
@@ -330,16 +332,22 @@ class ObjectSearch:
 
     def needed_objects(self, hits: Iterable[PromptHit]) -> Iterator[NeededObject]:
         """Yields what the hits need of tiers, hit by hit, each prefix first and a tail last."""
+        request = self.request
         places = dict.fromkeys(
             place
             for hit in hits
-            for place in sorted(self.request.needed_places(hit), key=prefix_order)
+            for place in sorted(request.needed_places(hit), key=prefix_order)
             if place in self.located
         )
         for place in places:
             part_bytes, parts = self._shape_of(place)
-            record = Record(self.request.name_of(place), part_bytes, parts, seed=0)
-            yield NeededObject(self.located[place], place, record)
+            yield NeededObject(
+                tier=self.located[place],
+                place=place,
+                record=Record(request.name_of(place), part_bytes, parts, seed=0),
+                namespace=request.namespace,
+                parent=request.hash_of(request.chunk_of(place.position) - 1),
+            )
 
     def resident_slots(self, hits: Iterable[PromptHit]) -> list[Slot]:
         """Returns the objects in RAM of these hits and of the hit that RAM had, each once.

@@ -1,52 +1,144 @@
 """Promotion: lookups wait while tiers below give what RAM does not have.
 
-A lookup that waits is FINDING, then READING, and ends as soon as nothing more can come, at its
-deadline at the latest (tiers.waiting_lookup has the table). The daemon then answers it from RAM::
+A lookup that waits is one story, `Promotion._story`: a generator that yields what it waits for::
 
-    FINDING   tiers that cannot say at once what they have are asked, of long prompts in rounds
-    READING   objects are read, prefix first, into slots that become objects like any other
+    find     which objects do tiers have? Long prompts ask in rounds   waits for ANSWERS
+    choose   up to which boundary: load or compute?
+    read     every object that is needed, prefix first                 waits for TIER, SLOT, OBJECTS
 
-In between it is decided up to which boundary reading is worth it (tiers.load_or_compute). Where
-there is no room for what was decided, it is decided once more, for a shorter hit.
-
-A lookup decides from facts what is to be done next, and it is done here: `tick` goes on with all
-lookups, and returns those that ended. From its first step on a lookup pins the hit that RAM has
-already, and then the objects that come (`held`), until the daemon has answered it and unpins the
-slots: waiting costs no hit.
+1. A lookup ends as soon as nothing more can come, and at its deadline at the latest. The daemon
+   then answers it from RAM.
+2. Waiting costs no hit. From its first step on a lookup pins the hit that RAM has already, and then
+   the objects that come (`held`), until the daemon has answered it and unpins the slots.
+3. An object is read once, whoever waits for it. What comes too late becomes an object of RAM too
+   (tiers.object_reads).
+4. If RAM has no slot left for the hit that was chosen, a shorter one is chosen.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from functools import partial
 from typing import NamedTuple
 
-from hybridkv.store.index import NewObject, Slot
+from hybridkv.core.coverage import LoadableHit, PromptHit, loadable_hits
+from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import DamagedError, TierError
-from hybridkv.tiers.health import JOB_ITEMS_MAX, TierState
+from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
-from hybridkv.tiers.load_or_compute import Shortfall, ShortfallKind
-from hybridkv.tiers.object_search import LookupKey, ObjectPlace
-from hybridkv.tiers.record import Record
-from hybridkv.tiers.waiting_lookup import (
-    Ask,
-    Hold,
-    Join,
-    LookupAction,
-    LookupEvent,
-    LookupFacts,
-    ObjectRead,
-    Read,
-    ReadWaiter,
-    TierFacts,
-    WaitingLookup,
+from hybridkv.tiers.object_reads import ObjectReads
+from hybridkv.tiers.object_search import (
+    LookupKey,
+    LookupRequest,
+    NeededObject,
+    ObjectPlace,
+    ObjectSearch,
 )
+from hybridkv.tiers.record import Record
 
 WAITING_MAX = 1024  # Lookups that wait at the same time. More are answered from RAM.
-READING_SHARE = 8  # At most 1/8 of the arena is being read into from one tier.
-DAMAGED_MAX = 1024
-"""Damaged objects of one tier that wait for quarantine. More stay until they are read again."""
+STORY_MAX = 32  # What a lookup has waited for, the last times.
 
 MetricLabel = tuple[str, str]  # (metric, label), as the daemon's view has all labelled counters.
+
+
+class Wait(StrEnum):
+    """What a lookup waits for."""
+
+    ANSWERS = "answers"  # Tiers have been asked which objects they have, or will be in turn.
+    TIER = "tier"  # The tier of the next object has all the reads that it may have.
+    SLOT = "slot"  # RAM has no slot for the next object yet.
+    OBJECTS = "objects"  # All that is needed is being read.
+
+
+class ShortfallKind(Enum):
+    """The reasons why a lookup gets less than the tiers have: a metric, its label, a sentence."""
+
+    CROWDED = "promotions_cut", "crowded", "too many lookups wait for tiers"
+    TIERS_AWAY = "promotions_cut", "tiers_away", "no tier can be asked at the moment"
+    SILENT = "promotions_cut", "tiers_away", "{tier} does not answer"
+    SLOWER = (
+        "promotions_cut",
+        "slower",
+        "reading {tokens} tokens would take {read_seconds:.2g} s, "
+        "computing them {compute_seconds:.2g} s",
+    )
+    NO_ROOM = "promotions_cut", "no_room", "RAM has room for {fits} of {tokens} tokens"
+    FAILED = "promotions_cut", "failed", "{tier}: {error}"
+    NOT_FOUND_IN_TIME = "deadlines_missed", "", "no tier had a thread to look for it in time"
+    NOT_READ_IN_TIME = "deadlines_missed", "", "it was not read in time"
+
+    def __init__(self, metric: str, label: str, sentence: str) -> None:
+        self.counter = metric, label
+        self.sentence = sentence  # With the names of facts in braces.
+
+
+class Shortfall(NamedTuple):
+    """A reason why a lookup gets less than the tiers have, with its facts."""
+
+    kind: ShortfallKind
+    facts: Mapping[str, str | float]
+
+    @property
+    def sentence(self) -> str:
+        """The reason for people, such as "disk does not answer"."""
+        return self.kind.sentence.format(**self.facts)
+
+
+@dataclass(eq=False)
+class WaitingLookup:
+    """A lookup that is not answered yet. While it waits, Promotion alone changes it."""
+
+    request: LookupRequest
+    search: ObjectSearch  # What is known of its objects.
+    steps: Generator[Wait, None, None] = field(init=False, repr=False)
+    """What is left of its story (`Promotion._story`)."""
+    story: deque[Wait] = field(default_factory=partial(deque, (), STORY_MAX))
+    """What it has waited for. The last of it is what it waits for now."""
+    finds: int = 0  # Tiers that are being asked, or will be when it is the lookup's turn.
+    hits: Sequence[PromptHit] = ()
+    """The hits for which is read, ascending: the target, and one that comes earlier."""
+    chosen_at: float = 0.0  # When they were chosen, for the first time.
+    needs: deque[NeededObject] = field(default_factory=deque)  # Objects whose read is not begun.
+    reads: int = 0  # Objects that are being read.
+    held: list[Slot] = field(default_factory=list)
+    """Objects that are pinned until the lookup is answered, each as often as it is pinned."""
+    begun_bytes: Counter[TierState] = field(default_factory=Counter)
+    """By tier, the bytes of objects whose read was begun for this lookup."""
+    read_bytes: Counter[TierState] = field(default_factory=Counter)
+    """By tier, the bytes of objects that came."""
+    origins: dict[int, str] = field(default_factory=dict)
+    """By chunk, the name of the tier from which it, or a part of it, came."""
+    shortfalls: list[Shortfall] = field(default_factory=list)
+    """Why it gets less than the tiers have, in the order of time."""
+
+    @property
+    def why(self) -> str:
+        """The last reason why it gets less than the tiers have, for people. Empty = it does not."""
+        return self.shortfalls[-1].sentence if self.shortfalls else ""
+
+    @property
+    def target_chunks(self) -> int:
+        """The chunks of the hit that it becomes where all reads succeed, as far as is known."""
+        return self.hits[-1].chunks if self.hits else self.request.chunks
+
+    @property
+    def is_complete(self) -> bool:
+        """True once nothing more can come, so that its next step is its last."""
+        return not (self.story[-1] is Wait.ANSWERS or self.needs or self.reads)
+
+    def add_shortfall(self, kind: ShortfallKind, **facts: str | float) -> None:
+        """Keep a reason why it gets less than the tiers have."""
+        self.shortfalls.append(Shortfall(kind, facts))
+
+
+class ReadWaiter(NamedTuple):
+    """A lookup that waits for an object, and the object as it needs it."""
+
+    lookup: WaitingLookup
+    need: NeededObject
 
 
 class TierQuestion(NamedTuple):
@@ -56,53 +148,45 @@ class TierQuestion(NamedTuple):
     places: list[ObjectPlace]  # In the order of the job's items.
 
 
-class ReadResult(NamedTuple):
-    """The end of an object's read: its slot, its error, or neither where RAM does not keep it."""
-
-    tier: TierState
-    slot: Slot | None
-    error: TierError | None
-
-
 class Promotion:
-    """All lookups that wait, and all reads and questions for them."""
+    """All lookups that wait, and whom they wait for."""
 
     def __init__(self, store: Store, tiers: Sequence[TierState]) -> None:
         """`tiers` are those below RAM, fastest first."""
         self._store = store
         self._tiers = tiers
+        self._now = 0.0
         self.lookups: dict[LookupKey, WaitingLookup] = {}
-        self.reads: dict[bytes, ObjectRead] = {}  # By the object's key.
-        self.questions: dict[TierJob, TierQuestion] = {}
         self.turns: dict[TierState, dict[WaitingLookup, None]] = {tier: {} for tier in tiers}
         """By tier, the lookups about which it is asked once it has a thread, in order."""
-        self.damaged = {tier: deque[JobItem]() for tier in tiers}
-        """By tier, the records that wait for quarantine."""
-        self.reading_bytes: Counter[TierState] = Counter()  # Bytes of the slots in `reads`.
-        self.counters: Counter[MetricLabel] = Counter()
-        """Lookups that fell short, by reason, and events that no state expects."""
+        self.questions: dict[TierJob, TierQuestion] = {}
+        self.reads = ObjectReads(store, tiers)
+        self.waiters: dict[bytes, list[ReadWaiter]] = {}
+        """By the key of each object that is being read, who waits for it. The first began it."""
+        self.counters: Counter[MetricLabel] = Counter()  # Lookups that fell short, by reason.
 
     def __len__(self) -> int:
         return len(self.lookups)
+
+    # Who waits
 
     def begin(self, lookup: WaitingLookup, now: float) -> bool:
         """Take over a lookup. Returns whether it waits. If not, `lookup.why` may have the reason.
 
         In either case the daemon answers the lookup, and then unpins what it held.
         """
-        is_readable = any(tier.may_read(now) for tier in self._tiers)
-        if not is_readable or len(self.lookups) >= WAITING_MAX:
-            kind = ShortfallKind.CROWDED if is_readable else ShortfallKind.TIERS_AWAY
-            lookup.shortfalls.append(Shortfall(kind, {}))
-            self._count_shortfalls(lookup)
-            return False
-        self._step(lookup, self._facts(now))
-        if lookup.is_complete:
-            self._advance(lookup, LookupEvent.COMPLETED)
-            self._count_shortfalls(lookup)
-            return False
-        self.lookups[lookup.request.key] = lookup
-        return True
+        self._now = now
+        if not self._readable_tiers():
+            lookup.add_shortfall(ShortfallKind.TIERS_AWAY)
+        elif len(self.lookups) >= WAITING_MAX:
+            lookup.add_shortfall(ShortfallKind.CROWDED)
+        else:
+            lookup.steps = self._story(lookup)
+            if self._goes_on(lookup):
+                self.lookups[lookup.request.key] = lookup
+                return True
+        self._count_shortfalls(lookup)
+        return False
 
     def is_waiting(self, connection_id: int, lease: int) -> bool:
         """Returns whether the lookup with that lease waits."""
@@ -118,70 +202,28 @@ class Promotion:
         for key in keys:
             lookup = self.lookups.get(key)
             if lookup is not None and key.connection_id == connection_id:
-                self._leave(lookup, LookupEvent.CANCELLED)
+                self._leave(lookup)
                 self._store.unpin(lookup.held)
                 cancelled.append(lookup)
         return cancelled
 
-    def on_find_done(self, job: TierJob, outcome: JobOutcome) -> None:
-        """A tier has said which of the objects that it was asked about it has."""
-        lookup, places = self.questions.pop(job)
-        lookup.finds -= 1
-        self._advance(lookup, LookupEvent.FIND_DONE)
-        tier = self._tiers[job.tier]
-        if outcome.error is not None:
-            facts = {"tier": tier.name, "error": str(outcome.error)}
-            lookup.shortfalls.append(Shortfall(ShortfallKind.FAILED, facts))
-        for place, is_there in zip(places, outcome.found, strict=False):
-            if is_there:
-                lookup.search.located.setdefault(place, tier)
-
-    def on_read_done(self, job: TierJob, outcome: JobOutcome, now: float) -> list[Slot]:
-        """A tier has read objects, or failed to. Returns the new objects of the index."""
-        tier = self._tiers[job.tier]
-        waiting: set[WaitingLookup] = set()
-        stored: list[Slot] = []
-        for at, item in enumerate(job.items):
-            read = self.reads.pop(item.key)
-            self.reading_bytes[tier] -= read.slot.size_bytes
-            error, slot = outcome.error or outcome.errors[at], None
-            if error is None:
-                tier.suspects.discard(item.key)
-                slot = self._enter(read, outcome.tenants[at])
-                if slot is read.slot:
-                    stored.append(slot)
-            else:
-                self._store.free_slot(read.slot)
-                if isinstance(error, DamagedError):
-                    self._on_damaged(tier, item, read.waiters)
-            result = ReadResult(tier, slot, error)
-            for waiter in read.waiters:
-                waiting.add(waiter.lookup)
-                self._on_object_read(waiter, result, now)
-        if all(lookup.is_ended for lookup in waiting) and outcome.error is None:
-            # It comes too late for any lookup, but now the tier's speed is known.
-            tier.speed = tier.speed.measured(job.size_bytes, now - job.submitted_at, now)
-        return stored
-
     def tick(self, now: float) -> list[WaitingLookup]:
-        """Go on where an object came, or there is room or a thread. Returns the ended lookups."""
+        """Take each lookup as far as it comes. Returns the lookups that have ended."""
+        self._now = now
         ended = []
         for lookup in list(self.lookups.values()):
-            is_complete = lookup.is_complete
-            if lookup.request.deadline <= now and not is_complete:
+            if lookup.request.deadline <= now and not lookup.is_complete:
                 kind = ShortfallKind.NOT_READ_IN_TIME
                 if any(lookup in turns for turns in self.turns.values()):
                     kind = ShortfallKind.NOT_FOUND_IN_TIME
-                lookup.shortfalls.append(Shortfall(kind, {}))
-                ended.append(self._end(lookup, LookupEvent.OVERDUE, now))
+                lookup.add_shortfall(kind)
+                ended.append(self._end(lookup))
         for tier in self._tiers:
-            self._take_turns(tier, now)
-            self._discard_damaged(tier, now)
-        facts = self._facts(now)
+            self._take_turns(tier)
+            self.reads.discard_damaged(tier, now)
         for lookup in list(self.lookups.values()):
-            facts = self._step(lookup, facts)
-            if lookup.is_complete:
-                ended.append(self._end(lookup, LookupEvent.COMPLETED, now))
+            if not self._goes_on(lookup):
+                ended.append(self._end(lookup))
         return ended
 
     def wakes_at(self) -> float:
@@ -189,84 +231,154 @@ class Promotion:
         deadlines = (lookup.request.deadline for lookup in self.lookups.values())
         return min(deadlines, default=float("inf"))
 
-    # Actions
-
-    def _step(self, lookup: WaitingLookup, facts: LookupFacts) -> LookupFacts:
-        """Do what the lookup decides, until it waits for more or is complete.
-
-        Returns the facts as they are afterwards.
-        """
-        is_going_on = True
-        while is_going_on and (actions := lookup.next_actions(facts)):
-            for action in actions:
-                is_going_on = self._perform(lookup, action, facts.now)
-            facts = self._facts(facts.now)
-        return facts
-
-    def _facts(self, now: float) -> LookupFacts:
-        """Returns what lookups need to know of RAM, tiers and reads."""
-        share_bytes = len(self._store) // READING_SHARE
-        # Slots that are being read into become objects, of any prompt.
-        reading_bytes = sum(self.reading_bytes.values())
-        room_bytes = len(self._store) - self._store.writing_bytes + reading_bytes
-        tiers = {
-            tier: TierFacts(
-                is_readable=tier.may_read(now),
-                is_hung=tier.is_hung,
-                has_thread=tier.has_thread(JobKind.READ),
-                job_bytes=tier.job_bytes(JobKind.READ, now),
-                reading_bytes=self.reading_bytes[tier],
-            )
-            for tier in self._tiers
-        }
-        return LookupFacts(now, tiers, self.reads, room_bytes, share_bytes)
-
-    def _perform(self, lookup: WaitingLookup, action: LookupAction, now: float) -> bool:
-        """Do one action. Returns False where a read has no slot and one may come later."""
-        match action:
-            case Ask(tiers):
-                for tier in tiers:
-                    self.turns[tier][lookup] = None
-                    lookup.finds += 1
-                    self._take_turns(tier, now)
-            case Hold(slots, unpinned):
-                self._store.hold(slots)
-                self._store.unpin(unpinned)
-            case Join(needs):
-                for need in needs:
-                    self.reads[need.key].waiters.append(ReadWaiter(lookup, need))
-            case Read(tier, needs):
-                items: list[JobItem] = []
-                for need in needs:
-                    record = need.record
-                    slot = next(iter(self._store.grant(record.shape, 1)), None)
-                    if slot is None:
-                        break
-                    self.reads[need.key] = ObjectRead(tier, slot, [ReadWaiter(lookup, need)])
-                    items.append(JobItem(record._replace(seed=slot.generation), slot))
-                    self.reading_bytes[tier] += record.size_bytes
-                    lookup.begun_bytes[tier] += record.size_bytes
-                    lookup.reads += 1
-                    lookup.needs.popleft()
-                if items:
-                    tier.submit_job(TierJob(JobKind.READ, tier.number, items), now)
-                    return True
-                # A slot may come, or else a shorter hit has room.
-                lookup.is_cramped = not (self._store.is_growing or lookup.reads)
-                return lookup.is_cramped
+    def _goes_on(self, lookup: WaitingLookup) -> bool:
+        """Take a lookup as far as it comes. Returns False if its story has ended."""
+        wait = next(lookup.steps, None)
+        if wait is None:
+            return False
+        if not lookup.story or lookup.story[-1] is not wait:
+            lookup.story.append(wait)
         return True
 
-    # Finding
+    def _leave(self, lookup: WaitingLookup) -> None:
+        """Let the lookup wait no more. What is being read for it goes on."""
+        lookup.steps.close()
+        del self.lookups[lookup.request.key]
+        for turns in self.turns.values():
+            turns.pop(lookup, None)
+        lookup.needs.clear()
+        self._count_shortfalls(lookup)
 
-    def _take_turns(self, tier: TierState, now: float) -> None:
+    def _end(self, lookup: WaitingLookup) -> WaitingLookup:
+        """End the lookup, and measure the tiers that were read for it. Returns the lookup."""
+        self._leave(lookup)
+        for tier, begun in lookup.begun_bytes.items():
+            read = lookup.read_bytes[tier]
+            if read or lookup.reads:
+                # Where nothing came in time, the tier is only known to be slower than that.
+                seconds = self._now - lookup.chosen_at
+                tier.speed = tier.speed.measured(read or begun / 2, seconds, self._now)
+        return lookup
+
+    def _count_shortfalls(self, lookup: WaitingLookup) -> None:
+        """Count each kind of reason for which the lookup gets less than the tiers have."""
+        for kind in {shortfall.kind for shortfall in lookup.shortfalls}:
+            self.counters[kind.counter] += 1
+
+    # The story of a lookup
+
+    def _story(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
+        """Find what tiers have, choose what is worth reading, and read it."""
+        yield from self._find(lookup)
+        lookup.chosen_at = self._now
+        room_bytes = self.reads.room_bytes
+        while self._choose(lookup, room_bytes):
+            has_room = yield from self._read(lookup)
+            if has_room:
+                return
+            # A shorter hit has room in that of what is held. What only the longer one needs may be
+            # evicted from now on.
+            room_bytes = sum(slot.size_bytes for slot in set(lookup.held))
+
+    def _find(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
+        """Ask the tiers that cannot say at once which objects they have, round by round."""
+        search = lookup.search
+        while search.next_round(tiers := self._readable_tiers()):
+            if not tiers:
+                lookup.add_shortfall(ShortfallKind.TIERS_AWAY)
+                return
+            if not lookup.held:
+                self._hold(lookup, search.resident_slots(()))
+            for tier in tiers:
+                self.turns[tier][lookup] = None
+                lookup.finds += 1
+                self._take_turns(tier)
+            while lookup.finds:
+                yield Wait.ANSWERS
+
+    def _choose(self, lookup: WaitingLookup, room_bytes: int) -> bool:
+        """Choose the hits that are read into `room_bytes`. Returns whether there is anything new.
+
+        What RAM has of them, and of the hit that RAM had, is held.
+        """
+        request, search = lookup.request, lookup.search
+        objects = search.present_objects(self._now)
+        hits, shortfalls = choose_load(
+            loadable_hits(objects, room_bytes),
+            resident=objects.resident,
+            longest=objects.longest,
+            token_seconds=request.token_seconds,
+            patience_seconds=request.deadline - self._now,
+        )
+        lookup.shortfalls += shortfalls
+        # The same hit again has no room although it seems to fit, because objects without a slot
+        # counted. Choosing it once more would never end.
+        is_new = hits != lookup.hits
+        lookup.hits = hits
+        lookup.needs = deque(search.needed_objects(hits))
+        self._hold(lookup, search.resident_slots(hits))
+        return is_new
+
+    def _hold(self, lookup: WaitingLookup, slots: list[Slot]) -> None:
+        """Pin these objects until the lookup is answered, instead of those that were pinned."""
+        unpinned, lookup.held = lookup.held, slots
+        self._store.hold(slots)
+        self._store.unpin(unpinned)
+
+    def _read(self, lookup: WaitingLookup) -> Generator[Wait, None, bool]:
+        """Read what is needed. Returns False if an object has no slot, and none is on its way."""
+        while wait := self._begin_reads(lookup):
+            if wait is Wait.SLOT and not (lookup.reads or self._store.is_growing):
+                return False
+            yield wait
+        return True
+
+    def _begin_reads(self, lookup: WaitingLookup) -> Wait | None:
+        """Begin to read what is needed, prefix first, as far as that is possible now.
+
+        Returns what the lookup waits for then. None = nothing more can come.
+        """
+        request, needs = lookup.request, lookup.needs
+        while needs:
+            need = needs[0]
+            slot, running = request.slot_of(need.place), self.reads.running.get(need.key)
+            tier = need.tier if running is None else running.need.tier
+            if slot is not None:
+                self._store.hold((slot,))
+                lookup.held.append(slot)
+                needs.popleft()
+            elif tier.is_hung or not (running or tier.may_read(self._now)):
+                lookup.add_shortfall(ShortfallKind.SILENT, tier=tier.name)
+                needs.clear()
+            elif running is not None:
+                self.waiters[need.key].append(ReadWaiter(lookup, needs.popleft()))
+                lookup.reads += 1
+            elif self.reads.is_busy(tier, need.record.size_bytes):
+                return Wait.TIER
+            else:
+                begun = self.reads.begin_job(needs, self._now)
+                if not begun:
+                    return Wait.SLOT
+                for need in [needs.popleft() for _ in range(begun)]:
+                    self.waiters[need.key] = [ReadWaiter(lookup, need)]
+                    lookup.begun_bytes[tier] += need.record.size_bytes
+                lookup.reads += begun
+        return Wait.OBJECTS if lookup.reads else None
+
+    # What comes from tiers
+
+    def _readable_tiers(self) -> list[TierState]:
+        return [tier for tier in self._tiers if tier.may_read(self._now)]
+
+    def _take_turns(self, tier: TierState) -> None:
         """Ask the tier about lookups in turn while it has threads. Give up all if it is ill."""
         turns = self.turns[tier]
-        while turns and (tier.has_thread(JobKind.FIND) or not tier.may_read(now)):
+        while turns and (tier.has_thread(JobKind.FIND) or not tier.may_read(self._now)):
             lookup = next(iter(turns))
             del turns[lookup]
             lookup.finds -= 1
-            if not tier.may_read(now):
-                lookup.shortfalls.append(Shortfall(ShortfallKind.SILENT, {"tier": tier.name}))
+            if not tier.may_read(self._now):
+                lookup.add_shortfall(ShortfallKind.SILENT, tier=tier.name)
                 continue
             items: dict[ObjectPlace, JobItem] = {}
             for place in lookup.search.asked:
@@ -280,98 +392,112 @@ class Promotion:
                 job = TierJob(JobKind.FIND, tier.number, list(items.values()))
                 self.questions[job] = TierQuestion(lookup, list(items))
                 lookup.finds += 1
-                tier.submit_job(job, now)
+                tier.submit_job(job, self._now)
 
-    # Reading
+    def on_find_done(self, job: TierJob, outcome: JobOutcome) -> None:
+        """A tier has said which of the objects that it was asked about it has."""
+        lookup, places = self.questions.pop(job)
+        lookup.finds -= 1
+        tier = self._tiers[job.tier]
+        if outcome.error is not None:
+            lookup.add_shortfall(ShortfallKind.FAILED, tier=tier.name, error=str(outcome.error))
+        for place, is_there in zip(places, outcome.found, strict=False):
+            if is_there:
+                lookup.search.located.setdefault(place, tier)
 
-    def _enter(self, read: ObjectRead, tenant: int) -> Slot | None:
-        """Make an object of the slot that was read into. Returns the slot that has the object."""
-        (lookup, need), slot = read.waiters[0], read.slot
-        request, place = lookup.request, need.place
-        if not request.namespace.is_current:
-            self._store.free_slot(slot)
-            return None
-        chunk_hash = need.record.name.chunk_hash
-        parent = request.hash_of(request.chunk_of(place.position) - 1)
-        new = NewObject(place.group_index, chunk_hash, parent, tenant=tenant)
-        if not self._store.commit(slot, request.namespace, new):
-            return request.slot_of(place)
-        slot.in_tiers |= read.tier.bit
-        return slot
+    def on_read_done(self, job: TierJob, outcome: JobOutcome, now: float) -> list[Slot]:
+        """A tier has read objects, or failed to. Returns the new objects of the index."""
+        self._now = now
+        tier = self._tiers[job.tier]
+        is_awaited = False
+        stored: list[Slot] = []
+        for at, item in enumerate(job.items):
+            error = outcome.error or outcome.errors[at]
+            slot = self.reads.end_read(item, error, 0 if error else outcome.tenants[at])
+            if slot is not None and slot is item.slot:
+                stored.append(slot)
+            for waiter in self.waiters.pop(item.key):
+                lookup = waiter.lookup
+                lookup.reads -= 1
+                if self.lookups.get(lookup.request.key) is lookup:
+                    is_awaited = True
+                    self._on_object_read(waiter, tier, slot, error)
+        if not is_awaited and outcome.error is None:
+            # It comes too late for any lookup, but now the tier's speed is known.
+            tier.speed = tier.speed.measured(job.size_bytes, now - job.submitted_at, now)
+        return stored
 
-    def _on_object_read(self, waiter: ReadWaiter, result: ReadResult, now: float) -> None:
-        """An object that a lookup waits for has been read, or not."""
+    def _on_object_read(
+        self, waiter: ReadWaiter, tier: TierState, slot: Slot | None, error: TierError | None
+    ) -> None:
+        """An object that a lookup waits for has been read into a slot, or not."""
         lookup, need = waiter
-        lookup.reads -= 1
-        self._advance(lookup, LookupEvent.READ_DONE)
-        if lookup.is_ended:
-            return
-        tier, slot, error = result
         if slot is not None:
             self._store.hold((slot,))
             lookup.held.append(slot)
             lookup.read_bytes[tier] += slot.size_bytes
             lookup.origins.setdefault(lookup.request.chunk_of(need.place.position), tier.name)
             return
+        if isinstance(error, DamagedError):
+            # Damage comes in regions, and the lookup ends with the first record that has any. What
+            # was to be read next is replaced as well.
+            tier.suspect(need.record.name.key for need in lookup.needs if need.tier is tier)
         # A faster tier did not have it when the object was located.
         slower = self._tiers[tier.number + 1 :] if error is not None else ()
         for next_tier in slower:
-            if next_tier.may_read(now) and next_tier.peek(need.record.name.key):
+            if next_tier.may_read(self._now) and next_tier.peek(need.key):
                 lookup.needs.appendleft(need._replace(tier=next_tier))
                 return
         lookup.needs.clear()
-        facts = {"tier": tier.name, "error": str(error or "no room")}
-        lookup.shortfalls.append(Shortfall(ShortfallKind.FAILED, facts))
+        lookup.add_shortfall(ShortfallKind.FAILED, tier=tier.name, error=str(error or "no room"))
 
-    def _on_damaged(self, tier: TierState, item: JobItem, waiters: Sequence[ReadWaiter]) -> None:
-        """A record is damaged: put it into quarantine, and replace those that were to be read next.
 
-        Damage comes in regions, and each lookup ends with the first damaged record that it finds.
-        """
-        damaged = self.damaged[tier]
-        if len(damaged) < DAMAGED_MAX:
-            damaged.append(item._replace(slot=None))
-        else:
-            tier.counters["damage_left"] += 1
-        tier.suspect((item.key,))
-        for lookup, _ in waiters:
-            tier.suspect(need.record.name.key for need in lookup.needs if need.tier is tier)
+def choose_load(
+    loadable: Sequence[LoadableHit],
+    resident: PromptHit,
+    longest: PromptHit,
+    token_seconds: float,
+    patience_seconds: float,
+) -> tuple[Sequence[PromptHit], list[Shortfall]]:
+    """Returns the hits that are read, ascending, and why they are not more.
 
-    def _discard_damaged(self, tier: TierState, now: float) -> None:
-        """Put damaged records into quarantine where there is a thread for it."""
-        damaged = self.damaged[tier]
-        if damaged and tier.has_thread(JobKind.DISCARD):
-            items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
-            tier.submit_job(TierJob(JobKind.DISCARD, tier.number, items), now)
+    They are the best of the loadable hits, after one that comes earlier. Empty = nothing is read.
+    `resident` is the hit that RAM alone has, `longest` that of RAM and tiers. The times are as in
+    `best_load`.
+    """
+    by_tokens = {hit.tokens: hit for hit in loadable}
+    fits = max(by_tokens, default=resident.tokens)
+    seconds = {tokens: hit.read_seconds for tokens, hit in by_tokens.items()}
+    best = best_load(resident.tokens, seconds, token_seconds, patience_seconds)
+    shortfalls: list[Shortfall] = []
+    if fits < longest.tokens:
+        room_facts = {"fits": fits, "tokens": longest.tokens}
+        shortfalls.append(Shortfall(ShortfallKind.NO_ROOM, room_facts))
+    if best < fits:
+        time_facts = {
+            "tokens": fits,
+            "read_seconds": seconds[fits],
+            "compute_seconds": (fits - resident.tokens) * token_seconds,
+        }
+        shortfalls.append(Shortfall(ShortfallKind.SLOWER, time_facts))
+    hits = by_tokens[best].hits if best > resident.tokens else ()
+    return hits, shortfalls
 
-    # States
 
-    def _advance(self, lookup: WaitingLookup, event: LookupEvent) -> None:
-        """Take the lookup to its next state. Count an event that its state does not have."""
-        if not lookup.transition(event):
-            self.counters["lookup_events_ignored", f"{lookup.state}_{event}"] += 1
+def best_load(
+    resident: int, read_seconds: Mapping[int, float], token_seconds: float, patience_seconds: float
+) -> int:
+    """Returns the hit, in tokens, with which a prompt is ready first.
 
-    def _count_shortfalls(self, lookup: WaitingLookup) -> None:
-        """Count each kind of reason for which the lookup gets less than the tiers have."""
-        for kind in {shortfall.kind for shortfall in lookup.shortfalls}:
-            self.counters[kind.counter] += 1
-
-    def _leave(self, lookup: WaitingLookup, event: LookupEvent) -> None:
-        """Let the lookup wait no more. What is being read for it goes on."""
-        self._advance(lookup, event)
-        del self.lookups[lookup.request.key]
-        for turns in self.turns.values():
-            turns.pop(lookup, None)
-        lookup.needs.clear()
-        self._count_shortfalls(lookup)
-
-    def _end(self, lookup: WaitingLookup, event: LookupEvent, now: float) -> WaitingLookup:
-        """End the lookup, and measure the tiers that were read for it. Returns the lookup."""
-        self._leave(lookup, event)
-        for tier, begun in lookup.begun_bytes.items():
-            read = lookup.read_bytes[tier]
-            if read or lookup.reads:
-                # Where nothing came in time, the tier is only known to be slower than that.
-                seconds = now - lookup.planned_at
-                tier.speed = tier.speed.measured(read or begun / 2, seconds, now)
-        return lookup
+    `resident` is the hit that needs no reading. `read_seconds` has the others, and the seconds of
+    reading each. `token_seconds` is the time of computing a token, 0 = not known: the largest hit
+    is best. Reading that would outlast `patience_seconds` is not begun.
+    """
+    best, gain = resident, 0.0
+    for tokens, read in sorted(read_seconds.items(), reverse=True):
+        if tokens > resident:
+            compute = (tokens - resident) * token_seconds
+            saved = compute - read if token_seconds else float(tokens)
+            if read <= patience_seconds and saved > gain:
+                best, gain = tokens, saved
+    return best

@@ -18,7 +18,7 @@ from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 CHUNKS_MAX = 1 << 16
 """The most chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -438,8 +438,8 @@ class Found(_Numbered, frozen=True, tag="found"):
     audit: AuditOffer | None = None
     """The objects that a live audit may compare. None without an `audit_lease`, or without any."""
     junctions: Annotated[list[Count], Meta(max_length=JUNCTIONS_MAX)] = []
-    """The chunks, ascending, after which the prompt parts from others, and a state is missing
-    (`core.junctions`). Objects that a tier below RAM has count."""
+    """The chunks, ascending, after which the prompt parts from others, and a state or a window is
+    missing (`core.junctions`). Objects that a tier below RAM has count."""
 
 
 class Pending(_Numbered, frozen=True, tag="pending"):

@@ -28,6 +28,14 @@ def tracked_request(*junctions: int, own: int = 0) -> TrackedRequest:
     return tracked
 
 
+def test_where_windows_are_kept_the_engine_is_asked_for_nothing() -> None:
+    """It has the windows at every boundary. Other versions of vLLM lack the field."""
+    tracked, junctions = tracked_request(2, own=7), Junctions(LAYOUTS["gemma3"])
+    junctions.on_offer(tracked, 0, Speed(), Speed())
+    junctions.move_wishes({"asked": CHUNK}, {"asked": tracked})
+    assert tracked.request.shared_prefix_boundary == 7
+
+
 def wishes(tracked: TrackedRequest, step: int, steps: int, start: int = 0) -> list[int]:
     """The engine's field before each of `steps` steps of `step` tokens."""
     junctions, request = Junctions(GEOMETRY), tracked.request

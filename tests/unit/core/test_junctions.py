@@ -16,7 +16,7 @@ PROMPT = b"".join(NAMES)
 
 
 @given(st.sampled_from(sorted(LAYOUTS)), st.integers(0, 9), st.data())
-def test_a_junction_is_the_deepest_hit_for_which_states_alone_are_missing(
+def test_a_junction_is_the_deepest_hit_for_which_states_or_windows_are_missing(
     name: str, chunks: int, data: st.DataObject
 ) -> None:
     geometry = LAYOUTS[name]
@@ -24,11 +24,11 @@ def test_a_junction_is_the_deepest_hit_for_which_states_alone_are_missing(
     masks = [
         bytes(data.draw(st.lists(bit, min_size=chunks, max_size=chunks))) for _ in geometry.groups
     ]
-    states = [group.kind is GroupKind.RECURRENT for group in geometry.groups]
-    pairs = zip(masks, states, strict=True)
-    with_states = [bytes([1] * chunks) if is_state else mask for mask, is_state in pairs]
-    deepest = brute_force_hit(geometry, with_states, chunks)
-    is_known = any(states) and not all(states)
+    full = [group.kind is GroupKind.FULL for group in geometry.groups]
+    pairs = zip(masks, full, strict=True)
+    with_others = [mask if is_full else bytes([1] * chunks) for mask, is_full in pairs]
+    deepest = brute_force_hit(geometry, with_others, chunks)
+    is_known = any(full) and not all(full)
     is_deeper = is_known and deepest > brute_force_hit(geometry, masks, chunks)
     assert junction(geometry, masks, chunks) == (deepest if is_deeper else 0)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.junctions import JUNCTIONS_MAX
+from hybridkv.core.policies import EvictionClass
 from hybridkv.wire.messages import Clear, Found
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import engine
@@ -93,8 +94,20 @@ def test_a_prompt_is_asked_for_a_few_states_where_others_parted_most_often() -> 
     assert 1 not in found.junctions, "prompts parted there once, and twice elsewhere"
 
 
-@pytest.mark.parametrize("layout", ["qwen3", "gemma3", "mistral_swa"])
-def test_models_without_states_have_no_junctions(layout: str) -> None:
+@pytest.mark.parametrize("layout", ["gemma3", "deepseekv4", "llama4"])
+def test_prompts_part_where_windows_inside_an_earlier_one_went_first(layout: str) -> None:
+    geometry = LAYOUTS[layout]
+    node = node_of(layout=layout)
+    node.store(geometry, [*range(1, 11)], eviction_class=None, states=())
+    for slot in [*node.daemon.sessions.stored_slots()]:
+        if slot.eviction_class is EvictionClass.UNLIKELY:
+            node.daemon.store.drop(slot)
+    found = ask(node, 1, 2, 3, 98, 99)
+    assert (found.chunks, found.junctions) == (0, [3])
+
+
+@pytest.mark.parametrize("layout", ["qwen3", "mistral_swa"])
+def test_models_of_one_kind_of_group_have_no_junctions(layout: str) -> None:
     node = node_of(layout=layout)
     geometry = LAYOUTS[layout]
     node.store(geometry, [1, 2, 3, 4, 5], states=[])

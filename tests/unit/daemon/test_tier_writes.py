@@ -222,6 +222,55 @@ def test_an_answer_is_written_once_it_is_read_or_goes(tmp_path: Path, way: str) 
         node.prove(FULL, found, [1, 2])
 
 
+def test_windows_inside_a_prompt_are_written_once_a_hit_reads_them(tmp_path: Path) -> None:
+    """Before that a hit of what the tier has is shorter there. What was left out is counted."""
+    geometry, numbers = LAYOUTS["gemma3"], [*range(1, 13)]
+    parted = [*numbers[:6], 90, 91]
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, geometry)
+    node.store(geometry, numbers, eviction_class=None, states=())
+    node.work()
+    slots = [*node.daemon.sessions.stored_slots()]
+    unlikely = [slot for slot in slots if slot.eviction_class is EvictionClass.UNLIKELY]
+    assert len(unlikely) == 2 * 9, "the windows of three chunks are for the prompt's end"
+    left_out = sum(slot.size_bytes for slot in unlikely)
+    assert node.daemon.tiers[0].counters["bytes_left_out"] == left_out
+
+    def elsewhere(prompt: list[int]) -> Found:
+        other = Node(f"disk://{tmp_path}?bytes=64MiB", name="other")
+        engine(other.daemon, 1, geometry)
+        found = read_again(other, *prompt)
+        other.prove(geometry, found, prompt)
+        return found
+
+    assert elsewhere([*numbers, 90]).chunks == len(numbers)
+    found = elsewhere(parted)
+    assert (found.chunks, found.junctions) == (0, [6])
+    assert read_again(node, *parted).chunks == 6, "RAM has them"
+    node.tick()
+    node.work()
+    found = elsewhere(parted)
+    assert (found.chunks, found.junctions) == (6, [])
+
+
+def test_windows_inside_a_prompt_are_not_written_before_they_go(tmp_path: Path) -> None:
+    geometry, numbers = LAYOUTS["gemma3"], [*range(1, 13)]
+    node = Node(f"disk://{tmp_path}?bytes=64MiB&write=back")
+    engine(node.daemon, 1, geometry)
+    node.store(geometry, numbers, eviction_class=None, states=())
+    slots = [*node.daemon.sessions.stored_slots()]
+    unlikely = [slot for slot in slots if slot.eviction_class is EvictionClass.UNLIKELY]
+    keys = {record_of(slot).name.key for slot in slots} - (
+        left_out := {record_of(slot).name.key for slot in unlikely}
+    )
+    for first in range(100, 200, 2):
+        node.store_if_room(geometry, [first, first + 1])
+    tier = node.daemon.tiers[0]
+    assert not any(slot.entry for slot in unlikely)
+    assert not any(tier.peek(key) for key in left_out)
+    assert all(tier.peek(key) for key in keys)
+
+
 def test_an_hourly_bound_spares_what_nobody_reads_twice(tmp_path: Path) -> None:
     node = Node(f"disk://{tmp_path}?bytes=64MiB&hourly=1MiB", arena=4 << 20)
     engine(node.daemon, 1, FULL)

@@ -230,6 +230,19 @@ def test_two_that_want_the_same_read_it_once(tmp_path: Path) -> None:
     )
 
 
+def test_a_chunk_that_a_prompt_has_twice_is_read_once(tmp_path: Path) -> None:
+    """No engine asks so, but any client may."""
+    node = stored(tmp_path, [1, 2, 3])
+    assert isinstance(node.ask(1, 1, 2), Pending)
+    node.work()
+    found = node.answer()
+    assert found.chunks == 3
+    node.prove(FULL, found, [1, 1, 2])
+    node.daemon.handle(1, Release(7), node.now)
+    assert all(not slot.pins for slot in node.daemon.store.slots.values())
+    assert node.daemon.view.metric_values().named()["bytes_writing"] == 0
+
+
 def damage(path: Path, how: str) -> None:
     raw = bytearray(path.read_bytes())
     match how:
@@ -284,7 +297,7 @@ def test_a_damaged_region_costs_one_visit(tmp_path: Path, monkeypatch: pytest.Mo
     stored(tmp_path, prompt)
     for path in tmp_path.glob("objects/*/??/*"):
         damage(path, "flip")
-    monkeypatch.setattr("hybridkv.tiers.waiting_lookup.JOB_ITEMS_MAX", 1)
+    monkeypatch.setattr("hybridkv.tiers.object_reads.JOB_ITEMS_MAX", 1)
     node = stored(tmp_path, [])
     assert isinstance(node.ask(*prompt), Pending)
     node.work()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybridkv.core.coverage import part_bytes
+from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.packed import pack_u64
 from hybridkv.core.policies import EvictionClass
@@ -85,15 +86,17 @@ class Node:
         geometry: Geometry,
         numbers: list[int],
         connection: int = 1,
-        eviction_class: EvictionClass = EvictionClass.PROMPT,
+        eviction_class: EvictionClass | None = EvictionClass.PROMPT,
         states: Sequence[int] | None = None,
     ) -> None:
         """Store whole chunks of a prompt, with bytes that their names tell.
 
         With `states`, the engine has recurrent states after these chunks alone, and says which
-        chunk comes before another, so that prefixes are evicted last.
+        chunk comes before another, so that prefixes are evicted last. Without an eviction class,
+        each object has its own, as of a prompt of these chunks alone.
         """
         for index, group in enumerate(geometry.groups):
+            classes = eviction_classes(geometry, group, range(len(numbers)), len(numbers))
             is_state = group.kind is GroupKind.RECURRENT
             for chunk, number in enumerate(numbers):
                 size = part_bytes(geometry, group, chunk)
@@ -108,7 +111,9 @@ class Node:
                         groups=pack_u64([index]),
                         hashes=hashes(number),
                         parents=parents,
-                        classes=bytes([eviction_class]),
+                        classes=bytes(
+                            [classes[chunk] if eviction_class is None else eviction_class]
+                        ),
                     )
                     self.daemon.handle(connection, new)
         self.tick()

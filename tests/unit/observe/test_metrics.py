@@ -23,7 +23,7 @@ from hybridkv.observe import catalog
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import WebPages
 from hybridkv.tiers.health import ERROR_COUNTERS, MOVE_COUNTERS
-from hybridkv.tiers.load_or_compute import ShortfallKind
+from hybridkv.tiers.promotion import ShortfallKind
 from hybridkv.wire.messages import (
     Clear,
     Hello,

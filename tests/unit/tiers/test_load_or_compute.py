@@ -1,6 +1,7 @@
 """Load or compute, against a search over all hits, and why it is not more."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -8,13 +9,7 @@ from hypothesis import strategies as st
 
 from hybridkv.core.coverage import LoadableHit, PromptHit
 from hybridkv.core.speed import DOUBLING_SECONDS, MEASURED_SECONDS_MIN, Speed
-from hybridkv.tiers.load_or_compute import (
-    LoadChoice,
-    Shortfall,
-    ShortfallKind,
-    best_load,
-    choose_load,
-)
+from hybridkv.tiers.promotion import Shortfall, ShortfallKind, best_load, choose_load
 
 BIG = 1e9
 TIMES = st.sampled_from((0.0, 0.001, 0.5, 1.0, 3.0)) | st.floats(0, 10)
@@ -124,7 +119,9 @@ def hit_of(tokens: int) -> PromptHit:
     return PromptHit(tokens // 10, 0, tokens, (0,))
 
 
-def choice(longest: int, *loadable: LoadableHit, token_seconds: float = 1.0) -> LoadChoice:
+def choice(
+    longest: int, *loadable: LoadableHit, token_seconds: float = 1.0
+) -> tuple[Sequence[PromptHit], list[Shortfall]]:
     """What is chosen where RAM has 10 tokens and reading may take 100 s."""
     return choose_load(
         loadable,
@@ -160,8 +157,8 @@ def test_what_is_slower_than_computing_is_named_with_both_times() -> None:
     assert choice(40, whole) == ((), [slower])
     assert choice(40, half, whole) == ((hit_of(20),), [slower])
     assert choice(40, half, whole, token_seconds=0.0) == ((hit_of(40),), [])
-    crowded = choice(60, half, whole)
-    assert [shortfall.kind for shortfall in crowded.shortfalls] == [
+    _, shortfalls = choice(60, half, whole)
+    assert [shortfall.kind for shortfall in shortfalls] == [
         ShortfallKind.NO_ROOM,
         ShortfallKind.SLOWER,
     ]

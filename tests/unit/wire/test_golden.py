@@ -468,7 +468,7 @@ REPLIES = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 10, "another version has other examples"
+    assert PROTOCOL_VERSION == 11, "another version has other examples"
 
 
 @pytest.mark.parametrize(

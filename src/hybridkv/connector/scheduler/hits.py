@@ -494,9 +494,7 @@ class LoadPlanner:
             self.requests.decline(tracked, Decline.LOAD_FAILED)
             self.requests.end_lease(tracked, now, has_failed=True)
             # The engine computes all of it now, and it is stored again although it was found.
-            tracked.lookup.found = None
-            tracked.next_chunk = [0] * len(self.requests.geometry.groups)
-            tracked.stored_states.clear()
+            tracked.forget_stored()
             self.requests.advance(tracked, RequestEvent.FAILED, now)
             return
         geometry, counters = self.requests.geometry, self.requests.counters

@@ -35,7 +35,7 @@ class Junctions:
         The speeds are those of computing, in tokens, and of loads, in bytes.
         """
         answer, request = tracked.lookup.answer, tracked.request
-        if answer is None or not answer.junctions:
+        if answer is None or not answer.junctions or not self._state_bytes:
             return
         cost = tokens_of_cost(self._state_bytes, prefill, loading)
         ours = [chunks * self._chunk_tokens for chunks in answer.junctions]

@@ -220,6 +220,13 @@ class TrackedRequest:
         """True while the request waits for its lookup, or for blocks for the hit that was found."""
         return self.state is RequestState.PREFETCHING
 
+    def forget_stored(self) -> None:
+        """Let everything of the request be stored again, as if nothing of it were there."""
+        self.lookup.found = None
+        self.next_chunk = [0] * len(self.next_chunk)
+        self.stored_states.clear()
+        self.stored_tail = 0
+
     def has_hashes(self) -> bool:
         """Return True if the chunks have hashes.
 

@@ -418,9 +418,7 @@ class SchedulerRole:
         self.audits.on_new_identity(now)
         self.events.update(KVEventPublisher.withdraw_all)
         for tracked in [*self.requests.by_id.values()]:
-            tracked.next_chunk = [0] * len(self.geometry.groups)
-            tracked.stored_states.clear()
-            tracked.lookup.found = None
+            tracked.forget_stored()
             if tracked.state is requests.RequestState.OUTRUN:
                 self.requests.advance(tracked, requests.RequestEvent.SETTLED, now)
             if tracked.is_prefetching:

@@ -23,7 +23,8 @@ from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.requests import StoredState, TrackedRequest, hit_chunks_max
 from hybridkv.connector.scheduler.staging import StagingCredits
 from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan, storable_spans
-from hybridkv.core.coverage import SlotShape, needed_chunks, slot_shapes
+from hybridkv.core.coverage import SlotShape, slot_shapes
+from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
@@ -319,26 +320,20 @@ class StorePlanner:
             )
 
     def _eviction_classes(self, storing: StoreRun) -> bytes:
-        """Return the EvictionClass of each object of a run, a byte each::
-
-            | interior | prompt | generated |
-
-        Interior objects are needed by shorter hits only. Neither a hit at the prompt's end needs
-        them, nor a hit that ends one chunk before that.
-        """
+        """Return the EvictionClass of each object of a run, a byte each."""
         geometry, objects, span = self._geometry, storing.run.objects, storing.run.span
-        prompt_tokens = storing.tracked.request.num_prompt_tokens
-        prompt_chunks = geometry.whole_chunks(prompt_tokens)
-        group = geometry.groups[span.group_index]
-        needed = needed_chunks(geometry, group, max(0, prompt_chunks - 1))
-        prompt_start = min(objects, max(0, needed.start - span.first_chunk))
-        prompt_stop = min(objects, max(prompt_start, prompt_chunks - span.first_chunk))
+        tracked = storing.tracked
+        prompt_tokens = tracked.request.num_prompt_tokens
         if storing.tail_tokens:
-            prompt_stop = objects if storing.tail_tokens <= prompt_tokens else 0
-        return (
-            bytes([EvictionClass.INTERIOR]) * prompt_start
-            + bytes([EvictionClass.PROMPT]) * (prompt_stop - prompt_start)
-            + bytes([EvictionClass.GENERATED]) * (objects - prompt_stop)
+            is_prompt = storing.tail_tokens <= prompt_tokens
+            return bytes([EvictionClass.PROMPT if is_prompt else EvictionClass.GENERATED]) * objects
+        answer = tracked.lookup.answer
+        return eviction_classes(
+            geometry,
+            geometry.groups[span.group_index],
+            range(span.first_chunk, span.first_chunk + objects),
+            geometry.whole_chunks(prompt_tokens),
+            answer.junctions if answer is not None else (),
         )
 
     def _attention(

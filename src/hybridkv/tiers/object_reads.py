@@ -1,0 +1,118 @@
+"""What is being read: objects on their way from a tier into slots of RAM, each of them once.
+
+A slot that is read into belongs to its read until the tier's thread has come back, however late.
+Then it is an object of RAM like any other, or free. Damaged records go into quarantine.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from hybridkv.store.index import NewObject, Slot
+from hybridkv.store.store import Store
+from hybridkv.tiers.contract import DamagedError, TierError
+from hybridkv.tiers.health import JOB_ITEMS_MAX, TierState
+from hybridkv.tiers.jobs import JobItem, JobKind, TierJob
+from hybridkv.tiers.object_search import NeededObject
+
+READING_SHARE = 8  # At most 1/8 of the arena is being read into from one tier.
+DAMAGED_MAX = 1024
+"""Damaged objects of one tier that wait for quarantine. More stay until they are read again."""
+
+
+class ObjectRead(NamedTuple):
+    """An object that is being read."""
+
+    need: NeededObject  # As the lookup needs it that began the read.
+    slot: Slot
+
+
+class ObjectReads:
+    """All objects that are being read, and the damaged records that were found."""
+
+    def __init__(self, store: Store, tiers: Sequence[TierState]) -> None:
+        self._store = store
+        self.running: dict[bytes, ObjectRead] = {}  # By the object's key.
+        self.running_bytes: Counter[TierState] = Counter()  # Bytes of the slots in `running`.
+        self.damaged = {tier: deque[JobItem]() for tier in tiers}
+        """By tier, the records that wait for quarantine."""
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of RAM that a hit may take. Slots that are read into become objects for any hit."""
+        running_bytes = sum(self.running_bytes.values())
+        return len(self._store) - self._store.writing_bytes + running_bytes
+
+    def is_busy(self, tier: TierState, size_bytes: int) -> bool:
+        """Returns whether no job may begin now that reads `size_bytes` or more from the tier."""
+        is_share_used = self.running_bytes[tier] > 0 and size_bytes > self._share_left(tier)
+        return is_share_used or not tier.has_thread(JobKind.READ)
+
+    def begin_job(self, needs: Sequence[NeededObject], now: float) -> int:
+        """Begin to read the first objects of `needs` at once. Returns how many.
+
+        They are in one tier, as many as it should move at once and as there are slots for. 0 = RAM
+        has no slot for the first.
+        """
+        tier = needs[0].tier
+        bytes_max = min(tier.job_bytes(JobKind.READ, now), self._share_left(tier))
+        items: list[JobItem] = []
+        job_bytes = 0
+        for need in islice(needs, JOB_ITEMS_MAX):
+            record = need.record
+            job_bytes += record.size_bytes
+            is_enough = job_bytes > bytes_max and items
+            if is_enough or need.tier is not tier or need.key in self.running:
+                break
+            slot = next(iter(self._store.grant(record.shape, 1)), None)
+            if slot is None:
+                break
+            self.running[need.key] = ObjectRead(need, slot)
+            self.running_bytes[tier] += record.size_bytes
+            items.append(JobItem(record._replace(seed=slot.generation), slot))
+        if items:
+            tier.submit_job(TierJob(JobKind.READ, tier.number, items), now)
+        return len(items)
+
+    def end_read(self, item: JobItem, error: TierError | None, tenant: int) -> Slot | None:
+        """End the read of an object, which is in the item's slot now unless there is an error.
+
+        Returns the slot that has the object: another one if RAM has the object by now, None if RAM
+        does not keep it.
+        """
+        need, slot = self.running.pop(item.key)
+        tier, namespace = need.tier, need.namespace
+        self.running_bytes[tier] -= slot.size_bytes
+        if error is None:
+            tier.suspects.discard(item.key)
+        elif isinstance(error, DamagedError):
+            self._queue_damaged(tier, item)
+        if error is not None or not namespace.is_current:
+            self._store.free_slot(slot)
+            return None
+        group_index, chunk_hash = need.place.group_index, need.record.name.chunk_hash
+        new = NewObject(group_index, chunk_hash, need.parent, tenant=tenant)
+        if not self._store.commit(slot, namespace, new):
+            return namespace.find_slot(chunk_hash, group_index)
+        slot.in_tiers |= tier.bit
+        return slot
+
+    def discard_damaged(self, tier: TierState, now: float) -> None:
+        """Put damaged records into quarantine, if there is a thread for it."""
+        damaged = self.damaged[tier]
+        if damaged and tier.has_thread(JobKind.DISCARD):
+            items = [damaged.popleft() for _ in range(min(len(damaged), JOB_ITEMS_MAX))]
+            tier.submit_job(TierJob(JobKind.DISCARD, tier.number, items), now)
+
+    def _queue_damaged(self, tier: TierState, item: JobItem) -> None:
+        damaged = self.damaged[tier]
+        if len(damaged) < DAMAGED_MAX:
+            damaged.append(item._replace(slot=None))
+        else:
+            tier.counters["damage_left"] += 1
+        tier.suspect((item.key,))
+
+    def _share_left(self, tier: TierState) -> int:
+        """Returns the bytes of RAM that may still be read into from the tier at the same time."""
+        return len(self._store) // READING_SHARE - self.running_bytes[tier]
