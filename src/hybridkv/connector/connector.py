@@ -26,8 +26,8 @@ from hybridkv.client.start_daemon import ensure_daemon
 from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.fallbacks import NoRole, RoleFallback
-from hybridkv.connector.scheduler.hits import RAM
 from hybridkv.connector.scheduler.kv_events import NO_GROUP, event_group
+from hybridkv.connector.scheduler.loads import RAM
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.connector.scheduler.session import EngineIdentity

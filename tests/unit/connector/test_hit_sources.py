@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connector.scheduler.hits import RAM, tokens_by_tier
+from hybridkv.connector.scheduler.loads import RAM, tokens_by_tier
 
 
 @given(

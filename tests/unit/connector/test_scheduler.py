@@ -24,7 +24,8 @@ from hybridkv.connector.metrics import (
     declined,
     hits_limited,
 )
-from hybridkv.connector.scheduler.hits import LOAD_SECONDS_MAX, Patience
+from hybridkv.connector.scheduler.loads import LOAD_SECONDS_MAX
+from hybridkv.connector.scheduler.lookups import Patience
 from hybridkv.connector.scheduler.requests import RequestState, explain_request
 from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.connector.scheduler.weights import WeightsWatch

@@ -20,9 +20,10 @@ from hybridkv.connector.scheduler import requests
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.drafted import DraftedBlocks
-from hybridkv.connector.scheduler.hits import LoadPlanner, Lookups
 from hybridkv.connector.scheduler.junctions import Junctions
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
+from hybridkv.connector.scheduler.loads import LoadPlanner
+from hybridkv.connector.scheduler.lookups import Lookups
 from hybridkv.connector.scheduler.session import DaemonSession, EngineIdentity
 from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.connector.stats import HybridKVStats

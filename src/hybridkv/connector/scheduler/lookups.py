@@ -1,18 +1,16 @@
-"""Hits: the lookups of requests, the offers to the engine, and their loads.
+"""Lookups: what the daemon is asked about requests, and the offers to the engine.
 
 A prompt waits for tiers below RAM no longer than computing it takes (D18), for the daemon no longer
 than a per cent of that, and for nothing that could not add to the engine's own hit.
 """
 
-import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.connector import metrics
-from hybridkv.connector.messages import LoadPlan, StepPlan
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 from hybridkv.connector.scheduler.requests import (
@@ -24,27 +22,20 @@ from hybridkv.connector.scheduler.requests import (
     longest_hit_tokens,
 )
 from hybridkv.connector.scheduler.weights import WeightsWatch
-from hybridkv.core.copies import PlanError, plan_load
 from hybridkv.core.coverage import lacking
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import Settings
-from hybridkv.core.sizes import format_size
-from hybridkv.core.speed import PrefillSpeed, Speed
+from hybridkv.core.speed import PrefillSpeed
 from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.vllm.adapters import Adapter
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.step_outputs import why_computed
 from hybridkv.wire.messages import Decline, Found, Lookup, Pending, Release
 
-logger = logging.getLogger("vllm.hybridkv")
-
-RAM = "ram"  # The tier that every load reads. The tiers below it have names of their own.
-_STATES_WITH_LOAD = (RequestState.WAITING_FOR_LOAD, RequestState.LOADING, RequestState.DRAINING)
 ANSWER_SHARE = 0.01
 """The share of the seconds which computing takes that a request waits for a late answer at most."""
 OUTRUN_LEASES_MAX = 256  # Leases of the last lookups that were outrun.
-LOAD_SECONDS_MAX = 10.0  # A load copies memory. A load that takes longer is reported as overdue.
 
 
 class TierWait(NamedTuple):
@@ -386,168 +377,3 @@ class Lookups:
             self._requests.meter.add_observation("lookup_wait_seconds", now - lookup.sent_at)
         self._requests.decline_lookup(tracked, reason, now)
         return 0
-
-
-@dataclass(eq=False)
-class LoadPlanner:
-    """All loads of one engine, each from the blocks that it gets to its end."""
-
-    requests: RequestRegistry
-    to_fail: list[str] = field(default_factory=list)
-    """Requests that wait for a load which nobody planned. The next plan fails them."""
-    to_plan: list[TrackedRequest] = field(default_factory=list)
-    """Requests whose loads go into the next plan."""
-    loading: dict[str, TrackedRequest] = field(default_factory=dict)
-    """Requests whose loads have not ended, by id, the oldest first."""
-    speed: Speed = Speed()  # Of loads, in bytes a second.
-
-    def on_allocated(
-        self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], tokens: int, now: float
-    ) -> None:
-        """Prepare a load, because the engine has blocks for `tokens` tokens of the offer."""
-        request_id, load = tracked.request.request_id, tracked.load
-        self.requests.advance(tracked, RequestEvent.ALLOCATED, now)
-        if tracked.state is not RequestState.WAITING_FOR_LOAD:
-            self.to_fail.append(request_id)
-            return
-        geometry, found, local = self.requests.geometry, tracked.lookup.found, load.local_tokens
-        try:
-            if found is None or local + tokens != tracked.lookup.hit_tokens(geometry):
-                raise PlanError(f"the engine took {local + tokens} tokens of another offer")
-            served = [tables[group.gid] for group in geometry.groups]
-            runs = plan_load(
-                geometry=geometry,
-                hit_chunks=found.chunks,
-                local_tokens=local,
-                tables=served,
-                offsets=found.offsets,
-                generations=found.generations,
-            )
-            load.plan = LoadPlan(self.requests.session.boot, runs, tracked.lookup.adapter)
-        except PlanError as error:
-            self.requests.decline(tracked, Decline.PLAN_FAILED, str(error))
-            logger.warning("hybridkv: %s is computed: %s", request_id, error)
-            load.plan = LoadPlan("", ())
-        load.tokens, load.allocated_at = tokens, now
-        self.requests.room.count_load(request_id, tracked.request.num_tokens + 1)
-        load.is_handed_over = load.is_overdue = False
-        self.to_plan.append(tracked)
-        self.loading[request_id] = tracked
-
-    def mark_load_failed(self, request_id: str) -> None:
-        """Fail the load that the engine waits for, unless the next plan already has it."""
-        tracked = self.requests.by_id.get(request_id)
-        if tracked is None or tracked not in self.to_plan:
-            self.to_fail.append(request_id)
-            if tracked is not None:
-                tracked.load.is_handed_over = True
-
-    def add_loads(self, plan: StepPlan, now: float) -> None:
-        """Add all loads that have blocks to a plan, and all requests whose load must fail."""
-        plan.failed += self.to_fail
-        for tracked in self.to_plan:
-            if tracked.load.plan.runs and tracked.state is not RequestState.DRAINING:
-                plan.loads[tracked.request.request_id] = tracked.load.plan
-            else:
-                plan.failed.append(tracked.request.request_id)
-            self.requests.advance(tracked, RequestEvent.PLANNED, now)
-
-    def on_handed_over(self) -> None:
-        """Forget what the last `add_loads` added, because the workers get that plan."""
-        for tracked in self.to_plan:
-            tracked.load.is_handed_over = True
-        self.to_plan.clear()
-        self.to_fail.clear()
-
-    def take_unsent(self) -> list[str]:
-        """Forget all loads that no worker knows of. Returns their requests, which must fail now."""
-        failed = [*self.to_fail]
-        self.to_fail.clear()
-        self.to_plan.clear()
-        for tracked in self.requests.by_id.values():
-            if tracked.state in _STATES_WITH_LOAD and not tracked.load.is_handed_over:
-                tracked.load.is_handed_over = True
-                failed.append(tracked.request.request_id)
-        return failed
-
-    def count_overdue(self, now: float) -> int:
-        """Return the number of loads older than LOAD_SECONDS_MAX, and log each of them once.
-
-        They are not failed: the engine would give their blocks to other requests, and a copy that
-        goes on would write there.
-        """
-        overdue = 0
-        for request_id, tracked in self.loading.items():
-            if now - tracked.load.allocated_at <= LOAD_SECONDS_MAX:
-                break
-            overdue += 1
-            if not tracked.load.is_overdue:
-                tracked.load.is_overdue = True
-                text = "hybridkv: the load of %s has not ended for %d s, and the request waits"
-                logger.warning(text, request_id, LOAD_SECONDS_MAX)
-        return overdue
-
-    def on_load_end(self, tracked: TrackedRequest, has_failed: bool, now: float) -> None:
-        """Count a load whose end the workers reported, and release its lease."""
-        self.loading.pop(tracked.request.request_id, None)
-        if has_failed:
-            self.requests.decline(tracked, Decline.LOAD_FAILED)
-            self.requests.end_lease(tracked, now, has_failed=True)
-            # The engine computes all of it now, and it is stored again although it was found.
-            tracked.forget_stored()
-            self.requests.advance(tracked, RequestEvent.FAILED, now)
-            return
-        geometry, counters = self.requests.geometry, self.requests.counters
-        load, loaded_bytes = tracked.load, 0
-        load.restored = range(load.local_tokens, load.local_tokens + load.tokens)
-        if tracked.adapter is not None:
-            tracked.adapter.blocks.note_blocks(load.plan.adapter)
-        for run in load.plan.runs:
-            group = geometry.groups[run.span.group_index]
-            part_bytes = len(run.span.blocks) * group.block_bytes
-            loaded_bytes += part_bytes * geometry.parts(group) * geometry.nodes
-        counters[metrics.LOADS_DONE] += 1
-        counters[metrics.TAILS_LOADED] += bool(tracked.lookup.tail_found())
-        counters[metrics.TOKENS_LOADED] += load.tokens
-        counters[metrics.BYTES_LOADED] += loaded_bytes
-        for tier, tokens in self.tiers_of(tracked).items():
-            counters[metrics.loaded_from(tier)] += tokens
-        seconds = now - load.allocated_at
-        self.speed = self.speed.measured(loaded_bytes, seconds, now)
-        self.requests.meter.add_observation("load_seconds", seconds)
-        request_id, size = tracked.request.request_id, format_size(loaded_bytes)
-        text = "hybridkv: loaded %d tokens, %s, for %s in %.1f ms"
-        logger.debug(text, load.tokens, size, request_id, 1e3 * seconds)
-        load.loaded_tokens += load.tokens
-        load.loaded_bytes += loaded_bytes
-        self.requests.end_lease(tracked, now, loaded_tokens=load.tokens, loaded_bytes=loaded_bytes)
-        self.requests.advance(tracked, RequestEvent.LOADED, now)
-
-    def tiers_of(self, tracked: TrackedRequest) -> dict[str, int]:
-        """Return the tokens of the request's load by the tier that they come from."""
-        found = tracked.lookup.found
-        tiers = found.tiers if found is not None else {}
-        return tokens_by_tier(tracked.load.tokens, self.requests.geometry.chunk_tokens, tiers)
-
-
-def tokens_by_tier(
-    loaded_tokens: int, chunk_tokens: int, promoted: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the tokens of one load by tier, without zeros. Their sum is `loaded_tokens`.
-
-    `promoted` has the chunks of the hit that were promoted for it, by tier, prefix first
-    (Found.tiers). They count as the last chunks of the hit: RAM evicts suffixes before prefixes,
-    and the load leaves out the prefix that the engine has itself.
-
-    `tokens_by_tier(750, 100, {"disk": 3, "s3": 1}) -> {"s3": 100, "disk": 300, "ram": 350}`
-    """
-    tokens: dict[str, int] = {}
-    left = max(0, loaded_tokens)
-    for tier, chunks in reversed(list(promoted.items())):
-        tier_tokens = min(left, max(0, chunks) * chunk_tokens)
-        if tier_tokens:
-            tokens[tier] = tier_tokens
-        left -= tier_tokens
-    if left:
-        tokens[RAM] = tokens.get(RAM, 0) + left
-    return tokens
