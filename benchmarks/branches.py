@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.chats import BLOCK_TOKENS
+from benchmarks.engines import connected_engine
 from benchmarks.large_hits import VOCABULARY
 from benchmarks.rows import print_rows
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.engine_process import CONNECTOR, EngineProcess
-from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.lab.engine_process import EngineProcess
 
 LENGTH = 16_384  # Tokens of the longest prompt.
 STEP_TOKENS = 2_048
@@ -43,30 +43,15 @@ def prompts(trace: Path, scale: int) -> Iterator[list[int]]:
 
 def engine(model: str, socket_path: str, directory: Path) -> EngineProcess:
     """Returns an engine that never reads its weights anew, so that it may forget at any time."""
-    transfer = {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": "hybridkv.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "server": f"unix://{socket_path}",
-            "audit": "off",
-            "load_policy": "always",
-            "lookup_timeout_ms": 20_000,
-            "weights_identity": "branches",
-        },
-    }
-    arguments = [
-        f"--model={bundled_models()[model]}",
-        *bundled_arguments(model),
-        f"--max-model-len={LENGTH}",
-        f"--hf-overrides={json.dumps({'max_position_embeddings': LENGTH})}",
+    return connected_engine(
+        model,
+        socket_path,
+        directory,
         f"--kv-cache-memory-bytes={KV_BYTES}",
         f"--max-num-batched-tokens={STEP_TOKENS}",
-        f"--kv-transfer-config={json.dumps(transfer)}",
-    ]
-    log_path, environment = directory / "engine.log", bundled_environment(model)
-    return EngineProcess(arguments, log_path, lambda text: None, environment)
+        settings={"load_policy": "always", "weights_identity": "branches"},
+        max_position_embeddings=LENGTH,
+    )
 
 
 def day(running: EngineProcess, texts: Iterator[list[int]], socket_path: str) -> dict[str, object]:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engines import connected_engine
 from hybridkv.client.control import ControlClient
 from hybridkv.core.coverage import needed_chunks, part_bytes
 from hybridkv.core.geometry import Geometry
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.lab.engine_process import CONNECTOR, EngineProcess
-from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.lab.engine_process import EngineProcess
+from hybridkv.lab.models import bundled_models
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import geometry_from_wire
 
@@ -111,27 +112,17 @@ def hit_bytes(geometry: Geometry, chunks: int) -> int:
 
 
 def _engine(workload: Workload, socket_path: str, directory: Path) -> EngineProcess:
-    settings: dict[str, object] = {"server": f"unix://{socket_path}", "audit": "off"}
-    settings |= {"load_policy": workload.load_policy, "lookup_timeout_ms": 2000}
-    transfer = {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": "hybridkv.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": settings,
-    }
     length = workload.tokens + 64
-    arguments = [
-        f"--model={bundled_models()[workload.model]}",
-        *bundled_arguments(workload.model),
-        f"--max-model-len={length}",
-        f"--hf-overrides={json.dumps({'max_position_embeddings': length, **workload.overrides})}",
+    return connected_engine(
+        workload.model,
+        socket_path,
+        directory,
         f"--kv-cache-memory-bytes={length * ENGINE_BYTES_PER_TOKEN + 32 * MIB}",
         f"--max-num-batched-tokens={STEP_TOKENS}",
-        f"--kv-transfer-config={json.dumps(transfer)}",
-    ]
-    environment = bundled_environment(workload.model)
-    return EngineProcess(arguments, directory / "engine.log", lambda text: None, environment)
+        settings={"load_policy": workload.load_policy, "lookup_timeout_ms": 2000},
+        max_position_embeddings=length,
+        **workload.overrides,
+    )
 
 
 def _asked(engine: EngineProcess, text: list[int]) -> dict[str, Any]:

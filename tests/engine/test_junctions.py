@@ -1,11 +1,13 @@
 """Prompts that share a prefix and nothing more, on the real engine with recurrent layers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridkv.cli.main import main
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import EngineProcess
 from tests.engine.support import answer, engine, forget, prompt, stats
 from tests.forked_daemon import ForkedDaemon
 
@@ -27,6 +29,19 @@ SHAPES = {
     "synchronous": ("--no-async-scheduling",),
 }
 """vLLM's options that move where steps end, or when they are planned, by what they do."""
+
+
+def own_answers(model: str, directory: Path, *options: str) -> list[dict[str, Any]]:
+    """Returns the answers of an engine that has its own cache alone."""
+    with engine(model, directory / "own.log", None, *options) as running:
+        return [running.generate(text, max_tokens=4)[0] for text in FIRST]
+
+
+def outside(running: EngineProcess, text: list[int]) -> dict[str, Any]:
+    """Returns the answer to a prompt, after which the engine forgets its own cache."""
+    (result,) = running.generate(text, max_tokens=4)
+    forget(running)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -56,16 +71,12 @@ def test_the_third_prompt_with_a_shared_prefix_hits_it(
     prompt that is computed anew leaves both states, and the next ones hit.
     """
     options = SHAPES[steps]
-    with engine(model, tmp_path / "own.log", None, *options) as running:
-        own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
+    own = own_answers(model, tmp_path, *options)
     hits = [result["cached_tokens"] for result in own]
     assert hits == [0, 0, hits[2], 0]
     assert len(SYSTEM) < hits[2] <= len(SYSTEM) + len(DOCUMENT)
     with engine(model, tmp_path / "e.log", daemon.socket_path, *options, extra=PARANOID) as running:
-        loaded = []
-        for text in FIRST:
-            loaded += running.generate(text, max_tokens=4)
-            forget(running)
+        loaded = [outside(running, text) for text in FIRST]
         assert [result["cached_tokens"] for result in loaded] == hits
         assert [answer(result) for result in loaded] == [answer(result) for result in own]
         again = []
@@ -92,13 +103,9 @@ def test_with_a_drafter_the_hit_is_longer_than_the_engines_own(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     """vLLM's own hit leaves out the block before the junction, which the drafter may miss."""
-    with engine("qwen3next_mtp", tmp_path / "own.log", None) as running:
-        own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
+    own = own_answers("qwen3next_mtp", tmp_path)
     with engine("qwen3next_mtp", tmp_path / "e.log", daemon.socket_path, extra=PARANOID) as running:
-        loaded = []
-        for text in FIRST:
-            loaded += running.generate(text, max_tokens=4)
-            forget(running)
+        loaded = [outside(running, text) for text in FIRST]
     assert [result["tokens"] for result in loaded] == [result["tokens"] for result in own]
     hits = [result["cached_tokens"] for result in loaded]
     assert hits == [0, 0, hits[2], 0]
@@ -111,8 +118,7 @@ def test_each_prompt_on_another_engine_and_daemon_over_a_directory(
     model: str, tmp_path: Path
 ) -> None:
     """Nothing but the directory outlives a prompt, and its hits are those of one engine."""
-    with engine(model, tmp_path / "own.log", None) as running:
-        own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
+    own = own_answers(model, tmp_path)
     found = []
     for text in FIRST:
         options = ("--disk", str(tmp_path / "disk"), "--disk-bytes", "1GiB")
@@ -130,11 +136,9 @@ def test_requests_that_are_preempted_leave_their_states_all_the_same(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     """They come back to a pool without their blocks, while others wait for theirs."""
-    with engine("qwen3next", tmp_path / "own.log", None) as running:
-        own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
+    own = own_answers("qwen3next", tmp_path)
     with engine("qwen3next", tmp_path / "e.log", daemon.socket_path, extra=PARANOID) as running:
-        running.generate(FIRST[0], max_tokens=4)
-        forget(running)
+        outside(running, FIRST[0])
         others = [[*SYSTEM, *DOCUMENT, *prompt(20 + number, 300)] for number in range(3)]
         results = running.generate(*others, max_tokens=300, starve=True)
         assert results[0]["preemptions"]

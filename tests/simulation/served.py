@@ -44,7 +44,7 @@ def shape_of(name: str, device: int | None = None, chunks: int = 8) -> Shape:
 
 
 class Served:
-    """An engine that answers one prompt at a time."""
+    """An engine that answers one prompt at a time, and can store before the first."""
 
     def __init__(self, shape: Shape, node: Node, name: str, salt: int = 0) -> None:
         chance = Chance(
@@ -62,11 +62,16 @@ class Served:
                 # The oracle would see at once that a liar reads what it did not compute.
                 rank.oracle.check = lambda *about: None  # type: ignore[method-assign]
                 rank.oracle.check_drafter = lambda *about: 0  # type: ignore[method-assign]
+        until(self._can_store, "there are write slots, and workers that can copy")
 
     def has_slots(self) -> bool:
         """Whether a chunk's objects can be stored, as far as the daemon has answered."""
         self.engine.settle()
         return all(pool.offsets for pool in self.engine.side.stores.credits.pools.values())
+
+    def _can_store(self) -> bool:
+        self.engine.step_idle()
+        return self.has_slots() and bool(self.engine.side.session.workers_attached())
 
     def ask(self, tokens: list[int], stores_all: bool = False) -> int:
         """Answer a prompt. Returns how many of its tokens were loaded.

@@ -14,7 +14,6 @@ from hybridkv.wire.messages import Decline
 from tests.simulation.configs import Shape
 from tests.simulation.node import Node
 from tests.simulation.served import Served, shape_of
-from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
@@ -63,20 +62,8 @@ def stored(node: Node, shape: Shape, tokens: list[int]) -> None:
     """
     node.fresh()
     first = Served(replace(shape, device=None), node, "first")
-    until(lambda: _has_slots(first), "there are write slots")
     first.ask(tokens, stores_all=True)
     first.engine.close()
-
-
-def _has_slots(served: Served) -> bool:
-    served.engine.step_idle()
-    return served.has_slots()
-
-
-def second(node: Node, shape: Shape, salt: int = 0) -> Served:
-    served = Served(shape, node, "second", salt)
-    until(lambda: _has_slots(served), "there are write slots")
-    return served
 
 
 def prompt_of(shape: Shape) -> list[int]:
@@ -92,7 +79,7 @@ def test_an_engine_that_computes_other_bytes_is_cut_off_at_its_first_hit(
     shape = shape_of(name, device)
     tokens = prompt_of(shape)
     stored(node, shape, tokens)
-    liar = second(node, shape, LIE)
+    liar = Served(shape, node, "second", LIE)
     try:
         before = node.control.stats().values
         loaded = liar.ask(tokens)
@@ -121,7 +108,7 @@ def test_an_engine_that_computes_the_same_bytes_is_served_on(
     shape = shape_of(name, device)
     tokens = prompt_of(shape)
     stored(node, shape, tokens)
-    honest = second(node, shape)
+    honest = Served(shape, node, "second")
     try:
         audits = honest.engine.side.audits
         compared: list[int] = []

@@ -16,12 +16,11 @@ from hybridkv.core.junctions import JUNCTIONS_MAX
 from tests.simulation.configs import Shape
 from tests.simulation.node import Node
 from tests.simulation.served import Served, shape_of
-from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = 9
-CHUNKS = 12
+CHUNKS = 14  # More than the longest prompt has.
 VOCABULARY = range(2, 2000)
 
 Prefix = tuple[int, ...]
@@ -57,7 +56,10 @@ def family(rng: random.Random, unit: int) -> list[list[int]]:
 
 
 def shape_for(name: str, rng: random.Random) -> Shape:
-    """An engine that keeps a state at the end of a prompt alone, as vLLM does by default."""
+    """An engine that keeps a state at the end of a prompt alone, as vLLM does by default.
+
+    It copies on the host: a device's staging may have no room for what a step computes.
+    """
     shape = shape_of(name, chunks=CHUNKS)
     unit = shape.layout.unit
     budget = rng.choice((unit, 2 * unit + unit // 3, CHUNKS * unit))
@@ -66,7 +68,6 @@ def shape_for(name: str, rng: random.Random) -> Shape:
         retention=0,
         budget=budget,
         num_blocks=PROMPTS * shape.layout.blocks_for(CHUNKS * unit, budget),
-        device=rng.choice((None, 7)),
         settings={**shape.settings, "audit": "off"},
     )
 
@@ -87,17 +88,6 @@ def hits(served: Served, prompts: Sequence[list[int]], node: Node | None) -> lis
         if node is None:
             assert served.engine.scheduler.reset_prefix_cache()
     return found
-
-
-def served(shape: Shape, node: Node, name: str) -> Served:
-    serving = Served(shape, node, name)
-
-    def has_slots() -> bool:
-        serving.engine.step_idle()
-        return serving.has_slots()
-
-    until(has_slots, "there are write slots")
-    return serving
 
 
 def chunk_prefixes(tokens: Sequence[int], unit: int) -> list[Prefix]:
@@ -166,11 +156,11 @@ def test_families_hit_as_often_as_in_the_engines_own_cache(
         unit = shape.layout.unit
         prompts = family(rng, unit)
         node.fresh()
-        own = served(shape, node, f"own{number}")
+        own = Served(shape, node, f"own{number}")
         expected = hits(own, prompts, node)
         own.engine.close()
         node.fresh()
-        outside = served(shape, node, f"outside{number}")
+        outside = Served(shape, node, f"outside{number}")
         model = Model(unit)
         try:
             found = hits(outside, prompts, None)

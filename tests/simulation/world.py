@@ -460,7 +460,8 @@ class _Life:
         self._room = drawn.shape.max_model_len - 2
         self._stems = [rng.choices(VOCABULARY, k=rng.randrange(1, self._room)) for _ in range(3)]
         self._stems.append(rng.choices(VOCABULARY, k=self._room // chunk * chunk))
-        self._family = self._parts(3, self._room // 2), self._parts(2, self._room // 4)
+        self._systems = self._parts(3, self._room // 2)
+        self._documents = self._parts(2, self._room // 4)
         self._resume_at = 0
         self._is_settling = False  # Whether what happened is to reach every connector, and no more.
         self._requests = 0
@@ -587,9 +588,9 @@ class _Life:
             prompt = [*turns.choice(further or done), *next_turn]
         families = self._drawn.families
         if families is not None and families.random() < 0.7:
-            systems, documents = self._family
             question = families.choices(VOCABULARY, k=families.randrange(1, 2 * chunk))
-            prompt = [*families.choice(systems), *families.choice([*documents, []]), *question]
+            system = families.choice(self._systems)
+            prompt = [*system, *families.choice([*self._documents, []]), *question]
         prompt = prompt[: self._room]
         self._requests += 1
         generated = rng.choice(

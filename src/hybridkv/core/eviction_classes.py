@@ -49,7 +49,9 @@ def eviction_classes(
     if group.window_tokens and has_junctions(geometry):
         inside = EvictionClass.UNLIKELY
         spacing = max(1, SPACING_TOKENS // geometry.chunk_tokens)
-        spaced = range(spacing, prompt_chunks, spacing)
+        # Windows of boundaries farther on do not reach back to these chunks.
+        beyond = chunks.stop + group.window_tokens // geometry.chunk_tokens + 2
+        spaced = range(first // spacing * spacing + spacing, min(prompt_chunks, beyond), spacing)
         marks = [
             *((boundary, EvictionClass.INTERIOR) for boundary in spaced),
             *((boundary, EvictionClass.PROMPT) for boundary in junctions),

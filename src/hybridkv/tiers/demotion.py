@@ -85,7 +85,7 @@ class Demotion:
         for slot in slots:
             slot.used_at = self._now
             if slot.eviction_class is EvictionClass.UNLIKELY:
-                for tier in self.tiers:
+                for tier in (*self._through, *self._back):
                     if not slot.in_tiers & tier.bit:
                         tier.counters["bytes_left_out"] += slot.size_bytes
             elif slot.eviction_class is not EvictionClass.GENERATED:
