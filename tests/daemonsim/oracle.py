@@ -16,7 +16,7 @@ import xxhash
 from hybridkv.core.coverage import SlotShape, largest_hit, needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import unpack_u64
+from hybridkv.core.packed import unpack_slots
 from hybridkv.daemon.handlers import resident_chunks
 from hybridkv.shm import slots as signatures
 from hybridkv.shm.slots import (
@@ -488,7 +488,7 @@ class Protocol(Witness):
 
 def _headers(file: ArenaFile, reply: Found | Reserved) -> Iterator[tuple[int, SlotHeader | None]]:
     """Yield the generation of each slot that a reply names, and its header if it has that one."""
-    names = zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True)
+    names = unpack_slots(reply.slots)
     for offset, generation in names:
         header = unpack_header(bytes(file.bytes[offset : offset + HEADER_BYTES]))
         is_there = header is not None and header.generation == generation

@@ -10,8 +10,9 @@ from typing import TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from hybridkv.core.audit import AuditVerdict
-from hybridkv.core.copies import CopyRun, SlotRef
+from hybridkv.core.copies import CopyRun
 from hybridkv.core.metrics import Metric
+from hybridkv.core.packed import SlotRef
 from hybridkv.vllm.adapters import AdapterWeights
 from hybridkv.vllm.weights import WeightsAnswer
 from hybridkv.wire.messages import Hello, Reply, Request, Welcome

@@ -1,4 +1,4 @@
-"""Arrays of unsigned 64-bit integers as bytes, so that a slot costs no Python object of its own.
+"""Arrays of slots and of unsigned 64-bit integers as bytes: no Python object for each.
 
 Runs of consecutive integers are ranges.
 """
@@ -6,8 +6,41 @@ Runs of consecutive integers are ranges.
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import starmap
+from struct import Struct
+from typing import NamedTuple
 
 U64 = 8  # Bytes of one integer.
+SLOT = Struct("<QQ")
+SLOT_BYTES = SLOT.size  # Bytes of one slot: its offset and its generation.
+
+
+class SlotRef(NamedTuple):
+    """A slot: the byte offset of its header in the arena, and its generation."""
+
+    offset: int
+    generation: int
+
+
+NO_SLOT = SlotRef(0, 0)
+"""Stands for a slot where there is none: no slot has generation 0."""
+
+
+def pack_slots(slots: Iterable[tuple[int, int]]) -> bytes:
+    """Returns the (offset, generation) of slots as bytes, little-endian, SLOT_BYTES each."""
+    return b"".join(starmap(SLOT.pack, slots))
+
+
+def unpack_slots(raw: bytes) -> Iterator[SlotRef]:
+    """Yields the slots that `pack_slots` packed. Raises ValueError where bytes are missing."""
+    if len(raw) % SLOT_BYTES:
+        raise ValueError(f"{len(raw)} bytes are no slots of {SLOT_BYTES} bytes")
+    return map(SlotRef._make, SLOT.iter_unpack(raw))
+
+
+def slot_at(raw: bytes, place: int) -> SlotRef:
+    """Returns the slot at `place`, counted from 0, of packed slots."""
+    return SlotRef._make(SLOT.unpack_from(raw, place * SLOT_BYTES))
 
 
 def pack_u64(values: "list[int] | array[int]") -> bytes:
@@ -18,13 +51,10 @@ def pack_u64(values: "list[int] | array[int]") -> bytes:
     return packed.tobytes()
 
 
-def batches(items: int, *columns: tuple[bytes, int]) -> list[tuple[bytes, ...]]:
-    """Returns columns, each (packed, bytes of an item), cut into pieces of up to `items` items."""
-    cut = [
-        [packed[at : at + items * size] for at in range(0, len(packed), items * size)]
-        for packed, size in columns
-    ]
-    return list(zip(*cut, strict=True))
+def slot_batches(raw: bytes, slots: int) -> list[bytes]:
+    """Returns packed slots, cut into pieces of at most `slots` slots."""
+    size = slots * SLOT_BYTES
+    return [raw[at : at + size] for at in range(0, len(raw), size)]
 
 
 def unpack_u64(raw: bytes) -> "array[int]":

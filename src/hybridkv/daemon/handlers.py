@@ -10,7 +10,7 @@ from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import largest_hit, needed_chunks, whole_hit
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import NO_SLOT
 from hybridkv.core.tails import longest_tail, tail_chunk, tail_hit, tail_tokens, units_per_chunk
 from hybridkv.daemon import slot_requests
 from hybridkv.daemon.sessions import (
@@ -320,7 +320,6 @@ class Daemon(DaemonState):
         audit = None
         if request.audit_lease and not tail and request.namespace is session.namespace:
             audit = self._offer_audit(session, request, ResidentChunks(masks, entries, chunks))
-        packed = slot_requests.pack_slots(slots)
         if self.spans is not None:
             facts: dict[str, str | int] = {
                 "engine": session.engine_id,
@@ -338,8 +337,7 @@ class Daemon(DaemonState):
             lease=request.lease,
             chunks=chunks,
             masks=masks,
-            offsets=packed.offsets,
-            generations=packed.generations,
+            slots=slot_requests.name_slots(slots),
             tiers=tiers,
             why=shortfall[: wire.FACT_MAX],  # An error's text may be of any length.
             tail=tail,
@@ -381,14 +379,11 @@ class Daemon(DaemonState):
         session.leases[request.audit_lease] = Lease(
             leased, request.asked_at, request.tokens_per_second
         )
-        packed_shorter = slot_requests.pack_slots(shorter)
         return wire.AuditOffer(
             lease=request.audit_lease,
             chunk=chunk,
-            offsets=pack_u64([slot.offset if slot is not None else 0 for slot in entry]),
-            generations=pack_u64([slot.generation if slot is not None else 0 for slot in entry]),
-            shorter_offsets=packed_shorter.offsets,
-            shorter_generations=packed_shorter.generations,
+            slots=slot_requests.name_slots(slot or NO_SLOT for slot in entry),
+            shorter_slots=slot_requests.name_slots(shorter),
         )
 
     def _count_lookup(self, lookup: CountedLookup) -> None:

@@ -12,7 +12,8 @@ from hybridkv.connector.messages import ObjectPair, StepReport
 from hybridkv.connector.worker.audit import Auditor, layer_numbers
 from hybridkv.connector.worker.difference import Depth, LayerNumbers, NumberRange
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, payload_offset, slot_bytes
 from tests.arenas import unnamed_arena

@@ -12,7 +12,7 @@ import pytest
 from hybridkv.connector.metrics import LOADS_DONE, LOADS_FAILED, audited, declined
 from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
-from hybridkv.core.packed import unpack_u64
+from hybridkv.core.packed import unpack_slots
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import Decline, Found
 from tests.unit.connector.test_scheduler import CHUNK, STORED, Rig, tables
@@ -112,7 +112,7 @@ def test_the_stored_objects_are_those_of_the_hit(rig: Rig) -> None:
     request = begun(rig)
     answer = rig.side.requests.by_id["r"].lookup.answer
     assert isinstance(answer, Found)
-    slots = [*zip(unpack_u64(answer.offsets), unpack_u64(answer.generations), strict=True)]
+    slots = [*unpack_slots(answer.slots)]
     for pair in compared(rig, request).values():
         assert (pair.stored.offset, pair.stored.generation) in slots
 
@@ -158,7 +158,10 @@ def test_what_differs_is_dropped_and_its_identity_is_used_no_more(
     audit = rig.side.audits.current
     assert audit is not None
     assert audit.found is not None
-    objects = {*unpack_u64(audit.offer.generations), *unpack_u64(audit.found.generations)}
+    objects = {
+        *[slot.generation for slot in unpack_slots(audit.offer.slots)],
+        *[slot.generation for slot in unpack_slots(audit.found.slots)],
+    }
     assert len(objects) > len(GROUPS), "the hit has more chunks than the one that is compared"
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)

@@ -156,7 +156,7 @@ def test_what_a_lookup_saw_is_announced() -> None:
     events, _ = make_events()
     tracked = make_request("r", [*range(2 * CHUNK + 1)])
     tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 2)
-    events.on_found(tracked, Found(1, 1, 1, [b"\1\0", b"\1\1"], b"", b""))
+    events.on_found(tracked, Found(1, 1, 1, [b"\1\0", b"\1\1"], b""))
     (seen,) = events.take_new()
     assert seen.block_hashes == names_of(tracked, 0, BLOCKS)
     events.on_removed(Removed(0, b"x" * HASH_BYTES + key(tracked, 0), b"\1\x09"))
@@ -190,7 +190,7 @@ def test_what_only_a_tier_has_is_announced_as_storage() -> None:
         ("BlockRemoved", "CPU", second),
     ]
     tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 3)
-    events.on_found(tracked, Found(1, 1, 2, [b"\1\1\0", b"\1\1\0"], b"", b""))
+    events.on_found(tracked, Found(1, 1, 2, [b"\1\1\0", b"\1\1\0"], b""))
     stored, removed = events.take_new()
     assert (stored.medium, stored.block_hashes) == ("CPU", second), "it came up again"
     assert (removed.medium, removed.block_hashes) == ("STORAGE", second)

@@ -5,9 +5,8 @@ import random
 import pytest
 
 from hybridkv.connector.scheduler.node_slots import NodeSlots
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, unpack_slots
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.wire.messages import PackedSlots
 
 pytestmark = pytest.mark.engine
 
@@ -15,8 +14,9 @@ PLACES = 64
 TOP = (1 << 64) - 1
 
 
-def packed(places: list[int], generations: list[int]) -> PackedSlots:
-    return PackedSlots(pack_u64([place * SLOT_ALIGN for place in places]), pack_u64(generations))
+def packed(places: list[int], generations: list[int]) -> bytes:
+    offsets = [place * SLOT_ALIGN for place in places]
+    return pack_slots(map(SlotRef, offsets, generations))
 
 
 def test_each_node_gets_its_own_slots_in_any_order() -> None:
@@ -38,7 +38,7 @@ def test_an_old_name_never_means_a_new_object() -> None:
     slots.match_slots([packed([2], [12]), packed([6], [22])])
     assert slots.on_node(1, packed([1, 2], [10, 12])) == packed([4, 6], [20, 22])
     named_before = slots.on_node(1, packed([1, 2], [10, 11]))
-    assert [*unpack_u64(named_before.generations)] == [20, 0]
+    assert [slot.generation for slot in unpack_slots(named_before)] == [20, 0]
 
 
 def test_what_the_first_nodes_arena_has_no_place_for_is_a_fault() -> None:

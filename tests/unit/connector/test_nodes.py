@@ -15,7 +15,7 @@ from hybridkv.core.copies import CopyRun, ObjectSpan
 from hybridkv.core.errors import GeometryError
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SLOT_BYTES, pack_u64
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire import messages as wire
@@ -134,10 +134,9 @@ class Nodes:
         With `node` the objects of the other node are not committed, and its slots go back.
         """
         names = [(0, at) for at in range(chunks)] + [(1, at) for at in states]
-        slots = self.reserve(len(names))
+        slots = self.reserve(len(names)).slots
         commit = wire.Commit(
-            offsets=slots.offsets,
-            generations=slots.generations,
+            slots=slots,
             groups=pack_u64([group for group, _ in names]),
             hashes=b"".join(NAMES[at] for _, at in names),
             parents=b"".join(NAMES[at - 1] if at else NO_PARENT for _, at in names),
@@ -145,15 +144,10 @@ class Nodes:
         if node is None:
             self.queue(commit)
         else:
-            with_object, without = (
-                self.link.slots_on(each, slots.offsets, slots.generations)
-                for each in (node, 1 - node)
-            )
-            message = structs.replace(
-                commit, offsets=with_object.offsets, generations=with_object.generations
-            )
+            with_object, without = (self.link.slots_on(each, slots) for each in (node, 1 - node))
+            message = structs.replace(commit, slots=with_object)
             self.link.queue_on(node, message)
-            self.link.queue_on(1 - node, wire.Free(without.offsets, without.generations))
+            self.link.queue_on(1 - node, wire.Free(without))
         self.step()
 
     def look_up(self, lease: int = 1, **asked: Any) -> wire.Found:
@@ -229,7 +223,7 @@ def test_a_hit_and_its_plans_name_each_nodes_own_slots(
     found = nodes.look_up()
     assert found.chunks == CHUNKS
     assert found.masks == [bytes([1]) * CHUNKS, bytes([0, 0, 0, 1])]
-    run = CopyRun(ObjectSpan(0, 0, 1, [7, 8, 9, 10]), found.offsets[:32], found.generations[:32])
+    run = CopyRun(ObjectSpan(0, 0, 1, [7, 8, 9, 10]), found.slots[: 4 * SLOT_BYTES])
     assert nodes.link.welcome is not None
     load = LoadPlan(nodes.link.welcome.boot, (run,))
     plans = nodes.link.plan_nodes(StepPlan(99, loads={"r": load}, stores={5: run})).plans
@@ -238,9 +232,8 @@ def test_a_hit_and_its_plans_name_each_nodes_own_slots(
         assert plan.stores == {5: moved}
         assert plan.boot == plan.loads["r"].boot == nodes.link.boots[node]
         assert plan.session == 0, "the scheduler role's, which is that of every node"
-    offsets = [[*unpack_u64(plan.stores[5].offsets)] for plan in plans]
-    assert offsets[0] != offsets[1]
-    assert offsets[0] == [*unpack_u64(run.offsets)]
+    slots = [plan.stores[5].slots for plan in plans]
+    assert run.slots == slots[0] != slots[1]
 
 
 def test_the_smallest_arena_bounds_what_an_engine_writes_into(nodes: Nodes) -> None:
@@ -253,7 +246,7 @@ def test_a_hit_is_what_every_node_has(nodes: Nodes, both: list[DaemonProcess]) -
     nodes.store(states=(CHUNKS - 1,), node=0)
     found = nodes.look_up(lease=5)
     assert found.chunks == 3
-    assert len(unpack_u64(found.offsets)) == 3 + 1, "the state of the common hit alone"
+    assert len(found.slots) // SLOT_BYTES == 3 + 1, "the state of the common hit alone"
     assert [mask.count(1) for mask in found.masks] == [3, 2]
     nodes.until_leases(both, 1)  # That of the longer hit ends.
     nodes.queue(wire.Release(5, tokens=48, loaded_bytes=100))
@@ -265,7 +258,7 @@ def test_nodes_whose_states_never_meet_are_a_miss(nodes: Nodes, both: list[Daemo
     nodes.store(chunks=0, states=(1, 3), node=0)
     nodes.store(chunks=0, states=(0, 2), node=1)
     found = nodes.look_up()
-    assert (found.chunks, found.offsets) == (0, b"")
+    assert (found.chunks, found.slots) == (0, b"")
     assert [mask.count(1) for mask in found.masks] == [CHUNKS, 0]
     nodes.until_leases(both, 0)
 
@@ -301,14 +294,12 @@ def test_slots_that_only_one_node_grants_go_back(nodes: Nodes, both: list[Daemon
     nodes.queue(wire.Reserve(PART_BYTES, PART_BYTES, 1, 8))
     answers = answers_of(nodes)
     (granted,) = answers[1].replies
-    fewer = structs.replace(
-        granted, offsets=granted.offsets[:24], generations=granted.generations[:24]
-    )
+    fewer = structs.replace(granted, slots=granted.slots[: 3 * SLOT_BYTES])
     answers[1] = replace(answers[1], replies=(fewer,))
     nodes.link.on_report(nodes.number, answers)
     (joined,) = nodes.link.poll(time.monotonic())
     assert isinstance(joined, wire.Reserved)
-    assert len(unpack_u64(joined.offsets)) == 3
+    assert len(joined.slots) // SLOT_BYTES == 3
     nodes.step()
     until_value(both[0], "bytes_writing", 3 * slot_bytes(PART_BYTES, 1))
 

@@ -31,7 +31,7 @@ from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
-from hybridkv.core.packed import unpack_u64
+from hybridkv.core.packed import unpack_slots
 from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import PrefillSpeed, Speed
@@ -319,7 +319,7 @@ def test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone(rig: Rig) -
     assert (list(first.loads), list(second.loads)) == (["r"], [])
     runs = first.loads["r"].runs
     assert {run.span.group_index for run in runs} == set(range(len(GEOMETRY.groups)))
-    assert len({offset for run in runs for offset in unpack_u64(run.offsets)}) == sum(
+    assert len({slot for run in runs for slot in unpack_slots(run.slots)}) == sum(
         run.objects for run in runs
     )
 
@@ -464,7 +464,7 @@ def test_groups_that_limit_a_hit_are_counted(
     """Where groups disagree the hit is the least of them, and those are counted (B35)."""
     rig.side.on_new_request(rig.request(2, STORED * CHUNK + 1))
     lease = rig.side.requests.by_id["r"].lookup.lease
-    rig.side.lookups.on_found(Found(lease, lease, hit, [*masks], b"", b""), 0.0)
+    rig.side.lookups.on_found(Found(lease, lease, hit, [*masks], b""), 0.0)
     counted = {m: count for m, count in rig.counters.items() if m.family == "hits_limited"}
     assert counted == {hits_limited(group): count for group, count in limits.items()}
 

@@ -21,6 +21,7 @@ from hybridkv.core.policies import EvictionClass
 from hybridkv.vllm.adapters import Adapters
 from hybridkv.wire.messages import Commit, Found, Free
 from tests.layouts import LAYOUTS
+from tests.packing import packed_slots
 
 STEP_CHUNKS = 4
 STEPS = 8
@@ -58,8 +59,8 @@ def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
     for number in range(STEPS):
         for group in geometry.groups:
             for shape in slot_shapes(geometry, group):
-                slots = pack_u64(list(range(offset, offset + STEP_CHUNKS)))
-                stores.credits.on_granted(shape, slots, slots, 0.0)
+                slots = packed_slots(range(offset, offset + STEP_CHUNKS))
+                stores.credits.on_granted(shape, slots, 0.0)
                 offset += STEP_CHUNKS
         request.num_computed_tokens = number * step
         before = [group.seen for group in groups]
@@ -100,8 +101,8 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
         for group in geometry.groups
     ]
     for shape in {shape for group in geometry.groups for shape in slot_shapes(geometry, group)}:
-        slots = pack_u64(list(range(chunks * len(groups))))
-        stores.credits.on_granted(shape, slots, slots, 0.0)
+        slots = packed_slots(range(chunks * len(groups)))
+        stores.credits.on_granted(shape, slots, 0.0)
     output = SimpleNamespace(
         num_scheduled_tokens={"r": tokens},
         kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
@@ -180,8 +181,8 @@ class Step:
         for shape in {
             shape for group in self.geometry.groups for shape in slot_shapes(self.geometry, group)
         }:
-            slots = pack_u64(list(range(chunks * len(self.tables))))
-            self.stores.credits.on_granted(shape, slots, slots, 0.0)
+            slots = packed_slots(range(chunks * len(self.tables)))
+            self.stores.credits.on_granted(shape, slots, 0.0)
 
     def stored(
         self, scheduled: int, offers: list[tuple[int, int, int]] | None = None, number: int = 0
@@ -238,7 +239,7 @@ def test_a_group_without_blocks_stores_less_and_never_something_else() -> None:
 def test_what_a_lookup_found_is_not_stored_again() -> None:
     """Group by group, and set, not added up (C20, D3)."""
     step = Step("gemma4", 4)
-    found = Found(1, 1, 2, [b"\1\1\0\0", b"\1\0\0\1"], b"", b"")
+    found = Found(1, 1, 2, [b"\1\1\0\0", b"\1\0\0\1"], b"")
     step.tracked.lookup.found = found
     assert step.stored(step.tokens) == {0: {2, 3}, 1: {1, 2}}
 
@@ -251,7 +252,7 @@ def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
     assert step.stored(2 * chunk, offers)[0] == {0}
     assert step.counters[stores_shed(Shed.STATE_UNALIGNED)] == 4
     assert step.stored(2 * chunk, offers)[0] == set(), "offered again after a load"
-    step.tracked.lookup.found = Found(1, 1, 0, [b"", b"\0\0\1", b""], b"", b"")
+    step.tracked.lookup.found = Found(1, 1, 0, [b"", b"\0\0\1", b""], b"")
     assert step.stored(3 * chunk, [(1, 3, 3 * chunk)])[1] == set(), "the lookup found it"
 
 
@@ -305,7 +306,7 @@ def test_what_is_not_stored_for_want_of_proof_is_counted_once() -> None:
     assert step.stored(2 * chunk) == {0: {0}, 1: {0}}
     assert step.counters[stores_shed(Shed.UNPROVEN)] == 0
     drafted.proven = drafted.storable = 0
-    step.tracked.lookup.found = Found(1, 1, 0, [b"\0\0\1\0", b"\0\0\0\0"], b"", b"")
+    step.tracked.lookup.found = Found(1, 1, 0, [b"\0\0\1\0", b"\0\0\0\0"], b"")
     for _ in range(2):
         assert step.stored(3 * chunk + 1) == {0: set(), 1: set()}
         assert step.counters[stores_shed(Shed.UNPROVEN)] == 1 + 2
@@ -352,7 +353,7 @@ def test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk() -> None:
     assert step.counters[TAILS_STORED] == 2, "what is there is of other weights"
     found = Step("qwen3next", 4, unit=64)
     found.tracked.lookup.tails = hashes[2 * 4] + hashes[2 * 4 + 1]
-    found.tracked.lookup.found = Found(1, 1, 3, [b""] * 3, b"", b"", tail=2)
+    found.tracked.lookup.found = Found(1, 1, 3, [b""] * 3, b"", tail=2)
     found.stored(end, offers)
     assert found.counters[TAILS_STORED] == 0, "the lookup found it"
 
@@ -366,8 +367,8 @@ def test_without_slots_a_store_waits_with_its_prefix_first() -> None:
     step.stores.credits.forget_slots()
     assert step.stored(step.tokens) == {0: set()}
     assert step.counters[stores_shed(Shed.NO_SLOT)] == 1
-    slots = pack_u64([1, 2, 3])
-    step.stores.credits.on_granted(shape, slots, slots, 0.0)
+    slots = packed_slots([1, 2, 3])
+    step.stores.credits.on_granted(shape, slots, 0.0)
     assert step.stored(step.tokens) == {0: {0, 1, 2}}
 
 

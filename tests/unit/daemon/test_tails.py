@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.core.speed import Speed
 from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.daemon.handlers import Daemon
@@ -27,16 +27,7 @@ from hybridkv.wire.messages import (
 )
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import (
-    Ref,
-    commit,
-    engine,
-    grant,
-    hashes,
-    make_daemon,
-    pack_refs,
-    unpack_refs,
-)
+from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
 from tests.unit.daemon.tier_node import WAIT_MS, Node, is_found, remote
 
 FINE = dataclasses.replace(LAYOUTS["qwen3next"], hash_tokens=64, alignment_tokens=64)
@@ -51,9 +42,9 @@ def daemon() -> Daemon:
     return daemon
 
 
-def store(daemon: Daemon, number: int, *groups: int) -> list[Ref]:
+def store(daemon: Daemon, number: int, *groups: int) -> list[SlotRef]:
     """Store an object of this name for each of the groups. Returns their slots."""
-    slots: list[Ref] = []
+    slots: list[SlotRef] = []
     for group in groups:
         granted = grant(daemon, 1, FINE.groups[group].block_bytes, 1)
         commit(daemon, 1, granted, group, [number])
@@ -76,7 +67,7 @@ def test_the_longest_tail_that_is_whole_is_hit(daemon: Daemon) -> None:
     store(daemon, 105, *RECURRENT)
     found = asked(daemon, 1)
     assert (found.chunks, found.tail) == (2, 5)
-    slots = unpack_refs(found.offsets, found.generations)
+    slots = [*unpack_slots(found.slots)]
     assert slots == [tail[0], tail[1], first[0], tail[2]]
     assert asked(daemon, 2, TAILS[3 * 32 :], 1).tail == 2, "numbers begin with the first name"
     store(daemon, 106, *RECURRENT, FULL)
@@ -138,14 +129,8 @@ class Chat:
     def _store(self, group: int, name: bytes, parent: bytes) -> None:
         """Store an object, if there is a slot for it."""
         for slot in grant(self._daemon, 1, FINE.groups[group].block_bytes, 1):
-            packed = pack_refs([slot])
-            request = Commit(
-                offsets=packed.offsets,
-                generations=packed.generations,
-                groups=pack_u64([group]),
-                hashes=name,
-                parents=parent,
-            )
+            packed = pack_slots([slot])
+            request = Commit(slots=packed, groups=pack_u64([group]), hashes=name, parents=parent)
             self._daemon.handle(1, request)
 
 

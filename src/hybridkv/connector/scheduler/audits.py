@@ -22,8 +22,8 @@ from hybridkv.connector.scheduler.requests import (
     wire_name,
 )
 from hybridkv.core.audit import AuditBudget, AuditOutcome, AuditVerdict, worst
-from hybridkv.core.copies import CopyRun, SlotRef
-from hybridkv.core.packed import U64, batches, unpack_u64
+from hybridkv.core.copies import CopyRun
+from hybridkv.core.packed import SLOT_BYTES, SlotRef, slot_at, slot_batches
 from hybridkv.wire.messages import (
     CHANGES_MAX,
     FACT_MAX,
@@ -70,10 +70,8 @@ class Audit:
 
     def stored_slot(self, group_index: int) -> SlotRef | None:
         """Return the slot of a group's stored object. None where there is no object."""
-        at = group_index * U64
-        (offset,) = unpack_u64(self.offer.offsets[at : at + U64])
-        (generation,) = unpack_u64(self.offer.generations[at : at + U64])
-        return SlotRef(offset, generation) if generation else None
+        slot = slot_at(self.offer.slots, group_index)
+        return slot if slot.generation else None
 
     def has_compared_all(self, groups: int) -> bool:
         """Return True if every stored object of the chunk was compared."""
@@ -120,8 +118,8 @@ class Audits:
         offer = found.audit
         if offer is None:
             return
-        packed = len(self._geometry.groups) * U64
-        is_sound = len(offer.offsets) == packed == len(offer.generations) and not found.tail
+        packed = len(self._geometry.groups) * SLOT_BYTES
+        is_sound = len(offer.slots) == packed and not found.tail
         is_near = offer.chunk in (found.chunks, found.chunks - 1)
         if self.current is None and is_sound and is_near and not self.is_cut_off:
             self.current = Audit(tracked, self.identity, offer, offer.lease)
@@ -149,13 +147,7 @@ class Audits:
         masks = [mask[:chunk] + b"\0" + mask[chunk + 1 :] for mask in found.masks]
         if chunk < found.chunks:
             lookup, offer = tracked.lookup, audit.offer
-            found = replace(
-                found,
-                chunks=chunk,
-                masks=masks,
-                offsets=offer.shorter_offsets,
-                generations=offer.shorter_generations,
-            )
+            found = replace(found, chunks=chunk, masks=masks, slots=offer.shorter_slots)
             # From here on the load has the lease of the shorter hit, and the audit the other.
             self._requests.by_lease.pop(lookup.lease, None)
             audit.lease, lookup.lease = lookup.lease, audit.lease
@@ -174,10 +166,7 @@ class Audits:
         stored = audit.stored_slot(span.group_index)
         if stored is None or not 0 <= place < run.objects:
             return
-        at = place * U64
-        (offset,) = unpack_u64(run.offsets[at : at + U64])
-        (generation,) = unpack_u64(run.generations[at : at + U64])
-        computed = SlotRef(offset, generation)
+        computed = slot_at(run.slots, place)
         pair = ObjectPair(span.group_index, audit.offer.chunk, span.count, stored, computed)
         audit.objects[number] = AuditedObject(run, place, pair)
 
@@ -299,11 +288,9 @@ class Audits:
         What was computed wrongly in one chunk was so in the chunks around it, more or less.
         """
         offer, found = audit.offer, audit.found
-        offsets, generations = offer.offsets, offer.generations
-        if found is not None:
-            offsets, generations = offsets + found.offsets, generations + found.generations
-        for columns in batches(CHANGES_MAX, (offsets, U64), (generations, U64)):
-            self._session.queue_message(ReportCorrupt(*columns), now)
+        slots = offer.slots + (found.slots if found is not None else b"")
+        for batch in slot_batches(slots, CHANGES_MAX):
+            self._session.queue_message(ReportCorrupt(batch), now)
 
     def _drop(self, now: float) -> None:
         audit, self.current = self.current, None

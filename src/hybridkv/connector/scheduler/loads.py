@@ -56,8 +56,7 @@ class LoadPlanner:
                 hit_chunks=found.chunks,
                 local_tokens=local,
                 tables=served,
-                offsets=found.offsets,
-                generations=found.generations,
+                slots=found.slots,
             )
             load.plan = LoadPlan(self.requests.session.boot, runs, tracked.lookup.adapter)
         except PlanError as error:

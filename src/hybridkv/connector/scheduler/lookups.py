@@ -149,7 +149,7 @@ class Lookups:
             else:
                 event = RequestEvent.OUTRUN
                 self._outrun_leases.append(lookup.lease)
-            lookup.found = Found(0, 0, 0, masks, b"", b"")
+            lookup.found = Found(0, 0, 0, masks, b"")
         self._requests.advance(tracked, event, now)
 
     def _answer_seconds(self, tracked: TrackedRequest) -> float:
@@ -228,7 +228,7 @@ class Lookups:
                 mask.ljust(chunks, b"\1")
                 for mask, chunks in zip(masks, tracked.next_chunk, strict=True)
             ]
-            tracked.lookup.found = Found(0, 0, 0, stored, b"", b"")
+            tracked.lookup.found = Found(0, 0, 0, stored, b"")
             tracked.next_chunk = [0] * len(stored)
         self._requests.advance(tracked, RequestEvent.SETTLED, now)
 

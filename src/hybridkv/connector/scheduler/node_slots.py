@@ -6,45 +6,42 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.wire.messages import PackedSlots
 
-_WORD = np.dtype("<u8")  # As core.packed has it.
+_SLOT = np.dtype([("offset", "<u8"), ("generation", "<u8")])  # As core.packed has it.
 
 
 class NodeSlots:
     """The slots of all nodes, by that of the first node.
 
     The tables have a row for each place of the first node's arena where a slot may begin. The
-    system gives them memory where slots are: 24 bytes for two nodes, 16 more for each further one.
+    system gives them memory where slots are: 16 bytes for each node.
     """
 
     def __init__(self, arena_bytes: int, nodes: int) -> None:
         """`arena_bytes` is the size of the first node's arena."""
         places = -(-arena_bytes // SLOT_ALIGN)
-        self._generations = [np.zeros(places, _WORD) for _ in range(nodes)]
-        self._offsets = [np.zeros(places if node else 0, _WORD) for node in range(nodes)]
+        self._slots = [np.zeros(places, _SLOT) for _ in range(nodes)]
 
-    def match_slots(self, slots: Sequence[PackedSlots]) -> None:
-        """Note slots of each node that belong together: the i-th of each."""
-        places = _places(slots[0].offsets)
-        for node, own in enumerate(slots):
-            self._generations[node][places] = np.frombuffer(own.generations, _WORD)
-            if node:
-                self._offsets[node][places] = np.frombuffer(own.offsets, _WORD)
+    def match_slots(self, slots: Sequence[bytes]) -> None:
+        """Note packed slots of each node (core.packed) that belong together: the i-th of each."""
+        places = _places(slots[0])
+        for table, own in zip(self._slots, slots, strict=True):
+            table[places] = np.frombuffer(own, _SLOT)
 
-    def on_node(self, node: int, slots: PackedSlots) -> PackedSlots:
-        """Return a node's slots for those of the first node.
+    def on_node(self, node: int, slots: bytes) -> bytes:
+        """Return a node's packed slots for those of the first node.
 
         One that is another object's by now gets generation 0, which no slot has.
         """
         if not node:
             return slots
-        places = _places(slots.offsets)
-        own_generations = self._generations[node][places]
-        is_stale = self._generations[0][places] != np.frombuffer(slots.generations, _WORD)
-        own_generations[is_stale] = 0
-        return PackedSlots(self._offsets[node][places].tobytes(), own_generations.tobytes())
+        places = _places(slots)
+        own = self._slots[node][places]
+        is_stale = self._slots[0][places] != np.frombuffer(slots, _SLOT)
+        own["generation"][is_stale] = 0
+        return own.tobytes()
 
 
-def _places(offsets: bytes) -> npt.NDArray[np.int64]:
-    return np.frombuffer(offsets, np.dtype("<i8")) // SLOT_ALIGN
+def _places(slots: bytes) -> npt.NDArray[np.int64]:
+    offsets = np.frombuffer(slots, _SLOT)["offset"]
+    return (offsets // SLOT_ALIGN).astype(np.int64)

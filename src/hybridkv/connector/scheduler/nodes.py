@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from itertools import accumulate, compress, pairwise
+from itertools import accumulate, pairwise
 from operator import and_
 
 from msgspec import structs
@@ -22,12 +22,12 @@ from msgspec import structs
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector.messages import Answers, LoadPlan, Mail, NodePlans, ObjectPair, StepPlan
 from hybridkv.connector.scheduler.node_slots import NodeSlots
-from hybridkv.core.copies import CopyRun, SlotRef
+from hybridkv.core.copies import CopyRun
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES, fingerprint
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import pack_slots, unpack_slots
 from hybridkv.core.tails import tail_tokens
 from hybridkv.wire import messages as wire
 
@@ -147,11 +147,8 @@ class NodesLink:
             self._release(request)
         elif isinstance(request, wire.Commit | wire.Free | wire.ReportCorrupt):
             for node, state in enumerate(self._nodes):
-                slots = self.slots_on(node, request.offsets, request.generations)
-                message = structs.replace(
-                    request, offsets=slots.offsets, generations=slots.generations
-                )
-                state.messages.append(message)
+                slots = self.slots_on(node, request.slots)
+                state.messages.append(structs.replace(request, slots=slots))
         elif isinstance(request, wire.Identify):
             for node, state in enumerate(self._nodes):
                 state.messages.append(
@@ -288,31 +285,25 @@ class NodesLink:
         """Return runs with a node's own slots. One look at the tables finds those of all runs."""
         if not node or not runs:
             return runs
-        offsets = b"".join([run.offsets for run in runs])
-        generations = b"".join([run.generations for run in runs])
-        slots = self.slots_on(node, offsets, generations)
-        ends = [0, *accumulate(len(run.offsets) for run in runs)]
+        slots = self.slots_on(node, b"".join([run.slots for run in runs]))
+        ends = [0, *accumulate(len(run.slots) for run in runs)]
         return [
-            CopyRun(run.span, slots.offsets[at:end], slots.generations[at:end], run.skipped)
+            CopyRun(run.span, slots[at:end], run.skipped)
             for run, (at, end) in zip(runs, pairwise(ends), strict=True)
         ]
 
     def _pair_on(self, node: int, pair: ObjectPair) -> ObjectPair:
         if not node:
             return pair
-        slots = (pair.stored, pair.computed)
-        stored, computed = (self._slot_on(node, slot) for slot in slots)
+        own = self.slots_on(node, pack_slots((pair.stored, pair.computed)))
+        stored, computed = unpack_slots(own)
         return replace(pair, stored=stored, computed=computed)
 
     # Slots
 
-    def slots_on(self, node: int, offsets: bytes, generations: bytes) -> wire.PackedSlots:
+    def slots_on(self, node: int, slots: bytes) -> bytes:
         """Return a node's own slots for those of this link."""
-        return self._slots.on_node(node, wire.PackedSlots(offsets, generations))
-
-    def _slot_on(self, node: int, slot: SlotRef) -> SlotRef:
-        own = self.slots_on(node, pack_u64([slot.offset]), pack_u64([slot.generation]))
-        return SlotRef(unpack_u64(own.offsets)[0], unpack_u64(own.generations)[0])
+        return self._slots.on_node(node, slots)
 
     # Connection
 
@@ -449,16 +440,13 @@ class NodesLink:
         if not all(state.granted.get(shape) for state in self._nodes):
             return []
         grants = [state.granted[shape].popleft() for state in self._nodes]
-        size = min(len(grant.offsets) for grant in grants)
+        size = min(len(grant.slots) for grant in grants)
         for state, grant in zip(self._nodes, grants, strict=True):
-            if len(grant.offsets) > size:
-                state.messages.append(wire.Free(grant.offsets[size:], grant.generations[size:]))
-        slots = [
-            wire.PackedSlots(grant.offsets[:size], grant.generations[:size]) for grant in grants
-        ]
+            if len(grant.slots) > size:
+                state.messages.append(wire.Free(grant.slots[size:]))
+        slots = [grant.slots[:size] for grant in grants]
         self._slots.match_slots(slots)
-        offsets, generations = slots[0]
-        return [structs.replace(grants[0], offsets=offsets, generations=generations)]
+        return [structs.replace(grants[0], slots=slots[0])]
 
     # Lookups
 
@@ -500,8 +488,8 @@ class NodesLink:
         """Return the answer of all nodes: their common hit, or a miss."""
         asked = lookup.lookup
         del self.lookups[asked.lease]
-        slots = [wire.PackedSlots(answer.offsets, answer.generations) for answer in answers]
-        is_hit = is_hit and len({len(columns.offsets) for columns in slots}) == 1
+        slots = [answer.slots for answer in answers]
+        is_hit = is_hit and len({*map(len, slots)}) == 1
         if not is_hit:
             # Objects of one node alone are no hit, so no audit compares them either.
             self._drop_audits(lookup)
@@ -514,8 +502,7 @@ class NodesLink:
                 lease=asked.lease,
                 chunks=0,
                 masks=lookup.masks,
-                offsets=b"",
-                generations=b"",
+                slots=b"",
                 why=why,
                 junctions=lookup.junctions[:JUNCTIONS_MAX],
             )
@@ -541,24 +528,16 @@ class NodesLink:
         offers = [answer.audit for answer in answers if answer.audit is not None]
         if not offers:
             return None
-        present = [[*map(bool, unpack_u64(offer.generations))] for offer in offers]
-        kinds = {(offer.chunk, len(offer.shorter_offsets)) for offer in offers}
-        is_alike = len(kinds) == 1 and all(groups == present[0] for groups in present)
+        offered = [[*unpack_slots(offer.slots)] for offer in offers]
+        present = {tuple(bool(slot.generation) for slot in slots) for slots in offered}
+        kinds = {(offer.chunk, len(offer.shorter_slots)) for offer in offers}
+        is_alike = len(kinds) == 1 == len(present)
         if not is_alike or len(offers) < len(answers):
             self._drop_audits(lookup)
             return None
-        stored = [
-            wire.PackedSlots(
-                pack_u64([*compress(unpack_u64(offer.offsets), present[0])]),
-                pack_u64([*compress(unpack_u64(offer.generations), present[0])]),
-            )
-            for offer in offers
-        ]
-        shorter = [
-            wire.PackedSlots(offer.shorter_offsets, offer.shorter_generations) for offer in offers
-        ]
-        for slots in (stored, shorter):
-            self._slots.match_slots(slots)
+        stored = [pack_slots(slot for slot in slots if slot.generation) for slots in offered]
+        for matching in (stored, [offer.shorter_slots for offer in offers]):
+            self._slots.match_slots(matching)
         self.leases[lookup.lookup.audit_lease] = [offer.lease for offer in offers]
         return structs.replace(offers[0], lease=lookup.lookup.audit_lease)
 

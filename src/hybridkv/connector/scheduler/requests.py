@@ -398,7 +398,7 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
     """Return the explanation of a request that ended, for `hybridkv explain`."""
     hashes, answer, audited = tracked.lookup.hashes, tracked.lookup.answer, tracked.audited
     asked_chunks = len(hashes) // HASH_BYTES
-    found = answer or wire.Found(0, 0, 0, [], b"", b"")
+    found = answer or wire.Found(0, 0, 0, [], b"")
     whole_chunks = found.chunks - bool(found.tail)
     lacks: dict[int, int] = {}
     if answer is not None and whole_chunks < asked_chunks:

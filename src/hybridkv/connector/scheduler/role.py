@@ -514,7 +514,7 @@ class SchedulerRole:
         elif isinstance(reply, wire.Reserved):
             session, shape = self.session, (reply.part_bytes, reply.parts)
             session.reserved_bytes = max(session.reserved_bytes, reply.reserved_bytes)
-            self.stores.credits.on_granted(shape, reply.offsets, reply.generations, now)
+            self.stores.credits.on_granted(shape, reply.slots, now)
         elif isinstance(reply, wire.Removed):
             self.events.update(lambda events: events.on_removed(reply))
         elif isinstance(reply, wire.Error):

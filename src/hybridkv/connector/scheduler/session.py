@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -21,11 +20,10 @@ from hybridkv.client.start_daemon import start_detached
 from hybridkv.connector.metrics import DAEMON_CONNECTS, DAEMON_LOSSES, daemon_unsent
 from hybridkv.connector.scheduler.nodes import NodesLink
 from hybridkv.core.breaker import Breaker
-from hybridkv.core.copies import SlotRef
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
 from hybridkv.core.metrics import Metric
-from hybridkv.core.packed import U64, batches, pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, slot_batches
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -140,12 +138,8 @@ class DaemonSession:
 
     def condemn_slots(self, node: int, slots: Iterable[SlotRef], now: float) -> None:
         """Report slots of a node whose bytes were proven wrong to the daemon there."""
-        ordered = sorted(slots, key=attrgetter("offset", "generation"))
-        offsets = pack_u64([slot.offset for slot in ordered])
-        generations = pack_u64([slot.generation for slot in ordered])
-        columns = batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64))
-        for batch_offsets, batch_generations in columns:
-            message = wire.ReportCorrupt(batch_offsets, batch_generations)
+        for batch in slot_batches(pack_slots(sorted(slots)), wire.CHANGES_MAX):
+            message = wire.ReportCorrupt(batch)
             if self.nodes is None:
                 self.queue_message(message, now)
             else:

@@ -6,7 +6,7 @@ Nothing is sent from here: messages to the daemon are returned.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, starmap
+from itertools import count
 from typing import Any, NamedTuple
 
 from hybridkv.client.credits import SlotCredits
@@ -28,7 +28,14 @@ from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
-from hybridkv.core.packed import U64, batches, consecutive, pack_u64
+from hybridkv.core.packed import (
+    SLOT_BYTES,
+    consecutive,
+    pack_slots,
+    pack_u64,
+    slot_at,
+    slot_batches,
+)
 from hybridkv.core.policies import EvictionClass
 from hybridkv.wire.messages import CHANGES_MAX, Commit, Free
 
@@ -259,12 +266,8 @@ class StorePlanner:
             good: Iterable[range] = (range(run.objects),)
             if bad:
                 self._counters[stores_shed(Shed.FAILED)] += len(bad)
-                offsets, generations = (
-                    b"".join(column[at * U64 : (at + 1) * U64] for at in bad)
-                    for column in (run.offsets, run.generations)
-                )
-                parts = batches(CHANGES_MAX, (offsets, U64), (generations, U64))
-                messages += starmap(Free, parts)
+                unused = pack_slots(slot_at(run.slots, at) for at in bad)
+                messages += map(Free, slot_batches(unused, CHANGES_MAX))
                 good = consecutive(sorted({*range(run.objects)} - {*bad}))
             for part in good:
                 messages += self._commit(storing, part.start, part.stop)
@@ -309,8 +312,7 @@ class StorePlanner:
         for at in range(start, stop, CHANGES_MAX):
             end = min(stop, at + CHANGES_MAX)
             yield Commit(
-                offsets=run.offsets[at * U64 : end * U64],
-                generations=run.generations[at * U64 : end * U64],
+                slots=run.slots[at * SLOT_BYTES : end * SLOT_BYTES],
                 groups=self._packed_indices[span.group_index],
                 hashes=hashes[(1 + at) * HASH_BYTES : (1 + end) * HASH_BYTES],
                 tokens=tokens * (end - at),
@@ -471,14 +473,14 @@ class StorePlanner:
     def _take_slots(self, span: ObjectSpan) -> CopyRun:
         """Return a run of the span's first objects, as many as have slots and staging room."""
         room = self.staging.room(span)
-        offsets, generations = self.credits.take_slots(self._shape(span), room)
-        slots = len(offsets) // U64
-        if slots < span.objects:
-            reason = Shed.NO_STAGING if slots == room else Shed.NO_SLOT
+        slots = self.credits.take_slots(self._shape(span), room)
+        count = len(slots) // SLOT_BYTES
+        if count < span.objects:
+            reason = Shed.NO_STAGING if count == room else Shed.NO_SLOT
             self._counters[stores_shed(reason)] += 1
-        part = span.part(0, slots)
+        part = span.part(0, count)
         self.staging.count_span(part)
-        return CopyRun(part, offsets, generations)
+        return CopyRun(part, slots)
 
     def _number_runs(
         self, tracked: TrackedRequest, completed: list[CopyRun]

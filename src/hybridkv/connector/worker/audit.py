@@ -28,7 +28,8 @@ from hybridkv.connector.worker.difference import (
     whole_verdict,
 )
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.arena import Arena
 from hybridkv.vllm.blocks import block_bytes, physical
 

@@ -25,9 +25,10 @@ from hybridkv.connector.worker.copiers import CopierFactory, MappedArena, ShardB
 from hybridkv.connector.worker.difference import LayerNumbers
 from hybridkv.connector.worker.relay import Relay
 from hybridkv.connector.worker.worker_settings import WorkerSettings
-from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
+from hybridkv.core.copies import NULL_BLOCK, CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import stages_of_node
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena, new_lock
 from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
