@@ -60,7 +60,7 @@ SHARED_NAMES = (
     SharedNames(
         "A cache serves the prompts of a trace.",
         "serve",
-        "ForesightCache TraceReplay UnlimitedCache",
+        "TraceReplay UnlimitedCache",
     ),
     SharedNames(
         "The daemon's loop calls its parts, and sleeps until the first of them has work.",
