@@ -225,7 +225,7 @@ class Caller:
 
 def needed_slots(geometry: Geometry, found: Found) -> list[NeededSlot]:
     """Return the slots that a hit needs, each with its place in the prompt."""
-    return _slots_of_hit(geometry, found.chunks, found.slots)
+    return _slots_of_hit(geometry, found.depth, found.slots)
 
 
 def audited_slots(geometry: Geometry, offer: AuditOffer) -> list[NeededSlot]:

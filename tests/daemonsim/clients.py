@@ -316,7 +316,7 @@ class Scheduler(Client):
                 return
             asked = self._asked.pop(reply.lease)
             self.scene.books.found(
-                self.geometry, asked.identity, asked.hashes, reply.masks, reply.chunks
+                self.geometry, asked.identity, asked.hashes, reply.masks, reply.depth
             )
             self._prove(asked, reply)
             self._take_audit(asked, reply)
@@ -341,9 +341,9 @@ class Scheduler(Client):
 
     def _prove(self, asked: AskedLookup, found: Found) -> None:
         """Every slot of an answer has exactly the bytes of its name."""
-        self.scene.counts["chunks_hit"] += found.chunks
+        self.scene.counts["chunks_hit"] += found.depth
         self.scene.counts["chunks_from_tiers"] += sum(found.tiers.values())
-        assert sum(found.tiers.values()) <= found.chunks
+        assert sum(found.tiers.values()) <= found.depth
         self._prove_slots(asked, needed_slots(self.geometry, found))
         self.scene.counts["slots_proven"] += len(found.slots) // SLOT_BYTES
 
@@ -374,7 +374,7 @@ class Scheduler(Client):
         if offer is None:
             return
         assert offer.lease == asked.audit_lease, "an audit that nobody asked for"
-        assert offer.chunk in (found.chunks, found.chunks - 1)
+        assert offer.chunk in (found.depth, found.depth - 1)
         self._audits[offer.lease] = Audit(asked, offer)
         self._prove_slots(asked, audited_slots(self.geometry, offer))
         self._held.append(offer.lease)
@@ -406,7 +406,7 @@ class Scheduler(Client):
                 self.scene.counts["own_writes_read"] += is_there and is_own
 
     def _load(self, asked: AskedLookup, found: Found, loads: dict[int, list[LoadItem]]) -> None:
-        if not found.chunks:
+        if not found.depth:
             return
         if self.rng.random() < 0.15:
             self._held.append(found.lease)

@@ -227,9 +227,9 @@ class Engine:
             for group in GROUPS
         ]
         found = self._look_up(hashes)
-        if found.chunks:
-            local = self.rng.choice((0, 0, self.rng.randrange(found.chunks * 2) * 64))
-            runs = plan_load(GEOMETRY, found.chunks, local, tables, found.slots)
+        if found.depth:
+            local = self.rng.choice((0, 0, self.rng.randrange(found.depth * 2) * 64))
+            runs = plan_load(GEOMETRY, found.depth, local, tables, found.slots)
             late = self.rng.random() < LATE_SHARE
             if late:
                 self._send(Release(found.lease))
@@ -331,11 +331,11 @@ class Engine:
         self._until(lambda: lease in self.found)
         found = self.found.pop(lease)
         self.counts.add("lookups")
-        self.counts.add("hits", found.chunks > 0)
+        self.counts.add("hits", found.depth > 0)
         return found
 
     def _release(self, found: Found) -> None:
-        if found.chunks:
+        if found.depth:
             self._send(Release(found.lease))
 
     def _refill(self) -> None:

@@ -297,7 +297,7 @@ class Liar:
         if isinstance(reply, Welcome):
             peer.state = peer.role
         elif isinstance(reply, Found):
-            if reply.chunks:
+            if reply.depth:
                 peer.leases.append(reply.lease)
                 self._slots.extend(_slot_names(reply)[:4])
         elif isinstance(reply, Pending):

@@ -815,7 +815,7 @@ class Engine:
             self._asked.pop(request.request_id, None)
         tracked = self.side.requests.by_id.get(request.request_id)
         answer = tracked.lookup.found if tracked else None
-        found = answer.chunks * self.geometry.chunk_tokens if answer else 0
+        found = answer.depth * self.geometry.chunk_tokens if answer else 0
         if tokens:
             kind = (
                 "external"

@@ -58,10 +58,9 @@ SHARED_NAMES = (
         "DeviceBench HostBench",
     ),
     SharedNames(
-        "A cache serves the prompts of a trace.",
-        "serve",
-        "TraceReplay UnlimitedCache",
+        "The whole chunks of a lookup, or of its hit.", "chunks", "Found Hit LookupRequest"
     ),
+    SharedNames("A cache serves the prompts of a trace.", "serve", "TraceReplay UnlimitedCache"),
     SharedNames(
         "The daemon's loop calls its parts, and sleeps until the first of them has work.",
         "tick wakes_at",

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import NamedTuple
 
-from hybridkv.core.coverage import slot_shapes
+from hybridkv.core.coverage import Hit, slot_shapes, whole_hit
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.shm.trailer import PROCESSES_MAX, WorkerProcess
@@ -80,13 +80,11 @@ class CountedLookup(NamedTuple):
 
     request: LookupRequest
     masks: Sequence[bytes]  # By group, a byte for each chunk: 1 where RAM or a tier has the object.
-    whole_chunks: int = 0  # The chunks of the hit without its tail.
-    chunks: int = 0
-    tokens: int = 0
+    hit: Hit
 
     def without_hit(self) -> "CountedLookup":
         """Return the lookup as one whose hit is not used."""
-        return CountedLookup(self.request, self.masks)
+        return self._replace(hit=whole_hit(self.request.geometry, 0))
 
 
 @dataclass(eq=False, slots=True)

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
+from hybridkv.core.coverage import Hit, largest_hit, part_bytes, stored_counts, whole_hit
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -26,8 +26,7 @@ from hybridkv.core.state_boundaries import StateRule, state_ends
 from hybridkv.core.tails import (
     first_tail_chunk,
     longest_tail,
-    tail_chunk,
-    tail_tokens,
+    tail_hit,
     units_per_chunk,
     why_no_tails,
 )
@@ -98,10 +97,9 @@ class LongestHit(NamedTuple):
     """The longest hit of a prompt."""
 
     hits: ReplayHits
-    chunks: int
-    """The whole chunks of the hit."""
+    hit: Hit
     tail: bytes
-    """The name of the tail after these chunks. Empty = none is hit."""
+    """The name of its tail. Empty = it ends with a chunk."""
 
 
 class ReplayModel:
@@ -212,7 +210,7 @@ class ReplayModel:
         `is_whole` returns True for the name of a tail that has all its objects.
         """
         geometry, chunks = self.geometry, self.chunks_hit(prompt, masks)
-        tokens, name = chunks * geometry.chunk_tokens, b""
+        hit, name = whole_hit(geometry, chunks), b""
         if self.with_tails and prompt.tokens > geometry.hash_tokens:
             first = first_tail_chunk(geometry, prompt.tokens)
             units = (prompt.tokens - 1) // geometry.hash_tokens - first * units_per_chunk(geometry)
@@ -226,9 +224,8 @@ class ReplayModel:
                 is_whole=lambda number: is_whole(names[number]),
             )
             if found:
-                tokens, name = tail_tokens(geometry, first, found - 1), names[found - 1]
-                chunks = tail_chunk(geometry, first, found - 1)
-        return LongestHit(self._hit(prompt, tokens), chunks, name)
+                hit, name = tail_hit(geometry, first, found), names[found - 1]
+        return LongestHit(self._hit(prompt, hit.tokens), hit, name)
 
     def _tail_ends(self, first_chunk: int, units: int) -> Iterator[int]:
         """Yield the ends, in tokens, of the tails in so many match units from `first_chunk` on."""
@@ -255,9 +252,8 @@ class UnlimitedCache:
         longest = model.hit_with_tail(
             prompt, masks, lambda name: all(name in seen for seen in self._seen)
         )
-        hit_chunks = longest.chunks + bool(longest.tail)
         junctions = self._branches.junctions(
-            model.geometry, masks, b"".join(hashes), hit_chunks, self._continued.__contains__
+            model.geometry, masks, b"".join(hashes), longest.hit.depth, self._continued.__contains__
         )
         self._continued.update(hashes[:-1])
         tail = model.tail(prompt).name
@@ -317,30 +313,28 @@ class TraceReplay:
             for index in range(len(groups))
         ]
         masks = [bytes(slot is not None for slot in group_slots) for group_slots in slots]
-        hits, chunks, tail = model.hit_with_tail(prompt, masks, self._has_tail)
+        hits, hit, tail = model.hit_with_tail(prompt, masks, self._has_tail)
         outgrown: Iterable[Slot] = ()
         if hits.tokens_hit:
             if tail:
-                # As the daemon reads it: the tail stands for one chunk more.
                 ends = self._namespace.entries[tail].slots
                 slots = [
-                    [*group_slots[:chunks], end]
+                    [*group_slots[: hit.chunks], end]
                     for group_slots, end in zip(slots, ends, strict=True)
                 ]
-                chunks += 1
                 if tail != model.tail(prompt).name:
                     outgrown = filter(None, ends)
             read = [
                 slot
-                for group, group_slots in zip(groups, slots, strict=True)
-                for chunk in needed_chunks(geometry, group, chunks)
-                if (slot := group_slots[chunk]) is not None
+                for start, group_slots in zip(hit.starts, slots, strict=True)
+                for slot in group_slots[start : hit.depth]
+                if slot is not None
             ]
             store.pin(read, outgrown)
             store.unpin(read)
         evicted = store.evicted
         junctions = self._branches.junctions(
-            geometry, masks, b"".join(hashes), chunks, self._namespace.goes_on
+            geometry, masks, b"".join(hashes), hit.depth, self._namespace.goes_on
         )
         objects = model.stored_objects(prompt, len(hashes), junctions)
         self._store_prompt(prompt, hashes, masks, objects, junctions)

@@ -414,7 +414,8 @@ class Found(_Numbered, frozen=True, tag="found"):
     """
 
     lease: Count
-    chunks: Count
+    depth: Count
+    """As in core.coverage.Hit, like `tail` and `chunks`. 0 = a miss."""
     masks: Masks
     slots: Slots
     tiers: dict[Text, Count] = {}
@@ -423,12 +424,17 @@ class Found(_Numbered, frozen=True, tag="found"):
     """The reason why tiers were not read further, for people."""
     tail: Count = 0
     """The number, counted from 1, of the tail in Lookup that the hit ends with. 0 = none. Its
-    objects are the last of each group's slots, as those of chunk number `chunks` - 1."""
+    objects are the last of each group's slots."""
     audit: AuditOffer | None = None
     """The objects that a live audit may compare. None without an `audit_lease`, or without any."""
     junctions: Annotated[list[Count], Meta(max_length=JUNCTIONS_MAX)] = []
     """The chunks, ascending, after which the prompt parts from others, and a state or a window is
     missing (`core.junctions`). Objects that a tier below RAM has count."""
+
+    @property
+    def chunks(self) -> int:
+        """The whole chunks of the hit. A tail is none of them."""
+        return self.depth - bool(self.tail)
 
 
 class Pending(_Numbered, frozen=True, tag="pending"):

@@ -179,7 +179,7 @@ def test_a_hit_inside_a_block_is_not_audited() -> None:
     tails = hashes(*range(100, 106))
     found = daemon.handle(1, Lookup(5, 1, hashes(0, 1), tails=tails, audit_lease=2))
     assert isinstance(found, Found)
-    assert (found.chunks, found.tail, found.audit) == (2, 4, None)
+    assert (found.depth, found.tail, found.audit) == (2, 4, None)
 
 
 def test_an_engine_with_other_weights_by_now_is_offered_nothing() -> None:

@@ -181,10 +181,10 @@ class Client:
 
     def prove(self, found: Found, prompt: int) -> None:
         """Every slot of an answer has the bytes of its name, signed. Raises AssertionError."""
-        names = hashes(prompt, found.chunks)
+        names = hashes(prompt, found.depth)
         slots = [*unpack_slots(found.slots)]
         for index, group in enumerate(self.geometry.groups):
-            for chunk in needed_chunks(self.geometry, group, found.chunks) if found.chunks else ():
+            for chunk in needed_chunks(self.geometry, group, found.depth) if found.depth else ():
                 offset, generation = slots.pop(0)
                 size, parts = part_bytes(self.geometry, group, chunk), self.geometry.parts(group)
                 slot = self.arena.memory[offset : offset + slot_bytes(size, parts)]

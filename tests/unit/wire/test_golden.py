@@ -339,7 +339,7 @@ REPLIES = [
         Found(
             id=3,
             lease=9,
-            chunks=1,
+            depth=1,
             masks=[b"\1\0", b"\1\1"],
             slots=SLOTS,
             tiers={"disk": 1},

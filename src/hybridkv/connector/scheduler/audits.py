@@ -147,7 +147,7 @@ class Audits:
         masks = [mask[:chunk] + b"\0" + mask[chunk + 1 :] for mask in found.masks]
         if chunk < found.chunks:
             lookup, offer = tracked.lookup, audit.offer
-            found = replace(found, chunks=chunk, masks=masks, slots=offer.shorter_slots)
+            found = replace(found, depth=chunk, masks=masks, slots=offer.shorter_slots)
             # From here on the load has the lease of the shorter hit, and the audit the other.
             self._requests.by_lease.pop(lookup.lease, None)
             audit.lease, lookup.lease = lookup.lease, audit.lease

@@ -53,7 +53,7 @@ class LoadPlanner:
             served = [tables[group.gid] for group in geometry.groups]
             runs = plan_load(
                 geometry=geometry,
-                hit_chunks=found.chunks,
+                hit_chunks=found.depth,
                 local_tokens=local,
                 tables=served,
                 slots=found.slots,

@@ -193,12 +193,12 @@ class Lookups:
             self._requests.by_lease.pop(found.lease, None)
             self._session.queue_message(Release(found.lease), now)
             self._audits.on_unwanted_answer(found, now)
-            is_short = is_sound and found.chunks < len(found.masks[0])
+            is_short = is_sound and found.depth < len(found.masks[0])
             self._must_wait |= is_short and found.lease in self._outrun_leases
             return
         tracked.lookup.answer = found
         self._events.update(lambda events: events.on_found(tracked, found))
-        if not found.chunks:
+        if not found.depth:
             # A miss opens no lease.
             tracked.lookup.lease = 0
             del self._requests.by_lease[found.lease]
@@ -210,7 +210,7 @@ class Lookups:
             waited = now - tracked.lookup.sent_at
             self._requests.meter.add_observation("lookup_wait_seconds", waited)
             self._audits.on_answer(tracked, found, now)
-        self._counters[metrics.LOOKUPS_HIT if found.chunks else metrics.LOOKUPS_MISSED] += 1
+        self._counters[metrics.LOOKUPS_HIT if found.depth else metrics.LOOKUPS_MISSED] += 1
         self._counters[metrics.JUNCTIONS_FOUND] += len(found.junctions)
         if not found.tail and found.chunks * HASH_BYTES < len(tracked.lookup.hashes):
             self._count_limits(found)

@@ -458,7 +458,7 @@ class NodesLink:
             return []
         lookup = question.lookup
         lookup.answers[node] = found
-        if not found.chunks:
+        if not found.depth:
             lookup.leases[node] = 0  # A miss opens no lease.
         answers = [answer for answer in lookup.answers if answer is not None]
         if len(answers) < len(self._nodes):
@@ -500,7 +500,7 @@ class NodesLink:
             return wire.Found(
                 id=asked.id,
                 lease=asked.lease,
-                chunks=0,
+                depth=0,
                 masks=lookup.masks,
                 slots=b"",
                 why=why,
@@ -550,7 +550,7 @@ class NodesLink:
 
     def _release_found(self, node: int, found: wire.Found) -> None:
         """End the leases of an answer that nobody waits for."""
-        if found.chunks:
+        if found.depth:
             self._nodes[node].messages.append(wire.Release(found.lease))
         if found.audit is not None:
             self._nodes[node].messages.append(wire.Release(found.audit.lease))

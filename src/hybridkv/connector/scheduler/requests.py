@@ -399,10 +399,9 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
     hashes, answer, audited = tracked.lookup.hashes, tracked.lookup.answer, tracked.audited
     asked_chunks = len(hashes) // HASH_BYTES
     found = answer or wire.Found(0, 0, 0, [], b"")
-    whole_chunks = found.chunks - bool(found.tail)
     lacks: dict[int, int] = {}
-    if answer is not None and whole_chunks < asked_chunks:
-        missing = lacking(geometry, found.masks, whole_chunks + 1)
+    if answer is not None and found.chunks < asked_chunks:
+        missing = lacking(geometry, found.masks, found.chunks + 1)
         lacks = {group.gid: chunk for group, chunk in missing}
     return wire.RequestExplanation(
         prompt_tokens=tracked.request.num_prompt_tokens,
@@ -410,7 +409,7 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
         chunk_tokens=geometry.chunk_tokens,
         asked_chunks=asked_chunks,
         first_chunk=hashes[:HASH_BYTES],
-        hit_chunks=None if answer is None else whole_chunks,
+        hit_chunks=None if answer is None else found.chunks,
         looked_chunks=len(found.masks[0]) if found.masks else 0,
         groups=[
             wire.GroupPresence(group.gid, group.kind, mask.count(1), lacks.get(group.gid))
