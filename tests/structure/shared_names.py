@@ -66,7 +66,7 @@ SHARED_NAMES = (
         "tick wakes_at",
         "Daemon DaemonView Demotion Promotion TierState",
     ),
-    SharedNames("An EvictionQueue evicts only what may go.", "may_go", "FileIndex Slot"),
+    SharedNames("An EvictionQueue evicts only what may go.", "is_evictable", "FileIndex Slot"),
     SharedNames("An object gives back what it holds, and is used no more.", "close"),
     SharedNames(
         "An event is told to each part that it concerns.",

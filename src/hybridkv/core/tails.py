@@ -19,8 +19,8 @@ from hybridkv.core.coverage import Hit, is_tail_hit, needed_starts
 from hybridkv.core.geometry import Geometry, GroupKind
 
 TAIL_UNITS_MAX = 512
-"""Match units at the end of a prompt whose tails are looked up, which bounds the message: longer
-turns than so many units find the hit by chunks alone."""
+"""Tails that end in so many match units at the end of a prompt are looked up, which limits the
+message. Before them only whole chunks are."""
 
 
 def units_per_chunk(geometry: Geometry) -> int:

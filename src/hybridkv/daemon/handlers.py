@@ -39,7 +39,7 @@ LATEST_MAX = 20
 AUDIT_COUNTERS: Mapping[AuditOutcome, str] = {
     AuditOutcome.PASSED: "audits_passed",
     AuditOutcome.DIFFERED: "audits_differed",
-    AuditOutcome.UNMADE: "audits_unmade",
+    AuditOutcome.INCONCLUSIVE: "audits_unmade",
 }
 
 
@@ -415,7 +415,7 @@ class Daemon(DaemonState):
             self.counters["lookups_unused"] += is_unused
         if release.tokens or release.failed:
             for slot in lease.slots:
-                slot.is_doubted = release.failed
+                slot.replace_on_store = release.failed
             seconds = self.now - lease.asked_at
             self.saved.add_load(release.tokens, lease.tokens_per_second, seconds)
         self.store.unpin(lease.slots)

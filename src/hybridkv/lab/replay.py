@@ -314,7 +314,7 @@ class TraceReplay:
         ]
         masks = [bytes(slot is not None for slot in group_slots) for group_slots in slots]
         hits, hit, tail = model.hit_with_tail(prompt, masks, self._has_tail)
-        outgrown: Iterable[Slot] = ()
+        superseded_tails: Iterable[Slot] = ()
         if hits.tokens_hit:
             if tail:
                 ends = self._namespace.entries[tail].slots
@@ -323,14 +323,14 @@ class TraceReplay:
                     for group_slots, end in zip(slots, ends, strict=True)
                 ]
                 if tail != model.tail(prompt).name:
-                    outgrown = filter(None, ends)
+                    superseded_tails = filter(None, ends)
             read = [
                 slot
                 for start, group_slots in zip(hit.starts, slots, strict=True)
                 for slot in group_slots[start : hit.depth]
                 if slot is not None
             ]
-            store.pin(read, outgrown)
+            store.pin(read, superseded_tails)
             store.unpin(read)
         evicted = store.evicted
         junctions = self._branches.junctions(

@@ -27,7 +27,7 @@ LAYERS = [
     for name in ("first", "second")
 ]
 PART_BYTES = COUNT * len(LAYERS) * BLOCK_BYTES
-UNMADE = AuditVerdict(AuditOutcome.UNMADE)
+INCONCLUSIVE = AuditVerdict(AuditOutcome.INCONCLUSIVE)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_slot_that_lost_its_bytes_is_no_difference(arena: Arena) -> None:
     rig = Rig(arena)
     stored, computed = rig.slot(1), rig.slot(1)
     arena.memory[stored.offset + payload_offset(1) + 5] ^= 0x40
-    assert rig.compare(stored, computed) == [UNMADE]
+    assert rig.compare(stored, computed) == [INCONCLUSIVE]
 
 
 def test_every_shard_of_a_rank_is_compared(arena: Arena) -> None:
@@ -120,7 +120,7 @@ def test_every_shard_of_a_rank_is_compared(arena: Arena) -> None:
     assert outcomes(rig.compare(stored, rig.slot(1, 3))) == [AuditOutcome.DIFFERED]
     assert outcomes(rig.compare(stored, rig.slot(3, 2))) == [AuditOutcome.DIFFERED]
     arena.memory[stored.offset + payload_offset(2) + PART_BYTES + 5] ^= 0x40
-    assert rig.compare(stored, rig.slot(1, 2)) == [UNMADE]
+    assert rig.compare(stored, rig.slot(1, 2)) == [INCONCLUSIVE]
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
@@ -130,7 +130,7 @@ def test_the_shards_of_a_rank_compare_what_is_replicated_once(arena: Arena, chun
     stored = rig.slot(1)
     assert outcomes(rig.compare(stored, rig.slot(2), chunk)) == [AuditOutcome.DIFFERED]
     arena.memory[stored.offset + payload_offset(1) + 5] ^= 0x40
-    assert rig.compare(stored, rig.slot(1), chunk) == [UNMADE]
+    assert rig.compare(stored, rig.slot(1), chunk) == [INCONCLUSIVE]
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -138,14 +138,14 @@ def test_a_slot_of_another_object_by_now_is_no_difference(arena: Arena, which: i
     rig = Rig(arena)
     slots = [rig.slot(1), rig.slot(2)]
     slots[which] = SlotRef(slots[which].offset, slots[which].generation + 1)
-    assert rig.compare(slots[0], slots[1]) == [UNMADE]
+    assert rig.compare(slots[0], slots[1]) == [INCONCLUSIVE]
 
 
 def test_an_arena_that_is_not_mapped_is_no_difference(arena: Arena) -> None:
     rig = Rig(arena)
     auditor = rig.auditors[0]
     auditor.compare_pairs(None, {7: ObjectPair(0, 0, COUNT, rig.slot(1), rig.slot(2))})
-    assert auditor.take_verdicts() == {7: UNMADE}
+    assert auditor.take_verdicts() == {7: INCONCLUSIVE}
 
 
 def test_an_arena_that_is_closed_meanwhile_ends_nothing() -> None:
@@ -154,14 +154,20 @@ def test_an_arena_that_is_closed_meanwhile_ends_nothing() -> None:
         pair = ObjectPair(0, 0, COUNT, rig.slot(1), rig.slot(2))
     rig.auditors[0].compare_pairs(arena, {7: pair})
     rig.auditors[0].join()
-    assert rig.auditors[0].take_verdicts() == {7: UNMADE}
+    assert rig.auditors[0].take_verdicts() == {7: INCONCLUSIVE}
 
 
 def test_verdicts_of_all_ranks_come_together() -> None:
     passed = AuditVerdict(AuditOutcome.PASSED)
-    reports = [StepReport(audits={3: {rank: passed}, 4 + rank: {rank: UNMADE}}) for rank in (0, 1)]
+    reports = [
+        StepReport(audits={3: {rank: passed}, 4 + rank: {rank: INCONCLUSIVE}}) for rank in (0, 1)
+    ]
     together = reports[0].aggregate(reports[1])
-    assert together.audits == {3: {0: passed, 1: passed}, 4: {0: UNMADE}, 5: {1: UNMADE}}
+    assert together.audits == {
+        3: {0: passed, 1: passed},
+        4: {0: INCONCLUSIVE},
+        5: {1: INCONCLUSIVE},
+    }
 
 
 def attention(**fields: Any) -> FullAttentionSpec:

@@ -26,7 +26,7 @@ TOKENS = STORED * CHUNK + 1
 SHORTER = (STORED - 1) * CHUNK
 PASSED = AuditVerdict(AuditOutcome.PASSED, "model.layers.0", 0.001, 0.1)
 DIFFERED = AuditVerdict(AuditOutcome.DIFFERED, "model.layers.1", 1.4, 0.1)
-UNMADE = AuditVerdict(AuditOutcome.UNMADE)
+INCONCLUSIVE = AuditVerdict(AuditOutcome.INCONCLUSIVE)
 
 
 @pytest.fixture
@@ -208,8 +208,8 @@ def test_other_weights_are_served_and_audited_again(rig: Rig) -> None:
 
 
 def test_an_audit_in_which_nothing_could_be_compared_ends_and_is_due_again(rig: Rig) -> None:
-    found(rig, compared(rig, begun(rig)), UNMADE, UNMADE, UNMADE)
-    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
+    found(rig, compared(rig, begun(rig)), INCONCLUSIVE, INCONCLUSIVE, INCONCLUSIVE)
+    assert rig.counters[audited(AuditOutcome.INCONCLUSIVE)] == 1
     until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
     assert rig.side.audits.budget.is_due(IDENTITY)
 
@@ -240,7 +240,7 @@ def test_a_request_that_ends_before_the_chunk_is_computed_is_not_audited(rig: Ri
     begun(rig)
     rig.side.on_finished("r")
     released(rig)
-    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
+    assert rig.counters[audited(AuditOutcome.INCONCLUSIVE)] == 1
 
 
 def test_a_request_that_is_aborted_before_its_offer_keeps_nothing(rig: Rig) -> None:
@@ -337,7 +337,7 @@ def test_workers_that_never_answer_keep_nothing_for_ever(rig: Rig) -> None:
     for item in audit.objects.values():
         item.sent_at -= AUDIT_SECONDS_MAX + 1
     reported(rig)
-    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
+    assert rig.counters[audited(AuditOutcome.INCONCLUSIVE)] == 1
     until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
 
 

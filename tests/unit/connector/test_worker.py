@@ -208,7 +208,7 @@ def test_before_the_engine_sleeps_no_copy_runs_of_copiers_that_were_retired_eith
         drain_copiers=lambda: events.append("drained"),
     )
     map_arena(worker, Broken())
-    worker.map_anew()
+    worker.remap_arena()
     worker.detach_arena()
     assert events == ["retired", "drained"]
 

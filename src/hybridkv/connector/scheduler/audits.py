@@ -180,7 +180,7 @@ class Audits:
         if item is None or item.verdict is not None:
             return False
         if item.place in unstored:
-            item.verdict = AuditVerdict(AuditOutcome.UNMADE)
+            item.verdict = AuditVerdict(AuditOutcome.INCONCLUSIVE)
             return False
         item.is_stored = True
         return True
@@ -232,7 +232,7 @@ class Audits:
             return
         for item in audit.objects.values():
             if item.verdict is None and item.sent_at and now - item.sent_at > AUDIT_SECONDS_MAX:
-                item.verdict = AuditVerdict(AuditOutcome.UNMADE)
+                item.verdict = AuditVerdict(AuditOutcome.INCONCLUSIVE)
         verdicts = [item.verdict for item in audit.objects.values() if item.verdict]
         verdict = worst(verdicts)
         if verdict.outcome is not AuditOutcome.DIFFERED:

@@ -31,7 +31,7 @@ from hybridkv.core.keys import tenant_of
 from hybridkv.shm.access import group_id
 from hybridkv.vllm.drafters import NO_DRAFTER
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
-from hybridkv.vllm.hook_guard import BEGUN_ANEW, QUARANTINED
+from hybridkv.vllm.hook_guard import QUARANTINED, RESUMED
 from hybridkv.vllm.media import RequestMedia
 from hybridkv.vllm.weights import WeightsAnswer
 from hybridkv.wire import messages as wire
@@ -442,7 +442,7 @@ class SchedulerRole:
         """
         counters = self._counters
         gauges = {
-            "quarantined": counters[QUARANTINED] - counters[BEGUN_ANEW],
+            "quarantined": counters[QUARANTINED] - counters[RESUMED],
             "quarantined_since": off_since,
             "quarantined_until": off_since and off_since + off_seconds,
             "breaker_open": int(self.session.breaker.is_open),

@@ -62,7 +62,7 @@ class Auditor:
     def compare_pairs(self, arena: Arena | None, pairs: Mapping[int, ObjectPair]) -> None:
         """Compare the objects. `arena` has their slots. None = it is not mapped here."""
         if arena is None:
-            self._add_verdicts(dict.fromkeys(pairs, AuditVerdict(AuditOutcome.UNMADE)))
+            self._add_verdicts(dict.fromkeys(pairs, AuditVerdict(AuditOutcome.INCONCLUSIVE)))
             return
         self._thread = threading.Thread(
             target=self._compare_all, args=(arena, dict(pairs)), name="hybridkv-audit", daemon=True
@@ -86,7 +86,7 @@ class Auditor:
 
     def _compare_all(self, arena: Arena, pairs: Mapping[int, ObjectPair]) -> None:
         for number, pair in pairs.items():
-            verdict = AuditVerdict(AuditOutcome.UNMADE)
+            verdict = AuditVerdict(AuditOutcome.INCONCLUSIVE)
             try:
                 verdict = self._compare_pair(arena, pair)
             except Exception as error:  # noqa: BLE001  # no audit is no reason not to serve

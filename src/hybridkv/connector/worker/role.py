@@ -218,7 +218,7 @@ class WorkerRole:
             is_idle = plan.is_idle and not plan.loads
             self.weights.begin_step(plan.number, plan.question, is_idle=is_idle)
             if plan.is_idle:
-                self.weights.give_way()
+                self.weights.yield_to_reading()
         self.attach_arena(plan)
         refused: list[str] = []
         if plan.loads and not self._has_weights_of(plan):
@@ -276,7 +276,7 @@ class WorkerRole:
         self._copier_has_stores = True
         self._report.counters[metrics.STORE_SECONDS] += time.perf_counter() - started
 
-    def map_anew(self) -> None:
+    def remap_arena(self) -> None:
         """Map the arena again with the next plan. Copies that run end as they would have."""
         self.boot = ""
         self._close_old_copiers()
