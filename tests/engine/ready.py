@@ -35,7 +35,7 @@ def _await(role: Any) -> None:
         if is_greeted:
             role.reserve_slots(time.monotonic())
         pools = role.stores.credits.pools.values()
-        is_full = all(len(pool.slots) // SLOT_BYTES >= min(SLOTS, pool.target) for pool in pools)
+        is_full = all(len(pool.tickets) // SLOT_BYTES >= min(SLOTS, pool.target) for pool in pools)
         is_vain = not is_greeted and (not link.is_served or time.monotonic() > deadline)
         return is_vain or (is_greeted and is_full)
 

@@ -60,6 +60,7 @@ SHARED_NAMES = (
     SharedNames(
         "The whole chunks of a lookup, or of its hit.", "chunks", "Found Hit LookupRequest"
     ),
+    SharedNames("The same with the slots of one node for tickets.", "on_node", "CopyRun NodePlans"),
     SharedNames("A cache serves the prompts of a trace.", "serve", "TraceReplay UnlimitedCache"),
     SharedNames(
         "The daemon's loop calls its parts, and sleeps until the first of them has work.",

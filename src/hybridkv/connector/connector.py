@@ -172,7 +172,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """The plan of this step for this worker. None = there is none."""
         plan, worker = self._connector_metadata, self.worker_role
         if isinstance(plan, NodePlans) and worker is not None:
-            return plan.plans[worker.node]
+            return plan.on_node(worker.node)
         return plan if isinstance(plan, StepPlan) else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -1,11 +1,15 @@
-"""Arrays of slots and of unsigned 64-bit integers as bytes: no Python object for each.
+"""Arrays of slots, of tickets and of unsigned 64-bit integers as bytes: no Python object for each.
 
-Runs of consecutive integers are ranges.
+A *ticket* is what an engine's scheduler has of a slot: the slot of the object on each of its nodes,
+side by side. Where all workers are on one node it is the slot. The workers know their node::
+
+    tickets      |slot on node 0|slot on node 1|slot on node 0|slot on node 1|  two objects
+    on node 1                   |slot on node 1|              |slot on node 1|
 """
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import starmap
 from struct import Struct
 from typing import NamedTuple
@@ -38,11 +42,6 @@ def unpack_slots(raw: bytes) -> Iterator[SlotRef]:
     return map(SlotRef._make, SLOT.iter_unpack(raw))
 
 
-def slot_at(raw: bytes, place: int) -> SlotRef:
-    """Returns the slot at `place`, counted from 0, of packed slots."""
-    return SlotRef._make(SLOT.unpack_from(raw, place * SLOT_BYTES))
-
-
 def pack_u64(values: "list[int] | array[int]") -> bytes:
     """Returns the integers as little-endian bytes, U64 each."""
     packed = array("Q", values)
@@ -51,10 +50,28 @@ def pack_u64(values: "list[int] | array[int]") -> bytes:
     return packed.tobytes()
 
 
-def slot_batches(raw: bytes, slots: int) -> list[bytes]:
-    """Returns packed slots, cut into pieces of at most `slots` slots."""
-    size = slots * SLOT_BYTES
+def batches(raw: bytes, size: int) -> list[bytes]:
+    """Returns bytes, cut into pieces of at most `size` bytes."""
     return [raw[at : at + size] for at in range(0, len(raw), size)]
+
+
+def join_nodes(slots: Sequence[bytes]) -> bytes:
+    """Returns the tickets for packed slots of each node. All nodes have the same number."""
+    nodes = len(slots)
+    words = array("Q", bytes(sum(map(len, slots))))
+    for node, packed in enumerate(slots):
+        own = array("Q", packed)
+        words[2 * node :: 2 * nodes], words[2 * node + 1 :: 2 * nodes] = own[::2], own[1::2]
+    return words.tobytes()
+
+
+def on_node(tickets: bytes, node: int, nodes: int) -> bytes:
+    """Returns the packed slots that tickets of so many nodes have on one of them."""
+    if nodes == 1:
+        return tickets
+    words, own = array("Q", tickets), array("Q", bytes(len(tickets) // nodes))
+    own[::2], own[1::2] = words[2 * node :: 2 * nodes], words[2 * node + 1 :: 2 * nodes]
+    return own.tobytes()
 
 
 def unpack_u64(raw: bytes) -> "array[int]":

@@ -65,4 +65,4 @@ def has_write_slots(role: Any) -> bool:
 
     The first answer of a daemon that has just started grants none.
     """
-    return all(pool.slots for pool in role.stores.credits.pools.values())
+    return all(pool.tickets for pool in role.stores.credits.pools.values())

@@ -13,7 +13,7 @@ from hybridkv.connector.worker.audit import Auditor, layer_numbers
 from hybridkv.connector.worker.difference import Depth, LayerNumbers, NumberRange
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
 from hybridkv.core.copies import CopyOp
-from hybridkv.core.packed import SlotRef
+from hybridkv.core.packed import SlotRef, pack_slots
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, payload_offset, slot_bytes
 from tests.arenas import unnamed_arena
@@ -67,7 +67,9 @@ class Rig:
         """Let each rank compare the slots. Returns their verdicts."""
         verdicts = []
         for auditor in self.auditors:
-            auditor.compare_pairs(self.arena, {7: ObjectPair(0, chunk, COUNT, stored, computed)})
+            auditor.compare_pairs(
+                self.arena, {7: ObjectPair(0, chunk, COUNT, pack_slots((stored, computed)))}
+            )
             auditor.join()
             (verdict,) = auditor.take_verdicts().values()
             verdicts.append(verdict)
@@ -144,14 +146,16 @@ def test_a_slot_of_another_object_by_now_is_no_difference(arena: Arena, which: i
 def test_an_arena_that_is_not_mapped_is_no_difference(arena: Arena) -> None:
     rig = Rig(arena)
     auditor = rig.auditors[0]
-    auditor.compare_pairs(None, {7: ObjectPair(0, 0, COUNT, rig.slot(1), rig.slot(2))})
+    auditor.compare_pairs(
+        None, {7: ObjectPair(0, 0, COUNT, pack_slots((rig.slot(1), rig.slot(2))))}
+    )
     assert auditor.take_verdicts() == {7: INCONCLUSIVE}
 
 
 def test_an_arena_that_is_closed_meanwhile_ends_nothing() -> None:
     with unnamed_arena(1 << 20) as arena:
         rig = Rig(arena)
-        pair = ObjectPair(0, 0, COUNT, rig.slot(1), rig.slot(2))
+        pair = ObjectPair(0, 0, COUNT, pack_slots((rig.slot(1), rig.slot(2))))
     rig.auditors[0].compare_pairs(arena, {7: pair})
     rig.auditors[0].join()
     assert rig.auditors[0].take_verdicts() == {7: INCONCLUSIVE}

@@ -319,7 +319,7 @@ def test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone(rig: Rig) -
     assert (list(first.loads), list(second.loads)) == (["r"], [])
     runs = first.loads["r"].runs
     assert {run.span.group_index for run in runs} == set(range(len(GEOMETRY.groups)))
-    assert len({slot for run in runs for slot in unpack_slots(run.slots)}) == sum(
+    assert len({slot for run in runs for slot in unpack_slots(run.tickets)}) == sum(
         run.objects for run in runs
     )
 
@@ -909,7 +909,8 @@ def test_what_was_computed_before_a_weight_update_is_committed_under_the_old_nam
         rig.side.on_report(set(), set(), rig.report(boots={rig.side.session.boot: 1}, done=done))
         rig.side.change_identity(EngineIdentity(b"o" * 32, {}))
         rig.side.on_step_end()
-        until(lambda: old.values().get("objects_stored", 0) > 0, "they are committed")
+        objects = sum(run.objects for run in plan.stores.values())
+        until(lambda: old.values().get("objects_stored") == objects, "they are committed")
         found = old.answer(old.ask(2, STORED))
         assert found.chunks == STORED
         assert new.answer(new.ask(2, STORED)).chunks == 0

@@ -38,7 +38,7 @@ def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(
         hit_chunks=hit,
         local_tokens=local,
         tables=tables,
-        slots=pack_slots(slots),
+        tickets=pack_slots(slots),
     )
     ops = [op for run in runs for op in run.ops()]
     assert [run.objects for run in runs] == [len(list(run.ops())) for run in runs]
@@ -73,7 +73,7 @@ def storable(
 def plan_full_load(hit: int, table: list[int], slots: bytes) -> tuple[CopyRun, ...]:
     """Plan a load into one full group, without a local hit."""
     return plan_load(
-        geometry=LAYOUTS["qwen3"], hit_chunks=hit, local_tokens=0, tables=[table], slots=slots
+        geometry=LAYOUTS["qwen3"], hit_chunks=hit, local_tokens=0, tables=[table], tickets=slots
     )
 
 

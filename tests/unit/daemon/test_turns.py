@@ -5,15 +5,19 @@ import socket
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridkv.client.control import ControlClient
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.packed import (
     SLOT_BYTES,
     SlotRef,
+    batches,
+    join_nodes,
+    on_node,
     pack_slots,
     pack_u64,
-    slot_batches,
     unpack_slots,
 )
 from hybridkv.daemon.clients import RECEIVE_BYTES
@@ -81,9 +85,22 @@ def test_a_message_of_too_many_slots_is_none_of_the_protocol(
 
 def test_slots_are_cut_between_two_of_them() -> None:
     slots = [SlotRef(number, number + 1) for number in range(5)]
-    cut = slot_batches(pack_slots(slots), 2)
+    cut = batches(pack_slots(slots), 2 * SLOT_BYTES)
     assert [[*unpack_slots(batch)] for batch in cut] == [slots[:2], slots[2:4], slots[4:]]
-    assert slot_batches(b"", 2) == []
+    assert batches(b"", 2) == []
+
+
+@given(st.integers(1, 4), st.integers(0, 5))
+def test_a_ticket_has_the_slot_of_each_node(nodes: int, objects: int) -> None:
+    slots = [
+        pack_slots([SlotRef(node, (1 << 64) - 1 - place) for place in range(objects)])
+        for node in range(nodes)
+    ]
+    tickets = join_nodes(slots)
+    assert [on_node(tickets, node, nodes) for node in range(nodes)] == slots
+    assert batches(tickets, nodes * SLOT_BYTES) == [
+        b"".join(own) for own in zip(*(batches(own, SLOT_BYTES) for own in slots), strict=True)
+    ]
 
 
 def test_everything_is_cleared_in_pieces(daemon: DaemonProcess) -> None:

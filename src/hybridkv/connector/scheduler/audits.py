@@ -23,7 +23,8 @@ from hybridkv.connector.scheduler.requests import (
 )
 from hybridkv.core.audit import AuditBudget, AuditOutcome, AuditVerdict, worst
 from hybridkv.core.copies import CopyRun
-from hybridkv.core.packed import SLOT_BYTES, SlotRef, slot_at, slot_batches
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.packed import batches
 from hybridkv.wire.messages import (
     CHANGES_MAX,
     FACT_MAX,
@@ -68,15 +69,16 @@ class Audit:
     objects: dict[int, AuditedObject] = field(default_factory=dict)
     """The chunk's objects by the number of the store run that each is in."""
 
-    def stored_slot(self, group_index: int) -> SlotRef | None:
-        """Return the slot of a group's stored object. None where there is no object."""
-        slot = slot_at(self.offer.slots, group_index)
-        return slot if slot.generation else None
+    def stored_ticket(self, group_index: int, size: int) -> bytes:
+        """Return the ticket, of `size` bytes, of a group's stored object. Empty = there is none."""
+        ticket = self.offer.slots[group_index * size : (group_index + 1) * size]
+        return ticket if any(ticket) else b""
 
-    def has_compared_all(self, groups: int) -> bool:
+    def has_compared_all(self, geometry: Geometry) -> bool:
         """Return True if every stored object of the chunk was compared."""
         compared = {item.pair.group_index for item in self.objects.values() if item.verdict}
-        return all(index in compared or self.stored_slot(index) is None for index in range(groups))
+        size, groups = geometry.ticket_bytes, range(len(geometry.groups))
+        return all(index in compared or not self.stored_ticket(index, size) for index in groups)
 
 
 class Audits:
@@ -118,7 +120,7 @@ class Audits:
         offer = found.audit
         if offer is None:
             return
-        packed = len(self._geometry.groups) * SLOT_BYTES
+        packed = len(self._geometry.groups) * self._geometry.ticket_bytes
         is_sound = len(offer.slots) == packed and not found.tail
         is_near = offer.chunk in (found.chunks, found.chunks - 1)
         if self.current is None and is_sound and is_near and not self.is_cut_off:
@@ -163,11 +165,12 @@ class Audits:
         if audit is None or audit.found is None or audit.tracked is not tracked:
             return
         span, place = run.span, audit.offer.chunk - run.span.first_chunk
-        stored = audit.stored_slot(span.group_index)
-        if stored is None or not 0 <= place < run.objects:
+        size = self._geometry.ticket_bytes
+        stored = audit.stored_ticket(span.group_index, size)
+        if not stored or not 0 <= place < run.objects:
             return
-        computed = slot_at(run.slots, place)
-        pair = ObjectPair(span.group_index, audit.offer.chunk, span.count, stored, computed)
+        tickets = stored + run.tickets[place * size : (place + 1) * size]
+        pair = ObjectPair(span.group_index, audit.offer.chunk, span.count, tickets)
         audit.objects[number] = AuditedObject(run, place, pair)
 
     def must_wait(self, run: CopyRun, unstored: frozenset[int]) -> bool:
@@ -239,7 +242,7 @@ class Audits:
             if len(verdicts) < len(audit.objects):
                 return
             is_over = tracked.state is RequestState.DONE or audit.steps > AUDIT_STEPS_MAX
-            if not is_over and not audit.has_compared_all(len(self._geometry.groups)):
+            if not is_over and not audit.has_compared_all(self._geometry):
                 return
         self.finish(audit, verdict, now)
 
@@ -289,7 +292,7 @@ class Audits:
         """
         offer, found = audit.offer, audit.found
         slots = offer.slots + (found.slots if found is not None else b"")
-        for batch in slot_batches(slots, CHANGES_MAX):
+        for batch in batches(slots, CHANGES_MAX * self._geometry.ticket_bytes):
             self._session.queue_message(ReportCorrupt(batch), now)
 
     def _drop(self, now: float) -> None:

@@ -56,7 +56,7 @@ class LoadPlanner:
                 hit_chunks=found.depth,
                 local_tokens=local,
                 tables=served,
-                slots=found.slots,
+                tickets=found.slots,
             )
             load.plan = LoadPlan(self.requests.session.boot, runs, tracked.lookup.adapter)
         except PlanError as error:

@@ -23,7 +23,7 @@ from hybridkv.core.breaker import Breaker
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import fingerprint
 from hybridkv.core.metrics import Metric
-from hybridkv.core.packed import SlotRef, pack_slots, slot_batches
+from hybridkv.core.packed import SLOT_BYTES, SlotRef, batches, pack_slots
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -138,7 +138,7 @@ class DaemonSession:
 
     def condemn_slots(self, node: int, slots: Iterable[SlotRef], now: float) -> None:
         """Report slots of a node whose bytes were proven wrong to the daemon there."""
-        for batch in slot_batches(pack_slots(sorted(slots)), wire.CHANGES_MAX):
+        for batch in batches(pack_slots(sorted(slots)), wire.CHANGES_MAX * SLOT_BYTES):
             message = wire.ReportCorrupt(batch)
             if self.nodes is None:
                 self.queue_message(message, now)

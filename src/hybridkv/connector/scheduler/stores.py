@@ -28,14 +28,7 @@ from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
-from hybridkv.core.packed import (
-    SLOT_BYTES,
-    consecutive,
-    pack_slots,
-    pack_u64,
-    slot_at,
-    slot_batches,
-)
+from hybridkv.core.packed import batches, consecutive, pack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.wire.messages import CHANGES_MAX, Commit, Free
 
@@ -126,7 +119,7 @@ class StorePlanner:
                 self._windowed_groups.append(index)
             for shape in slot_shapes(geometry, group):
                 slots[shape] += max(4, chunks // 4) if is_recurrent else chunks
-        self.credits = SlotCredits(slots)
+        self.credits = SlotCredits(slots, geometry.ticket_bytes)
         self.staging = StagingCredits(geometry, limits.staging_bytes)
         self._packed_indices = [pack_u64([index]) for index in range(len(geometry.groups))]
         self._block_bytes = [group.block_bytes for group in geometry.groups]
@@ -266,8 +259,9 @@ class StorePlanner:
             good: Iterable[range] = (range(run.objects),)
             if bad:
                 self._counters[stores_shed(Shed.FAILED)] += len(bad)
-                unused = pack_slots(slot_at(run.slots, at) for at in bad)
-                messages += map(Free, slot_batches(unused, CHANGES_MAX))
+                size = self._geometry.ticket_bytes
+                unused = b"".join([run.tickets[at * size : (at + 1) * size] for at in bad])
+                messages += map(Free, batches(unused, CHANGES_MAX * size))
                 good = consecutive(sorted({*range(run.objects)} - {*bad}))
             for part in good:
                 messages += self._commit(storing, part.start, part.stop)
@@ -309,10 +303,11 @@ class StorePlanner:
         if span.group_index == counting_group:
             chunk_tokens = self._geometry.chunk_tokens
             tokens = storing.tail_tokens % chunk_tokens if storing.tail_tokens else chunk_tokens
+        size = self._geometry.ticket_bytes
         for at in range(start, stop, CHANGES_MAX):
             end = min(stop, at + CHANGES_MAX)
             yield Commit(
-                slots=run.slots[at * SLOT_BYTES : end * SLOT_BYTES],
+                slots=run.tickets[at * size : end * size],
                 groups=self._packed_indices[span.group_index],
                 hashes=hashes[(1 + at) * HASH_BYTES : (1 + end) * HASH_BYTES],
                 tokens=tokens * (end - at),
@@ -473,14 +468,14 @@ class StorePlanner:
     def _take_slots(self, span: ObjectSpan) -> CopyRun:
         """Return a run of the span's first objects, as many as have slots and staging room."""
         room = self.staging.room(span)
-        slots = self.credits.take_slots(self._shape(span), room)
-        count = len(slots) // SLOT_BYTES
+        tickets = self.credits.take_slots(self._shape(span), room)
+        count = len(tickets) // self._geometry.ticket_bytes
         if count < span.objects:
             reason = Shed.NO_STAGING if count == room else Shed.NO_SLOT
             self._counters[stores_shed(reason)] += 1
         part = span.part(0, count)
         self.staging.count_span(part)
-        return CopyRun(part, slots)
+        return CopyRun(part, tickets)
 
     def _number_runs(
         self, tracked: TrackedRequest, completed: list[CopyRun]
