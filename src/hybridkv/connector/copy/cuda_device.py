@@ -63,6 +63,7 @@ class CudaEvent(Waitable):
 
     def wait(self) -> None:
         with contextlib.suppress(RuntimeError):
+            # The error of the device is raised where the caller next asks whether the wait is over.
             self.event.synchronize()
 
 
