@@ -26,7 +26,8 @@ class Change:
 def body(text: str) -> Change:
     """The function does this instead.
 
-    `original` is the function as it was, and `arguments` is a dict of what it is called with.
+    `original` is the function as it was, and `arguments` is a dict of what it is called with,
+    unless a parameter has that name.
     """
 
     def change(function: Statement) -> None:
@@ -36,7 +37,9 @@ def body(text: str) -> Change:
         original = before[0]
         assert isinstance(original, ast.FunctionDef)
         original.args, original.body = function.args, function.body
-        function.body = [*reversed(before), *ast.parse(textwrap.dedent(text)).body]
+        names = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
+        added = before[:1] if "arguments" in names else before[::-1]
+        function.body = [*added, *ast.parse(textwrap.dedent(text)).body]
 
     return Change(change, new=text)
 

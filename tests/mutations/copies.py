@@ -124,7 +124,7 @@ FAULTS: tuple[Mutation, ...] = (
         "_IN_ORDER",
         value("(ctypes.c_int * 6)(3)"),
         "D6",
-        (f"{CUDA_DEVICE}::test_bytes_come_back",),
+        (f"{CUDA_DEVICE}::test_copies_go_in_one_call_in_the_order_of_the_stream",),
     ),
     Mutation(
         "status-unread",

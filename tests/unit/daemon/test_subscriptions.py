@@ -1,4 +1,4 @@
-"""The Removed messages of a subscriber. tests/model/test_daemon.py checks that none is missing."""
+"""The Removed messages of a subscriber. The simulation checks that none is missing."""
 
 from collections import ChainMap
 from pathlib import Path

@@ -1,6 +1,6 @@
 """CUDA as the copier's device: torch, and the calls of the CUDA runtime that torch does not have.
 
-Tests run it on a fake runtime (tests.fakecuda), and all above it on a simulated device. What a GPU
+Tests compare each call with its prototype, and run all above it on a simulated device. What a GPU
 has shown is in docs/gpu.md.
 """
 
