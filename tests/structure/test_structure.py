@@ -16,7 +16,6 @@ CATCH_ALL = {"Exception", "BaseException"}
 # Bases that say how a class is made, and not what its methods mean.
 NO_CONTRACT = {"ABC", "Enum", "Exception", "Generic", "NamedTuple", "Protocol", "StrEnum", "Struct"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @cache
