@@ -103,8 +103,10 @@ def _replacement(
         if len(found) != 1:
             raise NoMatch(f"{old!r} fits {len(found)} places")
         parsed = ast.parse(new).body[0]
-        is_expression = isinstance(found[0], ast.expr) and isinstance(parsed, ast.Expr)
-        _Replacing(found[0], parsed.value if is_expression else parsed).visit(function)
+        replaced: ast.AST = parsed
+        if isinstance(found[0], ast.expr) and isinstance(parsed, ast.Expr):
+            replaced = parsed.value
+        _Replacing(found[0], replaced).visit(function)
 
     return Change(change, old, new)
 

@@ -229,14 +229,6 @@ FAULTS: tuple[Mutation, ...] = (
         (f"{HOOKS}::test_no_hit_is_never_asynchronous_and_no_hook_raises",),
     ),
     Mutation(
-        "takes-any-plan",
-        "another connector's metadata is taken for a plan",
-        "HybridKVConnector._plan",
-        body("return self._connector_metadata"),
-        "B41",
-        (f"{HOOKS}::test_a_plan_that_is_not_ours_is_left_alone",),
-    ),
-    Mutation(
         "finish-forgets-nothing",
         "a finished request is tracked for ever",
         "HybridKVConnector.request_finished_all_groups",

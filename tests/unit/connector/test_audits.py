@@ -198,3 +198,44 @@ def test_audits_may_be_off(daemon: DaemonProcess) -> None:
         rig.side.on_new_request(request)
         assert rig.offered(request) == STORED * CHUNK
         rig.side.close()
+
+
+def test_a_hit_that_was_found_before_is_not_offered_after_a_difference(rig: Rig) -> None:
+    request = begun(rig)
+    early = rig.request(1, TOKENS, "early")
+    rig.side.on_new_request(early)
+    assert rig.offered(early) == STORED * CHUNK
+    found(rig, compared(rig, request), DIFFERED, PASSED, PASSED)
+    assert rig.side.offer_hit(early, 0) == 0
+    assert rig.counters[declined(Decline.AUDIT)] == 1
+
+
+def test_a_request_that_ends_before_the_chunk_is_computed_is_not_audited(rig: Rig) -> None:
+    begun(rig)
+    rig.side.on_finished("r")
+    released(rig)
+    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
+
+
+def test_a_request_that_is_aborted_before_its_offer_keeps_nothing(rig: Rig) -> None:
+    request = rig.request(1, TOKENS)
+    rig.side.on_new_request(request)
+    rig.planned({})
+    until(lambda: rig.value("leases") == 2, "the answer is on its way")
+    rig.side.on_finished("r")
+    released(rig)
+
+
+def test_an_answer_that_is_read_and_then_not_wanted_is_released(rig: Rig) -> None:
+    request = rig.request(1, TOKENS)
+    rig.side.on_new_request(request)
+    tracked = rig.side.requests.by_id["r"]
+
+    def is_read() -> bool:
+        rig.side.exchange_messages(0.0)
+        return tracked.lookup.found is not None
+
+    until(is_read, "it is read")
+    assert rig.side.audits.current is not None
+    rig.side.on_finished("r")
+    released(rig)

@@ -401,3 +401,25 @@ def test_two_resets_in_a_row_while_requests_run(eras: tuple[int, int]) -> None:
     watch.on_reset(True)
     watch.on_answers(answers_of(3, "a", era=eras[1]))
     assert watch.is_current, "nothing of what was computed in doubt is left"
+
+
+@pytest.mark.parametrize("written", ["computed", "loaded"])
+def test_blocks_of_other_weights_are_cached_by_nobody(written: str) -> None:
+    watch = WeightsWatch(("a",))
+    watch.on_step_planned(1, loads_for=(0,), computes=written == "computed")
+    assert not watch.is_proven(1), "nobody has said which weights it had"
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
+    assert watch.is_proven(1)
+    watch.on_answers(answers_of(0, "", era=1))
+    assert not watch.is_current, "they changed, and are being read"
+    watch.on_answers(answers_of(0, "a", era=1))
+    assert watch.is_current, "to the same"
+    assert watch.on_answers(answers_of(0, "b", era=2)) is None
+    assert watch.is_stale
+    assert watch.on_answers(answers_of(0, "a", era=3)) is None
+    assert watch.is_stale, "steps may have run in between"
+    watch.on_reset(False)
+    watch.on_answers(answers_of(1, "a", era=3))
+    assert watch.is_stale, "blocks were in use, so they are still there"
+    watch.on_reset(True)
+    assert watch.on_answers(answers_of(2, "b", era=4)) == ("b",)

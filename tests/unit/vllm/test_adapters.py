@@ -235,3 +235,16 @@ def test_no_order_of_events_names_blocks_after_other_weights() -> None:
             truth.draw.choice(events)()
         commits += truth.commits
     assert commits > 1000
+
+
+def test_a_step_from_before_the_reset_tells_nothing_of_what_is_computed_after_it() -> None:
+    """With asynchronous scheduling its report comes later."""
+    engine = Engine()
+    adapter = engine.arrive("r")
+    engine.step("r", loaded={1: OLD})
+    before = engine.plan("r")
+    engine.adapters.on_cache_emptied()
+    after = engine.plan("r")
+    engine.adapters.on_report(before, {0: {1: OLD}})
+    engine.adapters.on_report(after, {0: {1: NEW}})
+    assert adapter.has_computed(NEW, after)
