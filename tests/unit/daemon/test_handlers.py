@@ -416,3 +416,38 @@ def test_who_may_say_what(state: ConnectionState, message: type[Request]) -> Non
         )
         assert reply.code == expected
     check_daemon(daemon)
+
+
+def test_a_condemned_object_is_a_miss() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 2)
+    commit(daemon, 1, slots, 0, [1, 2])
+    packed = pack_refs([slots[1]])
+    daemon.handle(1, ReportCorrupt(packed.offsets, pack_u64([slots[1].generation + 1])))
+    assert lookup(daemon, 1, 1, 1, 2).chunks == 2, "another generation is another object"
+    daemon.handle(1, ReportCorrupt(packed.offsets, packed.generations))
+    assert lookup(daemon, 1, 2, 1, 2).chunks == 1
+    check_daemon(daemon)
+
+
+def test_unused_slots_can_be_given_back() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 2)
+    packed = pack_refs(slots)
+    daemon.handle(1, Free(packed.offsets, packed.generations))
+    assert daemon.view.metric_values().named()["bytes_writing"] == 0
+    commit(daemon, 1, slots, 0, [1, 2])
+    assert daemon.view.metric_values().named()["commits_unknown"] == 2
+    check_daemon(daemon)
+
+
+def test_a_lease_number_is_used_once() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    lookup(daemon, 1, 1, 1)
+    refused = daemon.handle(1, Lookup(5, 1, hashes(1)))
+    assert isinstance(refused, Error)
+    assert refused.code == "lease"
