@@ -663,7 +663,9 @@ def started(daemon: DaemonProcess) -> Iterator[DaemonProcess]:
         daemon.process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize(
     "deaf", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["hung", "deaf"]
 )

@@ -38,7 +38,7 @@ def main() -> int:
     chosen = [
         mutation
         for mutation in MUTATIONS
-        if not options.names or {mutation.name, *mutation.requirements} & set(options.names)
+        if not options.names or {mutation.name, *mutation.requirements.split()} & set(options.names)
     ]
     if stale := [
         f"{mutation.name}: {problem}" for mutation in chosen if (problem := mutation.problem())
@@ -92,7 +92,6 @@ def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | No
             **os.environ,
             "PYTHONPATH": f"{source}:{ROOT}",
             "HYPOTHESIS_STORAGE_DIRECTORY": f"{directory}/hypothesis",
-            "RUFF_NO_CACHE": "true",
             PACKAGE_VARIABLE: str(package),
             RESULTS_VARIABLE: f"{directory}/results.json",
         }
@@ -105,9 +104,7 @@ def _run(tests: Sequence[str], mutation: Mutation | None) -> dict[str, bool | No
             outcomes.update(
                 {test: any(nodes(red, test)) if nodes(red, test) else None for test in ours}
             )
-        outcomes.update(
-            {test: _command(test, package, environment) for test in tests if is_command(test)}
-        )
+        outcomes.update({test: _command(test, environment) for test in tests if is_command(test)})
         return outcomes
 
 
@@ -130,32 +127,16 @@ def _pytest(tests: Sequence[str], environment: dict[str, str]) -> dict[str, bool
     return results(results_path.read_text()) if results_path.is_file() else {}
 
 
-def _command(test: str, package: Path, environment: dict[str, str]) -> bool | None:
+def _command(test: str, environment: dict[str, str]) -> bool | None:
     """Returns whether a command failed as it does where it finds something.
 
     Returns None where it could not run.
     """
     module, *arguments = shlex.split(test)
-    begin = "import sys; from tests.mutations.report import is_the_copy; assert is_the_copy(); "
-    command = [sys.executable, "-c", begin]
-    match module:
-        case "ruff":
-            command = [
-                sys.executable,
-                "-m",
-                "ruff",
-                "check",
-                "--config",
-                str(ROOT / "pyproject.toml"),
-                str(package),
-            ]
-        case "importlinter.cli":
-            command[-1] += (
-                "from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
-            )
-        case _:
-            command[-1] += f"sys.argv = {[module, *arguments]!r}; "
-            command[-1] += f"import runpy; runpy.run_module({module!r}, run_name='__main__')"
+    begin = "import sys, runpy; from tests.mutations.report import is_the_copy; "
+    run = f"runpy.run_module({module!r}, run_name='__main__')"
+    words = f"assert is_the_copy(); sys.argv = {[module, *arguments]!r}; {run}"
+    command = [sys.executable, "-c", begin + words]
     try:
         ended = subprocess.run(
             command,
@@ -167,7 +148,7 @@ def _command(test: str, package: Path, environment: dict[str, str]) -> bool | No
         )
     except subprocess.TimeoutExpired:
         return True
-    if module.startswith("tests.") and ended.returncode and b"FAILED: " not in ended.stdout:
+    if ended.returncode and b"FAILED: " not in ended.stdout:
         return None
     return {0: False, 1: True}.get(ended.returncode)
 

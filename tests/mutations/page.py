@@ -1,8 +1,8 @@
 """The last column of tests/REQUIREMENTS.md.
 
 `python -m tests.mutations.page --write` brings it up to date. A row is
-`| id | what it asks | where | held by |`. Where faults carry the id, the last cell is made from
-them; else it is written by hand and says why the item is not met.
+`| id | what it asks | where | held by |`. If faults carry the id, the last cell is made from them;
+else it is written by hand: the tests that hold the item, or why it is not met.
 """
 
 import re
@@ -42,7 +42,7 @@ def rows(text: str) -> list[Row]:
 def held(requirement: str) -> str:
     """Returns which tests hold a requirement, fault by fault, or "" where no fault carries it."""
     return "<br>".join(
-        _shown(mutation) for mutation in MUTATIONS if requirement in mutation.requirements
+        _shown(mutation) for mutation in MUTATIONS if requirement in mutation.requirements.split()
     )
 
 

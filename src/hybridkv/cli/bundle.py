@@ -141,6 +141,7 @@ def _check_version(file: BinaryIO, setting: str) -> None:
     blocks = iter(lambda: file.read(block), b"")
     for header in blocks:
         with contextlib.suppress(tarfile.HeaderError):
+            # Most blocks at the end of a file are no headers of members.
             if tarfile.TarInfo.frombuf(header, "ascii", "replace").name == END_MEMBER:
                 _count_of_end(next(blocks, b"")[:64].rstrip(b"\0"), setting)
     file.seek(0)
@@ -269,6 +270,7 @@ def _from_disk(root: Path, bundle: Bundle, prefix: str, coding: Coding) -> Itera
             for path, name in files.records(home):
                 if name.key[:HASH_BYTES].hex().startswith(prefix):
                     with contextlib.suppress(FileNotFoundError):
+                        # A running daemon evicted the record while the export listed it.
                         found.append(_FoundRecord(os.stat(path).st_mtime, path, name))
     # The oldest objects come first: an import takes the last ones for the youngest.
     found.sort()
@@ -384,6 +386,8 @@ def run_import(arguments: argparse.Namespace) -> int:
         finally:
             tier.close()
             with contextlib.suppress(OSError):
+                # Where the import cannot be marked as ended, daemons take it over after a longer
+                # silence.
                 tier.release_files()
     imported = reasons.pop(None, 0)
     left_out = Counter({reason: count for reason, count in reasons.items() if reason is not None})

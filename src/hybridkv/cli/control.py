@@ -71,6 +71,8 @@ def _log_of(pid: int) -> str:
     """The file that a daemon of this machine appends to, which is its log. Empty if unknown."""
     for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
         with contextlib.suppress(OSError, ValueError):
+            # A descriptor of the daemon that is closed meanwhile, or another user's, is not its
+            # log.
             path = os.readlink(descriptor)
             lines = Path(f"/proc/{pid}/fdinfo/{descriptor.name}").read_text().splitlines()
             flags = next(line for line in lines if line.startswith("flags:"))

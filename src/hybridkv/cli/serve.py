@@ -106,6 +106,7 @@ def _notify() -> None:
     # "@" stands for the zero byte of an abstract name (sd_notify).
     address = f"\0{name[1:]}" if name.startswith("@") else name
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        # A service manager that does not hear the daemon keeps it from nothing.
         manager.setblocking(False)
         manager.sendto(b"READY=1", address)
 

@@ -65,6 +65,7 @@ def run_top(arguments: argparse.Namespace) -> int:
             console.print(text, soft_wrap=True, highlight=False)
         return 0
     with contextlib.suppress(KeyboardInterrupt), _keys():
+        # Ctrl-C is how a user leaves the display.
         _watch(console, arguments)
     return 0
 

@@ -148,7 +148,7 @@ def runtime_directory() -> str:
     sudo, cron and services inherit the name of another user's directory, or of one that is gone.
     """
     path = os.environ.get("XDG_RUNTIME_DIR", "")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # The directory that the environment names is gone.
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
             return path

@@ -156,6 +156,7 @@ class Link:
         if self.sock is not None:
             if farewell is not None and self.welcome is not None:
                 with contextlib.suppress(OSError):
+                    # The last message is sent only if the daemon is there and the buffer has room.
                     self.sock.send(bytes(self._out) + encode(farewell))
             self.sock.close()
             self.sock = None
@@ -231,6 +232,7 @@ class Link:
     def _lose(self, why: str, now: float) -> None:
         assert self.sock is not None
         with contextlib.suppress(OSError):
+            # The connection is lost already, and closing it may say so once more.
             self.sock.close()
         self.sock = None
         self.welcome = None

@@ -97,6 +97,7 @@ def _refusal(setting: str, fault: str, refused: Path) -> ConfigError:
     for value in (beside, default_socket("", uid), users_own):
         path = Path(value)
         with contextlib.suppress(ConfigError, OSError):
+            # A socket that a remedy might name may be refused too.
             check_socket_path(value, setting)
             if path != refused and not (_directory_fault(path.parent) or _file_fault(path)):
                 # An engine's setting says the same as a URL.

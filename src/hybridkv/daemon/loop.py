@@ -120,11 +120,13 @@ class Waker:
     def wake(self) -> None:
         """End the loop's sleep, now or the next time that it sleeps."""
         with contextlib.suppress(OSError):
+            # A full buffer already wakes the loop, and a closed one has no loop to wake.
             self._writer.send(b"\0")
 
     def clear(self) -> None:
         """Forget every `wake` until now. The caller looks at every queue next."""
         with contextlib.suppress(BlockingIOError):
+            # Another call has read the wake-up bytes already.
             self.reader.recv(4096)
 
     def close(self) -> None:
@@ -423,6 +425,7 @@ class DaemonServer:
                     self.trailer.remove_process(worker)
             self.daemon.sessions.recover_sessions(living)
         except Exception:
+            # The daemon starts with an empty arena where the earlier daemon's cannot be taken over.
             logger.exception("what an earlier daemon left cannot be taken over; starting empty")
             del self.daemon
             return False

@@ -144,6 +144,7 @@ def inspect(arguments: list[str]) -> ConfigReport:
         try:
             create_engine_config()
         except Exception:
+            # vLLM refuses the arguments without this connector too, which is said as the remedy.
             logger.exception("hybridkv: vLLM refuses")
             return "vLLM refuses it without hybridkv too; `vllm serve --help=all` lists what works"
         return "vLLM takes these arguments without --kv-transfer-config"
@@ -157,6 +158,7 @@ def inspect(arguments: list[str]) -> ConfigReport:
         report.findings += [finding for finding in findings if reports_new_finding(finding.check)]
     config = served[0].vllm_config
     with contextlib.suppress(ConfigError):
+        # The preview has no settings to show where they are wrong.
         report.settings = preflight.settings_of(config)
     cache = _guarded("KV cache groups", report, lambda: preview_engine(config, report.settings))
     if cache is not None:
@@ -240,7 +242,7 @@ def _guarded(
     """
     try:
         return make()
-    except Exception as error:
+    except Exception as error:  # What vLLM refuses is printed as a finding that failed.
         logger.exception("hybridkv: vLLM refuses")
         what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         line = next(filter(None, map(str.strip, what.splitlines())), type(error).__name__)

@@ -78,6 +78,7 @@ class DaemonProcess:
                         return
                 except DaemonUnreachableError:
                     with contextlib.suppress(subprocess.TimeoutExpired):
+                        # The daemon is still starting, and is asked again.
                         self.process.wait(RETRY_SECONDS)
                         raise refusal(log) from None
         raise HybridKVError(f"the daemon did not answer within {START_SECONDS:g} s")

@@ -82,8 +82,9 @@ def command_finding() -> Finding:
     sys.argv = ["vllm", "--version"]
     try:
         with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+            # The command ends like this once it has printed its version.
             command.main()
-    except Exception as error:
+    except Exception as error:  # A module that `vllm` imports may raise anything.
         logger.exception("hybridkv: vLLM refuses")
         return _failure("vllm command", f"`vllm` ends with {_line_of(error)}")
     return ok("vllm command", f"starts, version {said.getvalue().strip()}")
@@ -106,7 +107,7 @@ def _why_not_imported(name: str) -> str:
     """Return the error of an import in one line. Empty where there is none."""
     try:
         importlib.import_module(name)
-    except Exception as error:
+    except Exception as error:  # An import of vLLM may raise anything; `doctor` says what.
         logger.exception("hybridkv: vLLM refuses")
         return _line_of(error)
     return ""

@@ -362,6 +362,8 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
         with self._lock:
             for request in [request for request, until in self._until.items() if until < now]:
                 with contextlib.suppress(OSError):
+                    # The client may have closed the connection that its time limit is about to
+                    # close.
                     request.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:

@@ -90,6 +90,7 @@ class Arena:
     def close(self) -> None:
         """Unmap the arena. Its file stays, and a daemon lets go of the file's lock."""
         with contextlib.suppress(BufferError):
+            # A view of the arena is still in use; the mapping ends with the last view.
             self.memory.release()
             self._map.close()
         if self._fd is not None:
@@ -239,6 +240,7 @@ def _open_removed(path: Path, pid: int) -> int | None:
     systemd removes a user's shared memory at the last logout (RemoveIPC), and keeps processes.
     """
     with contextlib.suppress(OSError):
+        # The process is gone, is another user's, or closed the file meanwhile.
         for link in Path(f"/proc/{pid}/fd").iterdir():
             if os.readlink(link) == f"{path} (deleted)":
                 return os.open(link, os.O_RDWR | os.O_CLOEXEC)

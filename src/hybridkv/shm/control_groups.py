@@ -144,7 +144,7 @@ def _group_at(path: Path, root: Path) -> MemoryGroup | None:
 
 def _number(path: Path) -> int | None:
     """Return the number in a file, or None where it has none ("max") or is not there."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # The control group has no such limit.
         return int(path.read_text())
     return None
 
@@ -152,6 +152,7 @@ def _number(path: Path) -> int | None:
 def _lines(path: Path) -> list[str]:
     """Return the lines of a file, none where it is not there."""
     with contextlib.suppress(OSError):
+        # This machine has no such control group, or the process has ended.
         return path.read_text(errors="replace").splitlines()
     return []
 

@@ -201,6 +201,7 @@ class IsolatedProcess:
     def describe_exit(self) -> str:
         """Returns how the process ended, ", it ended with -9". Empty = it has not ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
+            # The process has not ended, so the message says no exit status.
             self.process.wait(EXIT_SECONDS_MAX)
         code = self.process.returncode
         return "" if code is None else f", it ended with {code}"
@@ -209,6 +210,7 @@ class IsolatedProcess:
         """Call the library's `close`, if that is possible in time. Then kill the process."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(TierError), self.lane(deadline) as lane:
+            # A client that does not leave the store in order in time is killed.
             lane.call_method(deadline, "close")
         self.kill_child()
 
@@ -221,6 +223,7 @@ class IsolatedProcess:
             self.process.kill()
             for lane in self._lanes:  # A thread that waits in a lane wakes up and closes it.
                 with contextlib.suppress(OSError):
+                    # The child may have closed its end of the lane already.
                     lane.sock.shutdown(socket.SHUT_RDWR)
                 if lane in self.free_lanes:
                     lane.sock.close()

@@ -414,6 +414,7 @@ class EngineWeights:
             if self._before_sleep is not None:
                 self._before_sleep()
         except Exception:
+            # The engine sleeps all the same, and nothing is copied before it is awake.
             logger.exception("hybridkv: copies could not be ended before the engine sleeps")
 
     def _digest(self, stop: Callable[[], bool], *, multiplies: bool = False) -> WeightsDigest:
@@ -435,6 +436,7 @@ class EngineWeights:
         except StoppedError:
             raise
         except Exception as error:
+            # Weights that cannot be read are like no others, so the engine shares with nobody.
             logger.exception("hybridkv: the weights cannot be read")
             random, seconds = secrets.token_hex(DIGEST_BYTES), time.perf_counter() - started
             return WeightsDigest(random, (UnreadModule("model", type(error).__name__),), 0, seconds)

@@ -56,6 +56,7 @@ def decode_request(body: bytes) -> Request:
         return _requests.decode(body)
     except _UNREADABLE as error:
         with contextlib.suppress(*_UNREADABLE):
+            # The bytes are no greeting of another version either.
             greeting = _greetings.decode(body)
             if greeting.version != PROTOCOL_VERSION:
                 return Hello(greeting.id, greeting.version, "control")

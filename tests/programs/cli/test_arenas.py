@@ -11,13 +11,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import pytest
 
 from hybridkv.client.link import peer_pid
 from hybridkv.core.sizes import parse_size
-from tests.programs.daemon.test_upgrade import others
 from tests.waiting import DEADLINE_SECONDS, has_ended, is_stopped, until
 
 RAM = "16MiB"
@@ -170,14 +169,6 @@ def test_stop_where_there_is_no_daemon(node: Node, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_stop_ends_a_daemon_of_another_version(tmp_path: Path) -> None:
-    path = tmp_path / "daemon.sock"
-    with others(path, 1, 1):
-        status, out, err = run([*HYBRIDKV, "stop", "--free", "--socket", path])
-    assert (status, err) == (0, ""), out
-    assert not path.exists()
-
-
 def test_a_daemon_that_hangs_is_named(node: Node, tmp_path: Path) -> None:
     path = tmp_path / "daemon.sock"
     pid = node.serve(path)
@@ -246,41 +237,6 @@ def test_arenas_are_listed_and_those_that_no_daemon_has_are_removed(
     assert node.run("ping", "--socket", used)[0] == 0
     assert not has_ended(pid)
     assert notes.exists(), "it is no arena"
-
-
-def waiters(arena: str) -> list[int]:
-    """The processes that wait for the end of an arena's time."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_bytes().split(b"\0")
-            if b"hybridkv.daemon.orphan" in words and os.fsencode(arena) in words:
-                found.append(int(path.parent.name))
-    return found
-
-
-def test_an_arena_that_nobody_takes_over_goes(node: Node, tmp_path: Path) -> None:
-    path = tmp_path / "daemon.sock"
-    node.serve(path, "--arena-ttl", "1s")
-    assert node.run("stop", "--socket", path)[0] == 0
-    until(lambda: node.shm == [], "the arena is removed")
-
-
-def test_a_daemon_that_comes_in_time_has_it(node: Node, tmp_path: Path) -> None:
-    path = tmp_path / "daemon.sock"
-    node.serve(path, "--arena-ttl", "30min")
-    assert node.run("stop", "--socket", path)[0] == 0
-    [arena] = node.shm
-    [waiter] = waiters(f"/dev/shm/{arena}")
-    [listed] = cast(list[dict[str, object]], node.json("arenas"))
-    assert 0 < cast(float, listed["kept_seconds"]) <= 1800
-    assert "min" in node.run("arenas")[1]
-    node.serve(path, "--arena-ttl", "never")
-    until(lambda: has_ended(waiter), "nobody waits any more")
-    assert node.shm == [arena]
-    assert node.run("stop", "--socket", path)[0] == 0
-    assert waiters(f"/dev/shm/{arena}") == []
-    assert "no bound" in node.run("arenas")[1]
 
 
 def test_after_a_crash_the_next_daemon_removes_what_is_over(node: Node, tmp_path: Path) -> None:

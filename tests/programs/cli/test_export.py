@@ -1,7 +1,5 @@
 """`hybridkv export` and `hybridkv import` over real files and a real daemon."""
 
-import errno
-import io
 import json
 import os
 import signal
@@ -24,22 +22,12 @@ from hybridkv.tiers.coding import Codec, Coding
 from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileName
 from hybridkv.tiers.disk.tier import DiskTier
-from hybridkv.tiers.disk.writers import LOST_SECONDS
 from hybridkv.tiers.encoded import EncodedTier
 from hybridkv.tiers.encryption import read_key
-from hybridkv.tiers.record import is_encoded
 from tests.forked_daemon import ForkedDaemon
-from tests.invariants import check_disk
 from tests.layouts import LAYOUTS
 from tests.tier_suite import make_sample, read
-from tests.unit.daemon.tierclient import (
-    IDENTITY,
-    Client,
-    is_written,
-    object_files,
-    real_bytes,
-    stats,
-)
+from tests.unit.daemon.tierclient import IDENTITY, Client, object_files, real_bytes, stats
 from tests.waiting import until
 
 OBJECTS = 8
@@ -139,52 +127,6 @@ def test_encrypted_objects_need_the_key(tmp_path: Path, capsys: pytest.CaptureFi
     assert "key=file:/etc/hybridkv/tier.key works" in capsys.readouterr().err
 
 
-def test_an_import_with_a_key_encrypts_what_is_plain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    filled(tmp_path / "from")
-    key, file = tmp_path / "tier.key", tmp_path / "all.tar"
-    key.write_bytes(bytes(32))
-    key.chmod(0o600)
-    command(capsys, "export", file, "--disk", tmp_path / "from")
-    words = ("import", file, "--disk", tmp_path / "to", "--key", f"file:{key}")
-    assert command(capsys, *words).document["objects"] == OBJECTS
-    assert all(is_encoded(path.read_bytes()) for path in object_files(tmp_path / "to"))
-    reader = EncodedTier(opened(tmp_path / "to", "r"), Coding(key=read_key(str(key), "key")))
-    assert read(reader, make_sample(0, namespace=IDENTITY)) is None
-
-
-def test_only_one_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    filled(tmp_path / "from")
-    file = tmp_path / "some.tar"
-    document = command(
-        capsys, "export", file, "--disk", tmp_path / "from", "--identity", OTHER.hex()[:12]
-    ).document
-    assert document["objects"] == OBJECTS // 2
-    command(capsys, "import", file, "--disk", tmp_path / "to")
-    assert has(tmp_path / "to", range(OBJECTS)) == [number % 2 == 1 for number in range(OBJECTS)]
-    assert main(["export", str(file), "--disk", str(tmp_path / "from"), "--identity", "gemma"]) == 2
-    assert "hexadecimal digits" in capsys.readouterr().err
-
-
-def test_a_damaged_object_is_left_out_of_an_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    filled(tmp_path / "from")
-    paths = object_files(tmp_path / "from")
-    raw = bytearray(paths[0].read_bytes())
-    raw[6000] ^= 4
-    paths[0].write_bytes(raw)
-    paths[1].write_bytes(paths[2].read_bytes())
-    file = tmp_path / "all.tar"
-    status, document = command(capsys, "export", file, "--disk", tmp_path / "from")
-    assert (status, document["objects"], document["damaged"]) == (1, OBJECTS - 2, 2)
-    assert (
-        command(capsys, "import", file, "--disk", tmp_path / "to").document["objects"]
-        == OBJECTS - 2
-    )
-
-
 def test_any_damaged_byte_of_the_file_is_noticed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,39 +161,6 @@ def test_a_file_that_was_cut_is_noticed(
     assert 0 < document["objects"] < OBJECTS
     assert document["the file ends too early"] == 1
     assert sum(has(tmp_path / "to", range(OBJECTS))) == document["objects"]
-
-
-def test_members_that_are_no_records_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tier = filled(tmp_path / "from", 1)
-    (path,) = object_files(tmp_path / "from")
-    file = tmp_path / "odd.tar"
-    record = path.read_bytes()
-    with tarfile.open(file, "w") as tar:
-        for name, content in {
-            "../../evil": record,
-            FileName(make_sample(5).key).text: record,
-            "notes.txt": b"hello",
-            "pages": bytes(1 << 16),
-            path.name: record,
-        }.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-        link = tarfile.TarInfo(FileName(make_sample(6).key).text)
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        tar.addfile(link)
-    status, document = command(capsys, "import", file, "--disk", tmp_path / "to")
-    assert (
-        status,
-        document["objects"],
-        document["damaged"],
-        document["the file ends too early"],
-    ) == (1, 1, 5, 1)
-    assert len(object_files(tmp_path / "to")) == 1
-    assert not list(tmp_path.glob("**/evil"))
-    check_disk(tier)
 
 
 def test_a_file_that_exists_is_replaced_only_by_force(
@@ -299,59 +208,6 @@ def test_an_import_keeps_its_bound(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (status, document["no room"]) == (1, 40)
 
 
-def test_nobody_takes_away_what_is_being_imported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A daemon looks after each object; in the end the objects are the daemon's, in its bound."""
-    filled(tmp_path / "from", 20)
-    file = tmp_path / "all.tar"
-    command(capsys, "export", file, "--disk", tmp_path / "from")
-    tier = opened(tmp_path / "to", size="384KiB")
-    during: list[list[str]] = []
-    real = DiskTier.write_file
-
-    def write(self: DiskTier, *args: Any) -> int:
-        tier.writers.look_due_at = 0
-        tier.tend()
-        during.append(sorted(path.name[:7] for path in (tmp_path / "to/objects").iterdir()))
-        return real(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiskTier, "write_file", write)
-        document = command(capsys, "import", file, "--disk", tmp_path / "to").document
-    assert document["kept"] == 20
-    assert all(names == ["here", "import-"] for names in during[1:])
-    tier.writers.look_due_at = 0
-    tier.tend()
-    assert [path.name for path in (tmp_path / "to/objects").iterdir()] == ["here"]
-    check_disk(tier)
-    assert 0 < real_bytes(tmp_path / "to") <= 384 << 10
-    assert len(list(tier.keys())) == len(object_files(tmp_path / "to")) > 5
-
-
-def test_an_import_shows_that_it_lives(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that takes long is not taken for lost."""
-    filled(tmp_path / "from", 4)
-    file = tmp_path / "all.tar"
-    command(capsys, "export", file, "--disk", tmp_path / "from")
-    monkeypatch.setattr("hybridkv.cli.bundle.TEND_SECONDS", 0.0)
-    real, silent = DiskTier.write_file, []
-
-    def write(self: DiskTier, *args: Any) -> int:
-        alive = self.writers.home / "alive"
-        if alive.exists():
-            silent.append(alive.stat().st_mtime < LOST_SECONDS)
-            self.writers.alive_due_at = 0
-            os.utime(alive, (1, 1))
-        return real(self, *args)
-
-    monkeypatch.setattr(DiskTier, "write_file", write)
-    assert command(capsys, "import", file, "--disk", tmp_path / "to").status == 0
-    assert silent == [False] * 5, "it says so before each of them, and before the probe"
-
-
 @pytest.mark.parametrize("layout", ["gemma3", "two_ranks", "two_ranks_mla"])
 def test_a_living_daemons_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
@@ -392,26 +248,6 @@ def test_a_living_daemons_memory(
     assert {member.name for member in members(file)} - {END_MEMBER} == names
 
 
-def test_the_names_from_memory_are_those_that_the_daemon_gives(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--disk", str(tmp_path / "disk")]
-    with (
-        ForkedDaemon(str(tmp_path / "a.sock"), "16MiB", options=options) as daemon,
-        Client(daemon.socket_path) as client,
-    ):
-        client.store(1, CHUNKS)
-        until(lambda: is_written(daemon.socket_path), "everything is written")
-        assert stats(daemon.socket_path)["tier_disk_objects_written"] == CHUNKS * 3
-        command(capsys, "export", tmp_path / "ram.tar", "--socket", daemon.socket_path)
-        command(capsys, "export", tmp_path / "disk.tar", "--disk", tmp_path / "disk")
-    names = [
-        sorted(member.name for member in members(tmp_path / f"{what}.tar"))
-        for what in ("ram", "disk")
-    ]
-    assert names[0] == names[1]
-
-
 def test_a_slot_that_changes_while_it_is_copied_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,30 +285,6 @@ def test_a_slot_that_changes_while_it_is_copied_is_left_out(
                 CHUNKS * 3 - 1,
                 1,
             )
-
-
-@pytest.mark.parametrize("what", ["fifo", "directory", "link"])
-def test_only_a_file_is_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
-) -> None:
-    filled(tmp_path / "from", 1)
-    file = tmp_path / "file"
-    match what:
-        case "fifo":
-            os.mkfifo(file)
-        case "directory":
-            file.mkdir()
-        case _:
-            file.symlink_to(tmp_path / "from")
-    before = file.lstat()
-    capsys.readouterr()
-    assert main(["export", str(file), "--force", "--disk", str(tmp_path / "from")]) == 2
-    assert (
-        f"export: {file} is no file that could be replaced; the name of a new one works"
-        in capsys.readouterr().err
-    )
-    assert (file.lstat().st_mode, file.lstat().st_ino) == (before.st_mode, before.st_ino)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "from"]
 
 
 def test_an_export_takes_no_memory_of_the_arena(
@@ -522,44 +334,6 @@ def test_two_exports_to_one_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.tar", "few", "from"]
 
 
-def test_a_file_system_without_hard_links(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As FAT. Also there nothing is replaced."""
-    filled(tmp_path / "from")
-    file, link = tmp_path / "all.tar", os.link
-
-    def refused(*_: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr("os.link", refused)
-    words = ["export", str(file), "--disk", str(tmp_path / "from")]
-    assert main(words) == 0
-    assert len(members(file)) == OBJECTS + 1
-
-    def refused_late(*_: object) -> None:
-        link(tmp_path / "from/hybridkv-tier", file)
-        refused()
-
-    file.unlink()
-    monkeypatch.setattr("os.link", refused_late)
-    capsys.readouterr()
-    assert main(words) == 2
-    says = f"hybridkv: export: {file} exists; --force replaces it"
-    assert capsys.readouterr().err.splitlines()[-1] == says
-    assert file.read_text() == "1\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.tar", "from"]
-
-
-def test_a_users_own_file_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    filled(tmp_path / "from")
-    own = tmp_path / "all.tar.part"
-    own.write_bytes(b"a user's own")
-    assert main(["export", str(tmp_path / "all.tar"), "--disk", str(tmp_path / "from")]) == 0
-    assert own.read_bytes() == b"a user's own"
-    capsys.readouterr()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """Nor does it show where the command was."""
@@ -576,47 +350,3 @@ def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None
     result = subprocess.run(program, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     assert (result.returncode, result.stderr.strip()) == (128 + number, "")
     assert [path.name for path in tmp_path.iterdir()] == ["from"]
-
-
-def of_another_version(file: Path) -> None:
-    content = file.read_bytes()
-    at = content.rindex(f"1 {OBJECTS}\n".encode())
-    file.write_bytes(content[:at] + b"2" + content[at + 1 :])
-
-
-def cut_to_nothing(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def noise(file: Path) -> None:
-    file.write_bytes(b"x" * 30000)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (of_another_version, "is of another version ('2'); its own version of hybridkv works"),
-        (cut_to_nothing, "is no bundle of records"),
-        (noise, "is no bundle of records"),
-    ],
-)
-def test_an_import_that_is_refused_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None], says: str
-) -> None:
-    filled(tmp_path / "from")
-    file = tmp_path / "all.tar"
-    command(capsys, "export", file, "--disk", tmp_path / "from")
-    change(file)
-    assert main(["import", str(file), "--disk", str(tmp_path / "to")]) == 2
-    assert says in capsys.readouterr().err
-    assert not (tmp_path / "to").exists()
-
-
-def test_an_import_from_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    filled(tmp_path / "from")
-    file = tmp_path / "all.tar"
-    command(capsys, "export", file, "--disk", tmp_path / "from")
-    words = ["import", "/dev/stdin", "--disk", str(tmp_path / "to"), "--json"]
-    program = [sys.executable, "-m", "hybridkv", *words]
-    printed = subprocess.check_output(program, input=file.read_bytes(), timeout=60)
-    assert json.loads(printed)["objects"] == OBJECTS

@@ -1,6 +1,5 @@
 """`hybridkv fsck` over real files."""
 
-import errno
 import json
 import os
 import random
@@ -13,10 +12,8 @@ import pytest
 from hybridkv.cli.main import main
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.tiers.coding import Coding
 from hybridkv.tiers.contract import MissingError
-from hybridkv.tiers.disk import files
-from hybridkv.tiers.disk.files import FileName, parse_name, prove_file
+from hybridkv.tiers.disk.files import FileName
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import QUIET_SECONDS
 from tests.forked_daemon import ForkedDaemon
@@ -138,88 +135,6 @@ def test_a_damaged_file_is_told_and_put_aside(
     check_disk(tier)
 
 
-def swap(first: Path, second: Path) -> None:
-    aside = first.with_name("aside")
-    first.rename(aside)
-    second.rename(first)
-    aside.rename(second)
-
-
-def test_swapped_files_get_their_own_names_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    filled(tmp_path)
-    swap(path_of(tmp_path, 1), path_of(tmp_path, 2))
-    silence(tmp_path)
-    status, report = fsck(tmp_path, capsys)
-    assert (status, report["writers"][0]["damaged"]) == (1, {"misnamed": 2})
-    status, report = fsck(tmp_path, capsys, "--repair")
-    assert (status, report["repaired"]) == (0, 2)
-    assert fsck(tmp_path, capsys).report["writers"][0]["whole"] == OBJECTS
-    tier = opened(tmp_path)
-    assert [read(tier, make_sample(number)) for number in range(OBJECTS)] == [None] * OBJECTS
-    check_disk(tier)
-
-
-def test_a_misnamed_file_whose_name_is_taken_goes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    filled(tmp_path)
-    silence(tmp_path)
-    path_of(tmp_path, 2).write_bytes(path_of(tmp_path, 1).read_bytes())
-    status, report = fsck(tmp_path, capsys, "--repair")
-    assert (status, report["files"][0]["done"]) == (0, "removed, for it is there already")
-    assert fsck(tmp_path, capsys).report["writers"][0]["whole"] == OBJECTS - 1
-    assert not list(tmp_path.glob("objects/here/tmp/*/*"))
-
-
-@pytest.mark.parametrize("is_taken", [False, True])
-def test_without_hard_links_a_misnamed_record_gets_its_name_all_the_same(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    is_taken: bool,
-) -> None:
-    def link(*_: Any) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    filled(tmp_path)
-    silence(tmp_path)
-    path = path_of(tmp_path, 1)
-    wrong = path.with_name(FileName(make_sample(50).key).text)
-    path.rename(wrong)
-    if is_taken:
-        path.write_bytes(wrong.read_bytes())
-    monkeypatch.setattr("os.link", link)
-    status, report = fsck(tmp_path, capsys, "--repair")
-    assert (status, report["files"][0]["done"].partition(" ")[0]) == (
-        0,
-        "removed," if is_taken else "renamed",
-    )
-    assert not wrong.exists()
-    assert fsck(tmp_path, capsys).report["writers"][0]["whole"] == OBJECTS
-    tier = opened(tmp_path)
-    assert read(tier, make_sample(1)) is None
-    check_disk(tier)
-
-
-def test_a_misnamed_record_that_finds_no_place_is_put_aside(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    filled(tmp_path)
-    silence(tmp_path)
-    path = path_of(tmp_path, 1)
-    path.rename(path_of(tmp_path, 2))
-    for left in path.parent.iterdir():
-        left.unlink()
-    path.parent.rmdir()
-    path.parent.write_text("in the way")
-    status, report = fsck(tmp_path, capsys, "--repair")
-    assert (status, report["files"][0]["done"], report["quarantined"]) == (0, "put aside", 1)
-    assert report["writers"][0]["leftovers"] == 0
-    check_disk(opened(tmp_path))
-
-
 def test_a_file_in_another_files_place_is_misnamed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,29 +147,6 @@ def test_a_file_in_another_files_place_is_misnamed(
     assert fsck(tmp_path, capsys).report["writers"][0]["damaged"] == {"misnamed": 1}
     assert fsck(tmp_path, capsys, "--repair").status == 0
     assert path.exists()
-
-
-def test_in_a_living_writers_directory_nothing_appears(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It would not know of it, and its bound would not hold."""
-    tier = filled(tmp_path)
-    swap(path_of(tmp_path, 1), path_of(tmp_path, 2))
-    leftover = tmp_path / "objects/here/tmp/7/9"
-    leftover.write_bytes(b"is being written")
-    status, report = fsck(tmp_path, capsys, "--repair")
-    assert (status, report["repaired"], report["quarantined"]) == (0, 2, 2)
-    assert report["writers"][0]["leftovers"] == 1
-    assert leftover.exists()
-    leftover.unlink()
-    for number in (1, 2):
-        assert isinstance(read(tier, make_sample(number)), MissingError)
-    check_disk(tier)
-    leftover.write_bytes(b"was being written")
-    silence(tmp_path)
-    report = fsck(tmp_path, capsys, "--repair").report
-    assert report["writers"][0]["leftovers_removed"] == 1
-    assert not leftover.exists()
 
 
 def test_what_is_not_the_tiers_is_counted_and_left(
@@ -275,24 +167,6 @@ def test_what_is_not_the_tiers_is_counted_and_left(
     status, report = fsck(tmp_path, capsys, "--repair")
     assert (status, report["writers"][0]["foreign"]) == (0, 4)
     assert all(path.exists() for path in [*foreign, link])
-
-
-def test_files_that_vanish_meanwhile_are_nobodys_fault(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    filled(tmp_path)
-
-    def gone(path: str, name: FileName | None, coding: Coding) -> files.FileProof | None:
-        if name is not None and name.key == make_sample(3).key:
-            os.unlink(path)
-            os.unlink(path_of(tmp_path, 4))
-            os.unlink(path_of(tmp_path, 5))
-        return prove_file(path, name, coding)
-
-    monkeypatch.setattr("hybridkv.tiers.disk.fsck.prove_file", gone)
-    status, report = fsck(tmp_path, capsys, "--repair")
-    assert (status, report["damaged"]) == (0, 0)
-    assert OBJECTS - 3 <= report["writers"][0]["whole"] <= OBJECTS - 1
 
 
 def test_beside_a_living_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,28 +201,3 @@ def test_what_is_no_tier_is_one_sentence(
         (root / "hybridkv-tier").write_text("99\n")
     assert main(["fsck", "--disk", str(root)]) == 2
     assert "works" in capsys.readouterr().err
-
-
-def test_names_are_read_as_they_are_written() -> None:
-    for name in (FileName(make_sample(1).key), FileName(make_sample(2).key, b"parent__", True)):
-        assert parse_name(name.text) == name
-    for text in (
-        "",
-        "ab.cd",
-        FileName(make_sample(1).key).text.upper(),
-        FileName(make_sample(1).key).text + "ii",
-        "é" * 70,
-    ):
-        assert parse_name(text) is None
-
-
-def test_a_writers_name_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    filled(tmp_path, "gpu[bold]7[\x1b[2J")
-    (tmp_path / "objects/gpu[bold]7[\x1b[2J" / FileName(make_sample(3).key).path).write_bytes(
-        b"damaged"
-    )
-    capsys.readouterr()
-    assert main(["fsck", "--disk", str(tmp_path)]) == 1
-    output = capsys.readouterr().out
-    assert output.count("gpu[bold]7[\ufffd[2J") == 2, "in the table and below"
-    assert "\x1b" not in output

@@ -2,12 +2,10 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-from msgspec import structs
 
 from hybridkv.cli import main
 from hybridkv.client.control import ControlClient
@@ -15,7 +13,6 @@ from hybridkv.core.findings import fail
 from hybridkv.lab.configuration import ConfigReport
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.wire.messages import geometry_to_wire
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import engine_hello
 
@@ -100,31 +97,6 @@ def test_what_each_size_hits_next_to_the_ceiling(
     assert small["evicted"] > 8
     assert f"{hits / tokens:.1%}" in table
     assert "100.0%" in table
-
-
-def test_what_hits_inside_a_block_give(
-    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Three turns of one session that end inside a block, without and with a match unit."""
-    geometry = LAYOUTS["qwen3next"]
-    size, unit = geometry.chunk_tokens, geometry.chunk_tokens // 8
-    lengths = [size // 2 + 5, size + size // 2 + 5, 2 * size + size // 2 + 5]
-    path = trace(tmp_path, [TracedPrompt(length, [1, 2, 3]) for length in lengths])
-    words = ["replay", path, "--socket", daemon.socket_path, "--block-tokens", str(size)]
-    fine = replace(geometry, hash_tokens=unit, alignment_tokens=unit)
-    documents: list[dict[str, Any]] = []
-    for served in (geometry, fine):
-        namespace = bytes([len(documents)]) * 32
-        engine = structs.replace(HELLO, geometry=geometry_to_wire(served), namespace=namespace)
-        with ControlClient(daemon.socket_path, hello=engine):
-            assert main.main([*words, "--ram", "64MiB", "--json"]) == 0
-            documents.append(json.loads(capsys.readouterr().out))
-    whole, inside = documents
-    hits = sum((length - 1) // unit * unit for length in lengths[:2])
-    assert whole["sizes"][0]["tokens_hit"] == size
-    assert inside["sizes"][0]["tokens_hit"] == inside["ceiling"]["tokens_hit"] == hits
-    assert inside["sizes"][0]["computed_again"] == (whole["known_tokens"] - hits) / sum(lengths)
-    assert inside["everything_bytes"] > whole["everything_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`hybridkv serve`: what it refuses, in one sentence each, and how it is detached."""
 
 import json
-import logging
 import os
 import pty
 import signal
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.cli.logs import JsonFormatter
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.client.link import peer_pid
@@ -23,7 +21,6 @@ from hybridkv.core.paths import check_node_name
 from hybridkv.core.settings import parse_settings
 from hybridkv.daemon import filesystem as place
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.shm.arena import RAM_BYTES_MIN, check_ram
 from tests.waiting import DEADLINE_SECONDS, until
 
 
@@ -72,12 +69,6 @@ def test_a_containers_host_name_is_known_not_to_last(
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: host)
     assert place.fleeting_host_name(environment) == (host if is_fleeting else None)
-
-
-def test_a_plain_name_is_kept() -> None:
-    assert check_node_name("gpu7.rack1 [a]") == "gpu7.rack1 [a]"
-    with pytest.raises(ConfigError, match='"gpu7" works'):
-        check_node_name("a/b")
 
 
 def test_a_detached_daemon_holds_no_stream_of_its_starter(tmp_path: Path) -> None:
@@ -205,22 +196,6 @@ def test_a_socket_that_no_path_is(path: str, capsys: pytest.CaptureFixture[str])
         assert capsys.readouterr().err.startswith("hybridkv: socket: ")
 
 
-def test_a_lock_that_cannot_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "d.sock.lock").mkdir()
-    tmp_path.chmod(0o700)
-    sentence = refused(capsys, "--socket", str(tmp_path / "d.sock"))
-    assert sentence.startswith(
-        f"hybridkv: socket: {tmp_path}/d.sock.lock cannot be opened (Is a directory); "
-    )
-
-
-@pytest.mark.parametrize("disk", ["/tmp/\udcff", "/tmp/a\0b"])
-def test_a_directory_that_is_no_text(
-    disk: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused(capsys, "--socket", str(tmp_path / "run/d.sock"), "--disk", disk)
-
-
 @pytest.mark.parametrize("ram", ["9" * 400, "9" * 400 + "TiB"])
 def test_an_amount_of_memory_that_no_machine_has(
     ram: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -228,17 +203,6 @@ def test_an_amount_of_memory_that_no_machine_has(
     sentence = refused(capsys, "--socket", str(tmp_path / "run/d.sock"), "--ram", ram)
     assert sentence.endswith('is larger than any memory; "1GiB" works\n')
     assert not list(tmp_path.iterdir())
-
-
-def test_a_unit_that_was_forgotten(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r'ram=100B is less than 512KiB, .* a unit forgotten.*" works'
-    ):
-        DaemonProcess(str(tmp_path / "run/d.sock"), "100").start()
-    for too_little in (0, 4096, RAM_BYTES_MIN - 1):
-        with pytest.raises(ConfigError, match="a unit forgotten"):
-            check_ram(too_little, "ram")
-    check_ram(RAM_BYTES_MIN, "ram")
 
 
 def test_a_log_of_json_from_a_level_on(tmp_path: Path) -> None:
@@ -258,26 +222,6 @@ def test_a_log_of_json_from_a_level_on(tmp_path: Path) -> None:
     assert all(time.tzinfo is not None for time in times)
 
 
-def test_a_traceback_in_json_is_in_its_line() -> None:
-    try:
-        raise ValueError("two\nlines")
-    except ValueError:
-        record = logging.LogRecord(
-            name="x",
-            level=logging.ERROR,
-            pathname="x.py",
-            lineno=1,
-            msg="failed: %s",
-            args=(1,),
-            exc_info=sys.exc_info(),
-        )
-        line = JsonFormatter().format(record)
-    assert "\n" not in line
-    document = json.loads(line)
-    assert (document["level"], document["message"]) == ("error", "failed: 1")
-    assert document["exception"].endswith("ValueError: two\nlines")
-
-
 @pytest.mark.parametrize("is_rotated", [True, False])
 def test_a_hang_up_opens_the_log_file_anew(tmp_path: Path, is_rotated: bool) -> None:
     with DaemonProcess(str(tmp_path / "run/d.sock"), "16MiB") as daemon:
@@ -291,20 +235,6 @@ def test_a_hang_up_opens_the_log_file_anew(tmp_path: Path, is_rotated: bool) -> 
         assert daemon.stop() == 0
         assert ("serving" in log.read_text()) == (not is_rotated)
         assert not is_rotated or "SIGHUP" not in old.read_text()
-
-
-def test_a_hang_up_without_a_directory_for_the_log_ends_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "logs/own.log"
-    file.parent.mkdir()
-    with DaemonProcess(
-        str(tmp_path / "run/d.sock"), "16MiB", options=["--log-file", str(file)]
-    ) as daemon:
-        file.parent.rename(tmp_path / "old")
-        assert daemon.process is not None
-        daemon.process.send_signal(signal.SIGHUP)
-        line = f"SIGHUP: {file} cannot be opened anew (No such file or directory)"
-        until(lambda: line in (tmp_path / "old/own.log").read_text(), "the old log says so")
-        assert daemon.stop() == 0
 
 
 @pytest.mark.parametrize("how", ["kill", "closed", "nohup"])

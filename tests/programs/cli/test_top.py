@@ -19,7 +19,6 @@ import pytest
 
 from hybridkv.cli.main import main
 from hybridkv.cli.top import QUIT_KEYS, WRAP_KEYS, frame, keys_in
-from hybridkv.client.control import ControlClient
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe.status import StatusReport
@@ -213,58 +212,8 @@ def test_signals_end_it_as_cleanly(terminal: Terminal, number: signal.Signals) -
     assert terminal.end() == 0
 
 
-def test_it_follows_the_size_and_the_daemon(terminal: Terminal, daemon: DaemonProcess) -> None:
-    terminal.shown = b""
-    terminal.resize(60, 12)
-    terminal.until(b"last min")
-    daemon.kill()
-    terminal.until(b"no answer, shown is the last one")
-    daemon.start()
-    terminal.shown = b""
-    terminal.until(b"all is well")
-    terminal.press(b"q")
-    assert terminal.end() == 0
-
-
-def test_a_client_with_the_status_is_told_it_is_brief(daemon: DaemonProcess) -> None:
-    with ControlClient(daemon.socket_path) as control:
-        assert control.stats().status is None
-        status = control.stats(status=True).status
-    assert status is not None
-    assert status.day is None
-
-
-@pytest.mark.parametrize(
-    "sequence",
-    [
-        b"\x1b[A",
-        b"\x1bOB",
-        b"\x1b[1;5C",
-        b"\x1b[3~",
-        b"\x1b\x1b[D",
-        b"\x1bq",
-        b"\x1b[A\x1b[A",
-        b"x",
-        b"\xff",
-    ],
-)
-def test_keys_that_end_nothing(sequence: bytes) -> None:
-    assert not keys_in(sequence) & QUIT_KEYS
-
-
 @pytest.mark.parametrize(
     "sequence", [b"q", b"Q", b"\x03", b"\x1b", b"\x1b\x1b", b"\x1b[Aq", b"\x1b[A\x1b", b""]
 )
 def test_keys_that_end_it(sequence: bytes) -> None:
     assert keys_in(sequence) & QUIT_KEYS
-
-
-def test_a_narrow_terminal_has_the_figures(status: Status) -> None:
-    lines = frame(status, "/run/daemon.sock", 40, 0).plain.split("\n")
-    ram = next(line for line in lines if line.startswith("ram "))
-    assert re.search(rf" {format_size(status.values['bytes_committed'])} of \d", ram), ram
-    assert any(re.search(r"^hit rate .* \d+\.\d%( |…|$)", line) for line in lines)
-    first = lines.index("in ram, by group") + 1
-    assert re.search(rf" {format_size(status.groups[0].held_bytes)}( |…|$)", lines[first]), lines[
-        first
-    ]

@@ -143,25 +143,6 @@ def test_a_member_is_served_and_maps_the_memory(socket_path: Path) -> None:
     assert run_as(MEMBER, *ping, groups=(GROUP_ID,), HYBRIDKV_GROUP=GROUP).status == 0
 
 
-def test_commands_work_for_members(socket_path: Path, place: Path) -> None:
-    """And for a member that does not ask for the group, none does."""
-    (place / "out").mkdir()
-    (place / "out").chmod(0o777)
-    (place / "trace").write_text('{"input_length": 5, "hash_ids": [1]}\n')
-    commands = {
-        ("top", "--once"): "ram ",
-        ("export", str(place / "out/all.tar")): "exported 0 objects",
-        ("plan",): "no engine is connected to",
-        ("replay", str(place / "trace")): "0 engines are connected to",
-    }
-    for words, says in commands.items():
-        at = [*words, "--socket", socket_path]
-        _, _, err = run_as(MEMBER, *at, groups=(GROUP_ID,))
-        assert err.splitlines()[-1] == f"hybridkv: {socket_path} is served by another user"
-        run = run_as(MEMBER, *at, groups=(GROUP_ID,), HYBRIDKV_GROUP=GROUP)
-        assert says in run.out + run.err, words
-
-
 def test_each_user_has_a_quota(socket_path: Path) -> None:
     """One that stores more than that evicts what is its own."""
     most = (64 << 10) // slot_bytes(PART, 1)

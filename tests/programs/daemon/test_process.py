@@ -1,9 +1,7 @@
 """The daemon as a process: over its real socket, with its real arena."""
 
-import contextlib
 import json
 import os
-import random
 import re
 import signal
 import socket
@@ -11,8 +9,6 @@ import stat
 import subprocess
 import sys
 import time
-import urllib.request
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -39,11 +35,7 @@ from hybridkv.wire.messages import (
     Hello,
     Identify,
     Lookup,
-    Release,
     Reply,
-    ReportIdentity,
-    ReportRequest,
-    RequestExplanation,
     Reserve,
     Reserved,
     Stats,
@@ -72,22 +64,6 @@ def store(control: ControlClient, count: int) -> None:
         names = b"".join(bytes([stored + number]) * 32 for number in range(slots))
         control.tell(Commit(granted.slots, pack_u64([0] * slots), names))
         stored += slots
-
-
-def test_store_and_find_over_the_socket(daemon: DaemonProcess) -> None:
-    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
-        store(engine, 3)
-        found = engine.call(Lookup(3, 1, b"".join(bytes([number]) * 32 for number in range(4))))
-        assert isinstance(found, Found)
-        assert found.chunks == 3, "read your writes: a commit is seen by the next lookup"
-        arena = attach_arena(Path(engine.welcome.arena_path), engine.welcome.arena_bytes)
-        assert [header.chunk_hash[0] for _, header in committed_slots(arena.memory)] == [0, 1, 2]
-        arena.close()
-        engine.tell(Release(1))
-    with ControlClient(daemon.socket_path) as control:
-        assert control.stats().values["objects"] == 3
-        assert control.clear_objects() == 3
-        assert control.stats().values["objects"] == 0
 
 
 def test_an_arena_whose_name_was_removed_is_taken_from_the_daemon(daemon: DaemonProcess) -> None:
@@ -205,16 +181,6 @@ def test_the_next_daemon_goes_on_with_the_arena(daemon: DaemonProcess, how: str)
         assert min([slot.generation for slot in unpack_slots(granted.slots)]) > latest
 
 
-def test_without_a_size_the_next_daemon_has_that_of_the_last(daemon: DaemonProcess) -> None:
-    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
-        store(engine, 3)
-        assert engine.stats().values["objects"] == 3
-    daemon.kill()
-    with ForkedDaemon(daemon.socket_path, None), ControlClient(daemon.socket_path) as control:
-        values = control.stats().values
-        assert (values["objects"], values["bytes_arena"]) == (3, 64 << 20)
-
-
 def test_an_arena_that_cannot_be_taken_over_keeps_nobody_from_serving(
     daemon: DaemonProcess,
 ) -> None:
@@ -238,50 +204,6 @@ def test_an_arena_that_cannot_be_taken_over_keeps_nobody_from_serving(
         assert engine.welcome.arena_path != old.arena_path
         assert not Path(old.arena_path).exists()
         store(engine, 3)
-
-
-def test_what_a_process_said_last_is_heard(daemon: DaemonProcess) -> None:
-    """A process commits and ends while the daemon is busy: both are there at once."""
-    code = (
-        "import os, sys; from hybridkv.client.control import ControlClient; "
-        "from hybridkv.wire.messages import Commit, ReportRequest, RequestExplanation\n"
-        "from tests.programs.daemon.test_process import HELLO, granted_slots, names, pack_u64\n"
-        "with ControlClient(sys.argv[1], hello=HELLO) as engine:\n"
-        "    granted = granted_slots(engine, 5); print('ready', flush=True); sys.stdin.readline()\n"
-        "    for at in range(60): "
-        "engine.tell(ReportRequest(f'r{at}', RequestExplanation(1, 0, detail='x' * 500)))\n"
-        "    engine.tell(Commit(granted.slots, "
-        "pack_u64([0] * 5), names(5))); os._exit(0)"
-    )
-    assert daemon.process is not None
-    command = [sys.executable, "-c", code, daemon.socket_path]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as last:
-        assert last.stdout is not None
-        assert last.stdin is not None
-        assert last.stdout.readline() == b"ready\n"
-        daemon.process.send_signal(signal.SIGSTOP)
-        try:
-            last.stdin.write(b"go\n")
-            last.stdin.flush()
-            assert last.wait(DEADLINE_SECONDS) == 0
-        finally:
-            daemon.process.send_signal(signal.SIGCONT)
-    with ControlClient(daemon.socket_path) as control:
-        until(lambda: control.stats().values["sessions"] == 0, "the session ends")
-        assert control.stats().values["objects"] == 5
-
-
-def test_a_fresh_daemon_starts_empty(daemon: DaemonProcess) -> None:
-    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
-        store(engine, 3)
-        old = engine.welcome
-    daemon.kill()
-    with (
-        ForkedDaemon(daemon.socket_path, "64MiB", fresh=True),
-        ControlClient(daemon.socket_path) as control,
-    ):
-        assert control.stats().values["objects"] == 0
-        assert not Path(old.arena_path).exists()
 
 
 def test_another_size_than_before_is_told_and_begins_empty(daemon: DaemonProcess) -> None:
@@ -318,56 +240,6 @@ def test_an_arena_of_another_size_or_version_is_not_taken_over(
         assert control.stats().values["objects"] == 0
 
 
-def test_write_slots_of_a_living_worker_are_kept_over_a_restart(daemon: DaemonProcess) -> None:
-    """Until it says that it copies nothing any more for what its engine was before."""
-    with (
-        ControlClient(daemon.socket_path, hello=WORKER),
-        ControlClient(daemon.socket_path, hello=HELLO) as engine,
-    ):
-        held = {slot.offset for slot in unpack_slots(granted_slots(engine, 5).slots)}
-        daemon.kill()
-    daemon.start()
-    with ControlClient(
-        daemon.socket_path, hello=msgspec.structs.replace(HELLO, session=1)
-    ) as engine:
-        assert engine.stats().values["bytes_held"] > 0
-        again = engine.call(Reserve(2, PART, 1, 1000))
-        assert isinstance(again, Reserved)
-        assert not held & {slot.offset for slot in unpack_slots(again.slots)}
-        with ControlClient(daemon.socket_path, hello=WORKER) as worker:
-            worker.tell(Drained(1))
-            assert worker.stats().values["bytes_held"] > 0, "that was the greeting before"
-            worker.tell(Drained(2))
-            assert worker.stats().values["bytes_held"] == 0
-
-
-def test_the_death_of_its_worker_frees_what_an_engine_held(daemon: DaemonProcess) -> None:
-    """They stay over a restart of the daemon. The worker's closed socket alone frees nothing."""
-    code = (
-        "import sys; from hybridkv.client.control import ControlClient; "
-        "from tests.programs.daemon.test_process import WORKER\n"
-        "with ControlClient(sys.argv[1], hello=WORKER): "
-        "print('ready', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, daemon.socket_path]
-    for restart in (False, True):
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == b"ready\n"
-            with ControlClient(daemon.socket_path, hello=HELLO) as engine:
-                granted_slots(engine, 5)
-            if restart:
-                daemon.kill()
-                daemon.start()
-            with ControlClient(daemon.socket_path) as control:
-                assert control.stats().values["bytes_writing"] > 0
-                worker.kill()
-                ask = control.stats
-                is_free = partial(lambda ask: ask().values["bytes_writing"] == 0, ask)
-                until(is_free, "no slot is written")
-                assert control.stats().values["sessions"] == 0
-
-
 def test_there_is_one_daemon_per_socket(daemon: DaemonProcess) -> None:
     second = subprocess.run(
         [
@@ -389,103 +261,6 @@ def test_there_is_one_daemon_per_socket(daemon: DaemonProcess) -> None:
     assert "already serving" in second.stderr
     with ControlClient(daemon.socket_path):
         pass
-
-
-def test_metrics_in_prometheus_form(daemon: DaemonProcess) -> None:
-    with ControlClient(daemon.socket_path, hello=HELLO) as engine:
-        store(engine, 2)
-        url = engine.stats().metrics_url
-        assert url.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
-            text = answer.read().decode()
-    assert "hybridkv_daemon_objects 2.0" in text
-    assert "hybridkv_daemon_objects_stored_total 2.0" in text
-
-
-def test_bytes_that_are_no_message_get_an_error_and_a_closed_connection(
-    daemon: DaemonProcess, rng: random.Random
-) -> None:
-    for number in range(200):
-        with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(DEADLINE_SECONDS)
-            client.connect(daemon.socket_path)
-            body = rng.randbytes(rng.randrange(1, 60))
-            if number % 2:
-                client.sendall(encode(HELLO) if number % 4 == 1 else b"")
-            client.sendall(len(body).to_bytes(4, "little") + body)
-            client.shutdown(socket.SHUT_WR)
-            received = b""
-            try:
-                while piece := client.recv(65536):
-                    received += piece
-            except ConnectionResetError:
-                continue
-        replies = [decode_reply(body) for body in Frames().feed(received)]
-        assert isinstance(replies[-1], Error)
-    with ControlClient(daemon.socket_path) as control:
-        values = control.stats().values
-    assert values["connections"] == 1
-    assert values["sessions"] == 0
-
-
-def test_a_client_that_asks_and_goes_is_no_fault_of_the_daemon(daemon: DaemonProcess) -> None:
-    """Its later questions are still in the buffer when the first answer cannot be sent."""
-    assert daemon.process is not None
-    daemon.process.send_signal(signal.SIGSTOP)
-    try:
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(daemon.socket_path)
-            client.sendall(encode(Hello(1, PROTOCOL_VERSION, "control")) + encode(Stats(2)) * 3)
-    finally:
-        daemon.process.send_signal(signal.SIGCONT)
-    with ControlClient(daemon.socket_path) as control:
-        values = control.stats().values
-    assert "refused_internal" not in values
-    assert values["connections"] == 1
-
-
-def test_a_reply_that_is_too_large_is_refused_and_the_connection_goes_on(
-    daemon: DaemonProcess,
-) -> None:
-    """Reports of engines have no common bound, so an answer may exceed the size of a message."""
-    facts = {f"{number:064}": "\N{SNOWMAN}" * 512 for number in range(64)}
-    hellos = [
-        HELLO,
-        *(engine_hello(QWEN3, f"e{number}", bytes([number]) * 32) for number in range(99)),
-    ]
-    with contextlib.ExitStack() as stack:
-        controls = [
-            stack.enter_context(ControlClient(daemon.socket_path, hello=hello)) for hello in hellos
-        ]
-        for number, control in enumerate(controls):
-            control.tell(
-                ReportIdentity({name: chr(97 + number) + text[:-1] for name, text in facts.items()})
-            )
-            store(control, 1)
-        controls[0].tell(ReportRequest("r", RequestExplanation(1, 0, first_chunk=names(1))))
-        with pytest.raises(HybridKVError, match="over the limit"):
-            controls[0].explain("r")
-        assert controls[0].stats().values["refused_too_large"] == 1
-
-
-def test_start_and_idle_footprint(tmp_path: Path) -> None:
-    """Resident memory outside the arena stays under 60 MB."""
-    with DaemonProcess(str(tmp_path / "d.sock"), "256MiB") as running:
-        assert running.process is not None
-        status = Path(f"/proc/{running.process.pid}/status").read_text()
-        kilobytes = {
-            line.split(":")[0]: int(line.split()[1])
-            for line in status.splitlines()
-            if line.startswith(("VmRSS", "RssShmem"))
-        }
-        assert kilobytes["VmRSS"] - kilobytes["RssShmem"] < 60_000
-        assert running.stop() == 0
-
-
-def test_the_daemon_takes_no_core_from_an_engine_that_wakes_it(daemon: DaemonProcess) -> None:
-    assert daemon.process is not None
-    for thread in Path(f"/proc/{daemon.process.pid}/task").iterdir():
-        assert os.sched_getscheduler(int(thread.name)) == os.SCHED_BATCH
 
 
 @pytest.mark.parametrize("unread", [0, 2000])
@@ -528,28 +303,6 @@ def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: i
             assert (values["leases"], values["bytes_writing"]) == (1, SLOT)
             engine.tell(Free(slots.slots))
         until(lambda: owner.stats().values["sessions"] == 1, "one session is left")
-
-
-def test_a_link_comes_back_by_itself(daemon: DaemonProcess) -> None:
-    losses: list[str] = []
-    link = Link(daemon.socket_path, HELLO, losses.append)
-
-    def is_connected() -> bool:
-        link.poll(time.monotonic())
-        return link.welcome is not None
-
-    until(is_connected, "the connection")
-    assert link.welcome is not None
-    boot = link.welcome.boot
-    daemon.kill()
-    until(lambda: not is_connected(), "the loss is noticed")
-    assert losses
-    assert not link.send(Release(1), time.monotonic())
-    daemon.start()
-    until(is_connected, "the connection is there again")
-    assert link.welcome is not None
-    assert link.welcome.boot != boot
-    link.close()
 
 
 def test_a_stopped_daemon_blocks_nobody(daemon: DaemonProcess) -> None:
@@ -658,3 +411,26 @@ def test_stats_and_clear_commands(
     assert json.loads(capsys.readouterr().out) == {"dropped": 0}
     assert main(["stats", "--socket", "/tmp/hybridkv-no-such.sock"]) == 2
     assert "hybridkv serve --socket" in capsys.readouterr().err
+
+
+def test_write_slots_of_a_living_worker_are_kept_over_a_restart(daemon: DaemonProcess) -> None:
+    """Until it says that it copies nothing any more for what its engine was before."""
+    with (
+        ControlClient(daemon.socket_path, hello=WORKER),
+        ControlClient(daemon.socket_path, hello=HELLO) as engine,
+    ):
+        held = {slot.offset for slot in unpack_slots(granted_slots(engine, 5).slots)}
+        daemon.kill()
+    daemon.start()
+    with ControlClient(
+        daemon.socket_path, hello=msgspec.structs.replace(HELLO, session=1)
+    ) as engine:
+        assert engine.stats().values["bytes_held"] > 0
+        again = engine.call(Reserve(2, PART, 1, 1000))
+        assert isinstance(again, Reserved)
+        assert not held & {slot.offset for slot in unpack_slots(again.slots)}
+        with ControlClient(daemon.socket_path, hello=WORKER) as worker:
+            worker.tell(Drained(1))
+            assert worker.stats().values["bytes_held"] > 0, "that was the greeting before"
+            worker.tell(Drained(2))
+            assert worker.stats().values["bytes_held"] == 0

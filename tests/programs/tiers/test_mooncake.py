@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import itertools
 import os
 import signal
 import socket
@@ -10,28 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.tiers.contract import (
-    DamagedError,
-    FullError,
-    MissingError,
-    ReadRequest,
-    TierError,
-    WriteRequest,
-)
-from hybridkv.tiers.isolated import ITEMS_MAX, IsolatedProcess
-from hybridkv.tiers.mooncake import tier as module
+from hybridkv.tiers.contract import FullError, MissingError, ReadRequest, TierError, WriteRequest
+from hybridkv.tiers.isolated import IsolatedProcess
 from hybridkv.tiers.mooncake.tier import MooncakeTier
-from hybridkv.tiers.record import KEY_BYTES
-from hybridkv.tiers.remote import COPY_STEP_BYTES
 from tests.programs.tiers.master import (
     DEADLINE_SECONDS,
     TIMEOUT_SECONDS,
@@ -40,7 +28,7 @@ from tests.programs.tiers.master import (
     needs_mooncake,
 )
 from tests.tier_suite import SampleObject, TierSuite, make_sample, pages, read
-from tests.waiting import is_stopped, state_of, until
+from tests.waiting import state_of, until
 
 HASTY_SECONDS = 2.0
 hasty = pytest.mark.parametrize("timeout", [HASTY_SECONDS])
@@ -252,62 +240,6 @@ def test_a_damaged_record_that_could_not_be_removed_is_not_taken_for_the_new_one
 
 
 @needs_mooncake
-class Answering(MooncakeTier):
-    """Some groups of keys are there, and then nobody answers; there is no child."""
-
-    groups = 2
-    asked = 0
-
-    def _codes(
-        self, deadline: float, method: str, keys: Sequence[bytes], *arguments: object
-    ) -> Iterator[tuple[bytes, int]]:
-        for start in range(0, len(keys), ITEMS_MAX):
-            self.asked += 1
-            if self.asked > self.groups:
-                raise TierError("the master does not answer")
-            yield from ((key, 1) for key in keys[start : start + ITEMS_MAX])
-
-
-def test_what_was_found_before_nobody_answers_is_found() -> None:
-    tier = Answering(parse_tier("mooncake://127.0.0.1", "tier"))
-    keys = [number.to_bytes(KEY_BYTES) for number in range(3 * ITEMS_MAX)]
-    assert tier.find(keys) == [True] * (2 * ITEMS_MAX) + [False] * ITEMS_MAX
-    assert tier.gauges()["finds_cut"] == 1
-    with pytest.raises(TierError, match="does not answer"):
-        tier.find(keys)
-    assert tier.gauges()["finds_cut"] == 1
-
-
-def test_a_child_is_not_asked_what_it_has_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be ended for being late."""
-    tier = Answering(parse_tier("mooncake://127.0.0.1?timeout=10", "tier"))
-    clock = itertools.chain([0.0, 4.0], itertools.repeat(9.0))
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    keys = [number.to_bytes(KEY_BYTES) for number in range(3 * ITEMS_MAX)]
-    assert tier.find(keys) == [True] * (2 * ITEMS_MAX) + [False] * ITEMS_MAX
-    assert tier.asked == 2
-    assert tier.gauges()["finds_cut"] == 1
-
-
-def test_what_others_keep_in_the_store_is_none_of_ours(tier: MooncakeTier) -> None:
-    sample = make_sample(1)
-    assert put(tier, [sample]) == [None]
-    others = [
-        f"theirs-1-{sample.key.hex()}",
-        f"hybridkv-2-{sample.key.hex()}",
-        f"hybridkv-1-{sample.key.hex()}-x",
-        "ä\n",
-    ]
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    with client(tier).lane(deadline) as lane:
-        assert (
-            lane.call_method(deadline, "put_objects", others, [lane.start] * 4, [4096] * 4)
-            == [4096] * 4
-        )
-    assert list(tier.keys()) == [sample.key]
-
-
-@needs_mooncake
 def test_records_go_with_the_node_that_gave_the_memory(master: Master) -> None:
     giver, taker = master.tier(size=NODE_BYTES), master.tier()
     giver.open()
@@ -320,60 +252,6 @@ def test_records_go_with_the_node_that_gave_the_memory(master: Master) -> None:
     assert isinstance(read(taker, sample), MissingError)
     assert isinstance(put(taker, [sample])[0], FullError)
     taker.close()
-
-
-@needs_mooncake
-def test_one_that_is_wrong_does_not_harm_the_others(tier: MooncakeTier) -> None:
-    small, large, long, absent = (
-        make_sample(1),
-        make_sample(2, 3 << 20),
-        make_sample(3),
-        make_sample(4),
-    )
-    too_large = make_sample(5, 17 << 20)
-    errors = put(tier, [small, too_large, large, long])
-    assert errors[0] is errors[2] is errors[3] is None
-    assert "buffer" in str(errors[1])
-    assert isinstance(errors[1], FullError), "it is not tried again, and no failure of the server"
-    items = [
-        ReadRequest(absent.key, [pages(len(absent.memory))]),
-        ReadRequest(small.key, [pages(len(small.memory))]),
-        ReadRequest(long.key, [pages(4096)]),
-        ReadRequest(large.key, [pages(len(large.memory))]),
-        ReadRequest(long.key, [pages(2 * len(long.memory))]),
-    ]
-    kinds = [None if error is None else type(error) for error in tier.get(items)]
-    assert kinds == [MissingError, None, DamagedError, None, None]
-    assert items[1].pieces[0] == small.memory
-    assert items[3].pieces[0] == large.memory
-    assert bytes(items[4].pieces[0]) == bytes(long.memory).ljust(2 * len(long.memory), b"\0")
-
-
-class Watched:
-    """Memory that remembers how much was copied into it or out of it at a time."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self.copied: list[int] = []
-
-    def __getitem__(self, part: slice) -> memoryview:
-        self.copied.append(part.stop - part.start)
-        return self._memory[part]
-
-
-@needs_mooncake
-def test_no_copy_keeps_other_threads_from_running_for_longer_than_a_step(
-    tier: MooncakeTier,
-) -> None:
-    (*_, first) = client(tier).free_lanes
-    watched = Watched(first.memory)
-    first.memory = watched  # type: ignore[assignment]
-    sample = make_sample(1, (5 << 20) + 4096)
-    for name in ("put", "read"):
-        watched.copied.clear()
-        assert (put(tier, [sample]) if name == "put" else [read(tier, sample)]) == [None]
-        assert sum(watched.copied) == len(sample.memory)
-        assert max(watched.copied) <= COPY_STEP_BYTES
 
 
 @needs_mooncake
@@ -437,38 +315,6 @@ def test_a_stopped_master_holds_nobody_up(
 
 
 @needs_mooncake
-def test_a_stopped_master_does_not_hold_up_the_end(master: Master) -> None:
-    tier = opened(master.tier(size=NODE_BYTES, timeout=HASTY_SECONDS))
-    master.process.send_signal(signal.SIGSTOP)
-    with in_time():
-        tier.close()
-    tier.close()
-    for child in (client(tier), keeper(tier)):
-        assert child.process.wait(DEADLINE_SECONDS) is not None
-    for call in (tier.open, tier.tend, lambda: tier.find([make_sample(1).key])):
-        with pytest.raises(TierError):
-            call()
-    master.process.send_signal(signal.SIGCONT)
-
-
-@needs_mooncake
-def test_a_stopped_node_is_an_error_in_time(node: MooncakeTier, tier: MooncakeTier) -> None:
-    sample, absent = make_sample(1, 1 << 20), make_sample(2)
-    assert put(tier, [sample]) == [None]
-    os.kill(keeper(node).process.pid, signal.SIGSTOP)
-    until(lambda: is_stopped(keeper(node).process.pid), "the stop of every thread")
-    with in_time():
-        errors = tier.get(
-            [ReadRequest(who.key, [pages(len(who.memory))]) for who in (sample, absent)]
-        )
-    assert isinstance(errors[0], TierError)
-    assert not isinstance(errors[0], MissingError)
-    assert isinstance(errors[1], MissingError)
-    os.kill(keeper(node).process.pid, signal.SIGCONT)
-    work_again(tier, node)
-
-
-@needs_mooncake
 @hasty
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_a_client_that_ends_or_hangs_is_replaced(end: signal.Signals, tier: MooncakeTier) -> None:
@@ -488,16 +334,6 @@ def test_a_client_that_ends_or_hangs_is_replaced(end: signal.Signals, tier: Moon
     until(lambda: not client(tier).can_answer, "the end of the client")
     tier.tend()
     assert read(tier, sample) is None
-
-
-@needs_mooncake
-def test_a_keeper_that_ends_is_replaced(node: MooncakeTier) -> None:
-    sample = make_sample(1)
-    assert put(node, [sample]) == [None]
-    os.kill(keeper(node).process.pid, signal.SIGKILL)
-    keeper(node).process.wait()
-    assert isinstance(read(node, sample), TierError)
-    work_again(node)
 
 
 @needs_mooncake
@@ -540,38 +376,6 @@ def test_no_master_is_an_error_in_time() -> None:
     tier.close()
 
 
-def test_a_resolver_that_hangs_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, asked = threading.Event(), list[threading.Thread]()
-
-    def hanging(*args: Any, flags: int = 0, **options: Any) -> Any:
-        if not flags & socket.AI_NUMERICHOST:
-            asked.append(threading.current_thread())
-            answers.wait(DEADLINE_SECONDS)
-        raise socket.gaierror("no such name")
-
-    monkeypatch.setattr(socket, "getaddrinfo", hanging)
-    tier = MooncakeTier(parse_tier("mooncake://master.invalid?timeout=0.1", "tier"))
-    with in_time(), pytest.raises(TierError, match="no Mooncake master"):
-        tier.open()
-    with in_time(), pytest.raises(TierError, match="does not list its keys"):
-        list(tier.keys())
-    answers.set()
-    assert [thread is threading.current_thread() for thread in asked] == [False] * 2
-
-
-@needs_mooncake
-def test_a_port_that_never_answers_is_an_error_in_time() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        tier = MooncakeTier(
-            parse_tier(f"mooncake://127.0.0.1:{port}?timeout={HASTY_SECONDS}", "tier")
-        )
-        with in_time(), pytest.raises(TierError):
-            tier.open()
-        with in_time():
-            tier.close()
-
-
 class Started(subprocess.Popen[bytes]):
     """Remembers every child that was started."""
 
@@ -585,17 +389,6 @@ class Started(subprocess.Popen[bytes]):
 def no_more_threads(thread: threading.Thread) -> None:
     """As where the user may have no more (ulimit -u), or a control group's bound is reached."""
     raise RuntimeError("can't start new thread")
-
-
-def test_what_is_forgotten_and_was_to_be_removed_is_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "DISCARDED_MAX", 2)
-    tier = MooncakeTier(parse_tier("mooncake://127.0.0.1:1", "tier"))
-    with pytest.raises(TierError):
-        tier.discard([bytes([number]) * KEY_BYTES for number in range(5)])
-    gauges = tier.gauges()
-    assert (gauges["discards_waiting"], gauges["discards_forgotten"]) == (2, 3)
 
 
 @pytest.mark.parametrize("lacking", ["log", "memory", "interpreter", "thread"])

@@ -25,7 +25,6 @@ from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.s3 import S3Tier
 from tests.programs.tiers.outages import (
     SLACK_SECONDS,
-    assert_closing_wakes,
     assert_each_fails,
     assert_keeps_nobody_waiting,
     assert_survives_a_kill,
@@ -38,7 +37,7 @@ from tests.programs.tiers.records import (
 )
 from tests.programs.tiers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port
 from tests.programs.tiers.test_encoded import key_file
-from tests.tier_suite import SampleObject, TierSuite, make_sample, pages, read
+from tests.tier_suite import SampleObject, TierSuite, make_sample, read
 from tests.waiting import DEADLINE_SECONDS, until
 
 Make = Callable[[str], S3Tier]
@@ -223,18 +222,6 @@ def test_damaged_objects_are_put_aside_and_what_is_not_ours_is_left_alone(
         assert (server.bucket / prefix / foreign).read_text() == "mine"
 
 
-def test_the_number_put_aside_is_bounded(
-    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "QUARANTINE_MAX", 3)
-    tier, samples = make(server.url(prefix)), [make_sample(number) for number in range(6)]
-    tier.put([sample.write_request() for sample in samples])
-    tier.discard([sample.key for sample in samples[:2]], damaged=True)
-    tier.discard([sample.key for sample in samples[2:]], damaged=True)
-    assert len(files(server, f"{prefix}/quarantine")) == 3
-    assert list(tier.keys()) == []
-
-
 def test_many_in_one_call(
     server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,42 +286,6 @@ def test_what_is_behind_a_long_hole_is_found(server: S3Server, prefix: str, make
     ]
 
 
-class Turns:
-    """A deadline that comes after so many turns, whatever the clock says."""
-
-    def __init__(self, turns: int) -> None:
-        self._turns = turns
-
-    def seconds_left(self) -> float:
-        """Count a turn, as `Deadline.seconds_left` is called once in each."""
-        self._turns -= 1
-        if self._turns < 0:
-            raise TimeoutError("the time for this call is over")
-        return DEADLINE_SECONDS
-
-
-def test_what_was_found_before_the_time_is_over_is_found(
-    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier, samples = make(server.url(prefix)), [make_sample(number) for number in range(40)]
-    tier.put([sample.write_request() for sample in samples])
-    given: list[float] = []
-
-    def deadline(seconds: float) -> Turns:
-        given.append(seconds)
-        return Turns(2)
-
-    monkeypatch.setattr(module, "Deadline", deadline)
-    monkeypatch.setattr(module, "WAVE_REQUESTS", 5)
-    assert tier.find([sample.key for sample in samples]) == [True] * 10 + [False] * 30
-    assert tier.gauges()["finds_cut"] == 1
-    assert given[0] < tier.timeout_seconds, "it is over before the job is late"
-    monkeypatch.setattr(module, "Deadline", lambda seconds: Turns(0))
-    with pytest.raises(TierError, match="does not answer"):
-        tier.find([sample.key for sample in samples])
-    assert tier.gauges()["finds_cut"] == 1
-
-
 def test_what_is_found_while_others_fail_is_found(
     server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,27 +337,6 @@ def test_a_stopped_server_keeps_nobody_waiting(own_server: S3Server, make: Make)
     assert_keeps_nobody_waiting(tier, own_server, calls(tier), large)
 
 
-def test_a_server_killed_in_the_middle_of_a_call(own_server: S3Server, make: Make) -> None:
-    assert_survives_a_kill(make(own_server.url("kv")), own_server, 4)
-
-
-def test_closing_wakes_who_waits(own_server: S3Server) -> None:
-    put = obstore.put_async
-
-    @contextlib.contextmanager
-    def sending(started: threading.Event) -> Iterator[None]:
-        async def putting(*arguments: object, **named: object) -> object:
-            started.set()
-            return await put(*arguments, **named)  # type: ignore[arg-type]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(obstore, "put_async", putting)
-            yield
-
-    tier = tier_of(own_server.url("kv", "&timeout=60"))
-    assert_closing_wakes(tier, own_server, sending)
-
-
 def test_a_tier_that_is_not_open_yet_is_an_error() -> None:
     tier = tier_of("s3://bucket/kv")
     with pytest.raises(TierError):
@@ -444,24 +374,6 @@ def test_credentials_that_are_wrong(server: S3Server, monkeypatch: pytest.Monkey
     assert "access is denied (SignatureDoesNotMatch)" in sentence(server.url("kv"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "qzxjwv-nobody")
     assert "AWS_ACCESS_KEY_ID" in sentence(server.url("kv"))
-
-
-def test_credentials_that_are_revoked_are_an_error_of_each_item(
-    own_server: S3Server, make: Make
-) -> None:
-    tier = make(own_server.url("kv"))
-    own_server.kill()
-    command = own_server.command()
-    changed = [word.replace(SECRET_KEY, "another-one") for word in command]
-    own_server.command = lambda: changed  # type: ignore[method-assign]
-    own_server.start()
-    errors = tier.put([make_sample(1).write_request()]) + tier.get(
-        [ReadRequest(make_sample(1).key, [pages(4096)])]
-    )
-    assert [type(error) for error in errors] == [TierError, TierError]
-    assert all("403" in str(error) and SECRET_KEY not in str(error) for error in errors)
-    with pytest.raises(ConfigError):
-        tier.open()
 
 
 def test_keys_that_are_rotated_in_their_file_are_used_after_the_next_opening(
@@ -511,25 +423,6 @@ def test_a_url_that_cannot_work(url: str, words: str) -> None:
     assert words in sentence(url)
 
 
-def test_a_bound_of_bytes_is_refused() -> None:
-    assert sentence("s3://bucket/kv?bytes=1GiB") == (
-        "tier s3://bucket/kv: bytes= is not taken, since the bucket's lifecycle rules bound it;"
-        " a URL without bytes= works"
-    )
-
-
-def test_an_unknown_option_is_told() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'endpoint'"):
-        tier_of("s3://bucket/kv?endpont=http://127.0.0.1:9000")
-
-
-def test_nobody_there_is_no_matter_of_settings() -> None:
-    tier = tier_of(f"s3://bucket/kv?endpoint=http://127.0.0.1:{free_port()}")
-    with pytest.raises(TierError, match="s3://bucket/kv does not answer"):
-        tier.open()
-    tier.close()
-
-
 def test_the_endpoint_of_the_url_goes_before_the_environment(
     server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,3 +441,7 @@ def test_plain_http_is_only_for_an_endpoint_that_says_so(
     with pytest.raises((TierError, ConfigError)):
         tier.open()
     tier.close()
+
+
+def test_a_server_killed_in_the_middle_of_a_call(own_server: S3Server, make: Make) -> None:
+    assert_survives_a_kill(make(own_server.url("kv")), own_server, 4)

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import re
 import selectors
 import socket
 import ssl
@@ -22,14 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.tiers.contract import (
-    DamagedError,
-    FullError,
-    MissingError,
-    Tier,
-    TierError,
-    WriteRequest,
-)
+from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
 from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.remote import Deadline
 from hybridkv.tiers.valkey import tier as module
@@ -50,7 +42,7 @@ from tests.programs.tiers.records import (
 )
 from tests.programs.tiers.servers import ValkeyServer, free_port
 from tests.programs.tiers.test_encoded import key_file
-from tests.tier_suite import SampleObject, TierSuite, make_sample, pages, read
+from tests.tier_suite import SampleObject, TierSuite, make_sample, read
 from tests.unit.daemon.harness import engine
 from tests.unit.daemon.tier_node import FULL, Node
 from tests.waiting import DEADLINE_SECONDS
@@ -229,18 +221,6 @@ def test_a_full_server_is_full_and_still_answers(tmp_path: Path, make: Make) -> 
         assert tier.put([samples[-1].write_request()]) == [None]
 
 
-def test_a_value_longer_than_the_server_takes_is_refused_here(
-    server: ValkeyServer, make: Make
-) -> None:
-    tier, sample = make(f"{server.url}?prefix=long:"), make_sample(1)
-    piece = pages(1 << 20)
-    long = WriteRequest(make_sample(2).key, [piece] * 513)
-    errors = tier.put([long, sample.write_request()])
-    assert isinstance(errors[0], FullError)
-    assert errors[1] is None
-    assert read(tier, sample) is None
-
-
 # Servers that are gone, hung, or back again
 
 
@@ -259,22 +239,6 @@ def test_a_killed_server_is_an_error_until_it_is_back(own_server: ValkeyServer, 
     assert isinstance(read(tier, sample), MissingError)
     assert tier.put([sample.write_request()]) == [None]
     assert read(tier, sample) is None
-
-
-def test_a_server_that_was_restarted_between_two_calls_is_not_noticed(
-    own_server: ValkeyServer, make: Make
-) -> None:
-    tier = make(own_server.url)
-    for _, call in all_calls(tier).items():
-        own_server.kill()
-        own_server.start()
-        errors: Any = call() or ()
-        assert not any(type(error) is TierError for error in errors)
-
-
-def test_a_server_killed_in_the_middle_of_a_call(own_server: ValkeyServer, make: Make) -> None:
-    tier = make(own_server.url)
-    assert_survives_a_kill(tier, own_server, 8, back=tier.tend)
 
 
 @pytest.mark.soak
@@ -388,25 +352,6 @@ def test_a_password_that_is_rotated_in_its_file_is_used(
     node.daemon.tiers[0].tier.close()
 
 
-def test_an_authority_that_was_replaced_is_used_after_the_next_opening(
-    own_server: ValkeyServer, make: Make, tmp_path: Path
-) -> None:
-    relay = Relay(tmp_path, own_server.port)
-    tier = make(f"rediss://localhost:{relay.port}/0?ca={relay.certificate}")
-    assert tier.put([make_sample(1).write_request()]) == [None]
-    relay.renew_certificate()
-    tier.pool.drop_idle()
-    (error,) = tier.put([make_sample(2).write_request()])
-    assert error is not None
-    assert error.refusal is None, "it is opened anew"
-    assert "ca=/path/to/authority.pem works" in str(error)
-    tier.close()
-    tier.open()
-    assert tier.put([make_sample(2).write_request()]) == [None]
-    tier.close()
-    relay.close()
-
-
 # Settings that can never work
 
 
@@ -446,38 +391,6 @@ def test_a_wrong_password_is_told_and_not_printed(guarded: ValkeyServer, make: M
     assert "qzxjwv" not in repr(tier_of(f"valkey://:qzxjwv@{place}").__dict__)
 
 
-def test_a_password_may_stand_in_a_file(guarded: ValkeyServer, make: Make, tmp_path: Path) -> None:
-    """So that no command line has it; it is read at each open, so that it may change."""
-    file, place = tmp_path / "password", f"127.0.0.1:{guarded.port}/0"
-    file.write_text("wrong\n")
-    url = f"valkey://{place}?password_file={file}"
-    with pytest.raises(ConfigError, match="refuses this user or password") as caught:
-        tier_of(url).open()
-    assert caught.value.remedy == f"the password that it knows in password_file={str(file)!r} works"
-    file.write_text("open/#?@:%\n")
-    assert read(make(url), make_sample(1)) is not None
-    file.write_text("qzxjwv")
-    with pytest.raises(ConfigError, match="GET SET"):
-        tier_of(f"valkey://reader@{place}?password_file={file}").open()
-    file.unlink()
-    with pytest.raises(ConfigError, match=r"password_file=.* cannot be read .* works"):
-        tier_of(url).open()
-    with pytest.raises(ConfigError, match="twice"):
-        tier_of(f"valkey://:some@{place}?password_file={file}").open()
-
-
-def test_a_password_that_was_changed_is_an_error_of_each_item(
-    guarded: ValkeyServer, make: Make
-) -> None:
-    tier = make(f"valkey://:open%2F%23%3F%40%3A%25@127.0.0.1:{guarded.port}/0")
-    with library.Valkey(host="127.0.0.1", port=guarded.port, password="open/#?@:%") as client:
-        client.config_set("requirepass", "another")
-        client.client_kill_filter(_type="normal", skipme=True)
-    assert type(read(tier, make_sample(1))) is TierError
-    with pytest.raises(ConfigError):
-        tier.open()
-
-
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -511,15 +424,6 @@ def test_an_unknown_option_is_told_without_the_password() -> None:
     assert "qzxjwv" not in str(caught.value)
 
 
-def test_settings_that_the_server_refuses(server: ValkeyServer, tls: "Relay") -> None:
-    assert "database 99" in sentence(f"valkey://127.0.0.1:{server.port}/99")
-    assert "ca=" in sentence(f"valkeys://localhost:{tls.port}/0")
-    assert "ca=" in sentence(
-        f"valkeys://127.0.0.1:{tls.port}/0?ca={tls.certificate}"
-    )  # the name is another
-    assert "ca=" in sentence(f"valkeys://localhost:{tls.port}/0?ca=/nowhere.pem")
-
-
 def test_another_protocol_is_a_wrong_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -535,13 +439,6 @@ def test_another_protocol_is_a_wrong_setting() -> None:
             f"valkey://:qzxjwv@127.0.0.1:{listening.getsockname()[1]}/0"
         )
         thread.join(DEADLINE_SECONDS)
-
-
-def test_nobody_there_is_no_matter_of_settings() -> None:
-    for url in (f"valkey://127.0.0.1:{free_port()}/0", "valkey+unix:///nowhere/valkey.sock"):
-        tier = tier_of(url)
-        with pytest.raises(TierError, match=re.escape(url)):
-            tier.open()
 
 
 # TLS: a relay in front of the server, whose build need not have it
@@ -655,3 +552,17 @@ def tls(server: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     relay = Relay(tmp_path_factory.mktemp("tls"), server.port)
     yield relay
     relay.close()
+
+
+def test_a_server_killed_in_the_middle_of_a_call(own_server: ValkeyServer, make: Make) -> None:
+    tier = make(own_server.url)
+    assert_survives_a_kill(tier, own_server, 8, back=tier.tend)
+
+
+def test_settings_that_the_server_refuses(server: ValkeyServer, tls: "Relay") -> None:
+    assert "database 99" in sentence(f"valkey://127.0.0.1:{server.port}/99")
+    assert "ca=" in sentence(f"valkeys://localhost:{tls.port}/0")
+    assert "ca=" in sentence(
+        f"valkeys://127.0.0.1:{tls.port}/0?ca={tls.certificate}"
+    )  # the name is another
+    assert "ca=" in sentence(f"valkeys://localhost:{tls.port}/0?ca=/nowhere.pem")

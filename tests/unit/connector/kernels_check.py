@@ -15,7 +15,7 @@ import torch
 from hybridkv.connector.copy.cuda_device import kernels_agree
 from hybridkv.connector.copy.tables import ENTRY, KernelLaunch, encode, make_tables
 from hybridkv.connector.copy.torch_kernels import TorchKernels
-from hybridkv.connector.copy.triton_kernels import TritonKernels
+from hybridkv.connector.copy.triton_kernels import TILE_WORDS, TritonKernels
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.packed import SlotRef
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
@@ -128,12 +128,32 @@ def check_padding() -> None:
         assert not padding.any()
 
 
+def check_long_run() -> None:
+    """Gather a block that is longer than what one program copies."""
+    view = torch.randint(256, (2, 8 * (2 * TILE_WORDS - 1)), dtype=torch.uint8)
+    tables, rows = make_tables([[view]]), torch.tensor(make_tables([[view]]).rows)
+    staging, op = torch.zeros(view.shape[1], dtype=torch.uint8), CopyOp(SLOT, 0, 0, 1, 0, (1,))
+    words = torch.tensor(encode(tables, [op], [0], staging.data_ptr()))
+    launch = KernelLaunch(
+        ops=[op],
+        part_offsets=[0],
+        staging=staging,
+        rows_address=rows.data_ptr(),
+        descriptors=words.view(torch.uint8),
+        rows_max=1,
+        run_words_max=tables.groups[0].run_words,
+    )
+    TritonKernels(tables.word_bytes, torch.device("cpu")).copy_blocks(launch, True)
+    assert torch.equal(staging, view[1])
+
+
 def main() -> None:
     """Check the layouts that are named, or all; then digests of parts of several lengths."""
     names = sys.argv[1:] or list(CACHES)
     words = {name: check_moves(name, CACHES[name].memory()) for name in names}
     assert set(words.values()) >= {1, 8} or sys.argv[1:], words
     check_padding()
+    check_long_run()
     kernels = TritonKernels(8, torch.device("cpu"))
     counts = [1, 3, 0]
     draw = torch.Generator().manual_seed(1)

@@ -6,18 +6,10 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from hybridkv.connector.metrics import (
-    LOADS_DONE,
-    LOOKUPS_ASKED,
-    LOOKUPS_MISSED,
-    OBJECTS_STORED,
-    Shed,
-    declined,
-    stores_shed,
-)
+from hybridkv.connector.metrics import LOADS_DONE, LOOKUPS_MISSED, declined
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.vllm.adapters import AdapterRefusal, AdapterWeights
+from hybridkv.vllm.adapters import AdapterRefusal
 from hybridkv.wire.messages import Decline
 from tests.unit.connector import requests
 from tests.unit.connector.test_scheduler import CHUNK, Rig, tables
@@ -86,34 +78,6 @@ def rig(daemon: DaemonProcess) -> Iterator[LoraRig]:
         asked.side.close()
 
 
-def test_the_first_request_after_an_adapter_was_loaded_hits(rig: LoraRig) -> None:
-    """As after `add_lora` in an engine that is idle: one step says what it has."""
-    asking = rig.arrive()
-    assert rig.side.offer_hit(asking, 0) is None
-    assert rig.side.offer_hit(asking, 0) is None
-    assert not rig.counters[LOOKUPS_ASKED], "its chunks have no names yet"
-    rig.loaded = {1: OLD}
-    rig.run({})
-    assert rig.offered(asking) == STORED * CHUNK
-    rig.side.on_allocated(asking, lambda: tables(TOKENS), STORED * CHUNK)
-    (load,) = rig.planned({}).loads.values()
-    assert load.adapter == AdapterWeights(1, (OLD,))
-
-
-def test_a_request_whose_adapter_is_not_loaded_is_computed_after_one_step(rig: LoraRig) -> None:
-    asking = rig.arrive()
-    assert rig.side.offer_hit(asking, 0) is None
-    rig.run({})
-    assert rig.side.offer_hit(asking, 0) == 0
-    assert rig.why() == (Decline.ADAPTER, AdapterRefusal.NOT_LOADED)
-    plan = rig.planned({})
-    busy = rig.arrive("busy")
-    assert rig.side.offer_hit(busy, 0) == 0, "the engine is not idle, so nothing is new"
-    assert rig.why("busy") == (Decline.ADAPTER, AdapterRefusal.NOT_LOADED)
-    rig.tell(plan)
-    assert rig.counters[LOOKUPS_ASKED] == 0
-
-
 def test_a_request_that_loads_its_adapter_anew_is_not_looked_up(rig: LoraRig) -> None:
     """The engine reads the files in each of its steps, the first of which comes after a load."""
     rig.loaded = {1: OLD}
@@ -127,13 +91,6 @@ def test_a_request_that_loads_its_adapter_anew_is_not_looked_up(rig: LoraRig) ->
     assert rig.side.offer_hit(rig.arrive("unknown", in_place=True), 0) == 0, "it is waited for"
 
 
-def test_other_weights_of_the_adapter_find_nothing(rig: LoraRig) -> None:
-    rig.loaded = {1: NEW}
-    rig.run({})
-    assert rig.offered(rig.arrive()) == 0
-    assert rig.counters[LOOKUPS_MISSED] == 1
-
-
 @pytest.mark.parametrize("loaded", [NEW, b""], ids=["replaced", "evicted"])
 def test_a_hit_of_weights_that_are_replaced_is_not_offered(rig: LoraRig, loaded: bytes) -> None:
     rig.loaded = {1: OLD}
@@ -145,22 +102,6 @@ def test_a_hit_of_weights_that_are_replaced_is_not_offered(rig: LoraRig, loaded:
     assert rig.offered(asking) == 0
     assert rig.counters[declined(Decline.ADAPTER)] == (not loaded)
     assert rig.counters[LOOKUPS_MISSED] == bool(loaded), "the new weights are looked up"
-    rig.run({})
-    until(lambda: not rig.value("leases"), "what was found is let go of")
-
-
-def test_a_hit_is_looked_up_anew_within_its_first_deadline(rig: LoraRig) -> None:
-    """Or an adapter that is replaced again and again would hold its request for ever."""
-    rig.loaded = {1: OLD}
-    rig.run({})
-    asking = rig.arrive()
-    assert rig.offered(asking) == STORED * CHUNK
-    rig.side.requests.by_id[asking.request_id].lookup.deadline = 0.0
-    rig.loaded = {1: NEW}
-    rig.run({})
-    assert rig.side.offer_hit(asking, 0) == 0
-    assert rig.counters[declined(Decline.ADAPTER)] == 1
-    assert rig.counters[LOOKUPS_ASKED] == 1
     rig.run({})
     until(lambda: not rig.value("leases"), "what was found is let go of")
 
@@ -181,26 +122,3 @@ def test_what_was_loaded_is_of_the_adapters_old_weights(rig: LoraRig) -> None:
     rig.run({})
     assert rig.offered(rig.arrive("u")) == 0
     assert rig.counters[LOOKUPS_MISSED] == 1, "the new weights are looked up"
-
-
-@pytest.mark.parametrize("then", [OLD, NEW], ids=["the same", "others"])
-def test_what_is_computed_before_an_adapter_is_known_is_stored_afterwards(
-    rig: LoraRig, then: bytes
-) -> None:
-    """The first step with an adapter loads it, and its report says which weights it has."""
-    rig.run({})
-    rig.await_slots()
-    asking = rig.arrive()
-    rig.run({})
-    assert rig.side.offer_hit(asking, 0) == 0
-    rig.side.on_allocated(asking, lambda: tables(TOKENS), 0)
-    rig.loaded = {1: OLD}
-    assert not rig.run({"r": 2 * CHUNK}).stores
-    asking.num_computed_tokens = 2 * CHUNK
-    rig.loaded = {1: then}
-    plan = rig.run({"r": CHUNK})
-    spans = [run.span for run in plan.stores.values()]
-    assert {(span.first_chunk, span.objects) for span in spans if not span.group_index} == {(0, 3)}
-    objects = sum(span.objects for span in spans)
-    assert rig.counters[OBJECTS_STORED] == (objects if then == OLD else 0)
-    assert rig.counters[stores_shed(Shed.FAILED)] == (0 if then == OLD else objects)

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from hybridkv.connector.copy.cuda import CudaCopier
 from hybridkv.connector.copy.cuda_device import CudaDevice
 from hybridkv.connector.copy.host import HostCopier
-from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout, load_error
+from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
@@ -281,32 +281,6 @@ def test_a_part_of_an_object_can_be_loaded(arena: Arena, cache: str, device: str
 
 
 @pytest.mark.parametrize("device", ["cpu", gpu])
-def test_every_bad_slot_of_a_load_is_told(arena: Arena, device: str) -> None:
-    """A region is damaged, or a slot is another object's by now: one load finds all of it."""
-    rig = Rig(arena, [blocks_of("LBHNC", device)], "on")
-    ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(4)]
-    rig.store(ops)
-    for op in ops[1:3]:
-        arena.memory[op.slot.offset + payload_offset(1) + 5] ^= 0x10
-    reused = whole_object(ops[3].slot._replace(generation=1), 3, (4,))
-    error = rig.load(0, [*ops[:3], reused])
-    assert isinstance(error, BadSlotError)
-    assert sorted(error.slots, key=lambda slot: slot.offset) == [
-        *(ops[1].slot, ops[2].slot, reused.slot)
-    ]
-    assert rig.load(0, ops[:1]) is None
-    rig.close()
-
-
-def test_bad_slots_are_told_whatever_else_went_wrong() -> None:
-    bad = [BadSlotError(whole_object(SlotRef(4096 * at, 1), at, (1,)), "torn") for at in range(2)]
-    error = load_error([HybridKVError("a block is outside"), *bad])
-    assert isinstance(error, BadSlotError)
-    assert [slot.offset for slot in error.slots] == [0, 4096]
-    assert load_error([]) is None
-
-
-@pytest.mark.parametrize("device", ["cpu", gpu])
 def test_every_flipped_byte_is_found(arena: Arena, device: str) -> None:
     views = blocks_of("LBHNC", device)
     rig = Rig(arena, [views], "on")
@@ -400,21 +374,6 @@ def test_a_block_id_outside_the_engines_memory_is_refused(
     rig.close()
 
 
-def test_each_object_has_its_own_error(arena: Arena) -> None:
-    """Two threads store more than PARALLEL_BYTES_MIN; some objects name no block of the engine."""
-    rig = Rig(arena, [blocks_of("large blocks")], "on")
-    ids = [1, BLOCKS, 2, 3, -1, 4, 5, 6, BLOCKS + 7, 7, 8]
-    ops = [whole_object(rig.slot(1), chunk, (block,)) for chunk, block in enumerate(ids)]
-    outcomes: dict[int, bool] = {}
-    rig.copiers[0].store(ops, lambda op, stored: outcomes.update({op.chunk: stored}))
-    assert list(outcomes.values()) == [0 <= block < BLOCKS for block in ids]
-    assert rig.load(0, [op for op in ops if outcomes[op.chunk]]) is None
-    error = rig.load(0, ops)
-    assert isinstance(error, HybridKVError)
-    assert not isinstance(error, BadSlotError), "no slot is at fault"
-    rig.close()
-
-
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_block_that_is_one_piece_of_memory_is_one_run(cache: str) -> None:
     """In the other layouts it is one for each head, and runs go up in memory."""
@@ -426,30 +385,6 @@ def test_a_block_that_is_one_piece_of_memory_is_one_run(cache: str) -> None:
             assert sum(size for _, size in runs) == block_bytes(view)
             ends = [start + size for start, size in runs]
             assert all(end <= start for end, (start, _) in zip(ends, runs[1:], strict=False))
-
-
-@pytest.mark.gpu
-def test_a_block_may_be_overwritten_as_soon_as_store_returns(arena: Arena) -> None:
-    """A store's copy does not change with what the compute stream does to the blocks next."""
-    views = blocks_of("large blocks", "cuda")
-    rig = Rig(arena, [views], "on")
-    for _ in range(50):
-        rig.next_offset = 0
-        expected = [view[1:7].clone() for view in views]
-        ops = [whole_object(rig.slot(1), chunk, (chunk + 1,)) for chunk in range(6)]
-        finished = threading.Semaphore(0)
-        rig.copiers[0].store(
-            ops,
-            lambda op, stored, finished=finished: finished.release(),  # type: ignore[misc]
-        )
-        for view in views:
-            view.add_(1)
-        assert all(finished.acquire(timeout=DONE_SECONDS) for _ in ops)
-        assert rig.load(0, ops) is None
-        for view, old in zip(views, expected, strict=True):
-            assert torch.equal(view[1:7], old)
-            view.random_(0, 2**15)
-    rig.close()
 
 
 def test_arena_file_is_private() -> None:

@@ -1,448 +1,230 @@
-"""CudaDevice's own code, on the fake runtime and the fake torch.cuda (tests.fakecuda).
+"""CudaDevice's own calls, each compared with its prototype. Above it all runs in tests/devicesim.
 
 A call that is misspelt, that has an argument less, or whose status nobody reads is seen here.
+tests/gpu/test_bytes.py has what only a GPU can show.
 """
 
 import ctypes
-import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from ctypes import byref, c_int, c_size_t, c_void_p
 from pathlib import Path
-from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hybridkv.connector.copy import cuda_device, triton_kernels
-from hybridkv.connector.copy.cuda import CudaCopier
-from hybridkv.connector.copy.cuda_device import CudaDevice
-from hybridkv.connector.copy.device import DeviceError, DeviceMemoryError, Lane
-from hybridkv.connector.copy.part import BadSlotError, PartLayout
-from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
-from hybridkv.connector.copy.staging import CopySizes
-from hybridkv.connector.copy.tables import make_tables
-from hybridkv.connector.copy.torch_kernels import TorchKernels
-from hybridkv.connector.copy.triton_kernels import TritonKernels
-from hybridkv.connector.metrics import COPIES_UNPINNED
-from hybridkv.core.copies import CopyOp
-from hybridkv.core.errors import HybridKVError
-from hybridkv.shm.arena import Arena
-from hybridkv.shm.slots import PIECE_BYTES
-from tests.arenas import ops_of_new_slots, unnamed_arena
-from tests.devicesim.device import GRID_MAX
-from tests.fakecuda.runtime import (
-    GREATEST_PRIORITY,
-    ILLEGAL_ADDRESS,
-    INVALID_VALUE,
-    LEAST_PRIORITY,
-    NON_BLOCKING,
-    OUT_OF_MEMORY,
-)
-from tests.fakecuda.torch_cuda import WORKER, FakeCuda, fake_cuda
-from tests.waiting import DEADLINE_SECONDS, until
+from hybridkv.connector.copy import cuda_device
+from hybridkv.connector.copy.cuda_device import CudaDevice, translated
+from hybridkv.connector.copy.device import CopyList, DeviceError, DeviceMemoryError, Lane
+from tests.unit.connector.cuda_prototypes import Misuse, prototypes
+from tests.waiting import DEADLINE_SECONDS
 
-ARENA = 2 << 20
-LAYERS, BLOCKS, BLOCK = 3, 12, 49_152
-PART = LAYERS * BLOCK
-PIN = 1 << 19
-SIZES = CopySizes(
-    copy_bytes=4096,
-    pin_bytes=PIN,
-    bounce_bytes=8192,
-    descriptor_bytes=1 << 16,
-    load_ring_bytes=4 * PART,
-)
 VERSIONS = [12060, 12090, 13000]
 """Without copies in one call, and with both forms of it."""
+REFUSED = 1
+HIGHEST_PRIORITY = -5
+STREAM = 0x7F0000001000
+
+
+class Runtime:
+    """The library of one version. It writes down the numbers that each call gets."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.calls: list[tuple[str, list[int]]] = []
+        self.refused: set[str] = set()
+        """Names of functions that fail."""
+        self._known = prototypes(version)
+        self._results: Mapping[str, tuple[int, Any]] = {
+            "cudaDeviceGetStreamPriorityRange": (1, c_int(HIGHEST_PRIORITY)),
+            "cudaRuntimeGetVersion": (0, c_int(version)),
+            "cudaStreamCreateWithPriority": (0, c_void_p(STREAM)),
+        }
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if name not in self._known:
+            raise AttributeError(f"undefined symbol: {name}")
+
+        def call(*arguments: Any) -> int:
+            values = self._known[name].values(arguments, None)
+            self.calls.append((name, values))
+            if name in self.refused:
+                return REFUSED
+            if name in self._results:
+                place, result = self._results[name]
+                ctypes.memmove(values[place], byref(result), ctypes.sizeof(result))
+            return 0
+
+        return call
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+class Stream:
+    """What torch makes of a handle."""
+
+    def __init__(self, handle: int, device: torch.device) -> None:
+        self.handle, self.device = handle, device
+        self.waited_for: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited_for.append(event)
+
+
+class Event:
+    """An event of torch."""
+
+    def __init__(self, blocking: bool) -> None:
+        self.blocking = blocking
+        self.recorded: list[object] = []
+
+    def record(self, stream: object) -> None:
+        self.recorded.append(stream)
+
+
+@pytest.fixture(params=VERSIONS)
+def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime(request.param)
+    monkeypatch.setattr(cuda_device, "load_runtime", lambda: runtime)
+    cuda = SimpleNamespace(current_device=lambda: 3, ExternalStream=Stream, Event=Event)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    return runtime
 
 
 @pytest.fixture
-def arena() -> Iterator[Arena]:
-    with unnamed_arena(ARENA) as opened:
-        yield opened
+def device(runtime: Runtime) -> CudaDevice:
+    made = CudaDevice(torch.device("cuda", 1))
+    runtime.calls.clear()
+    return made
 
 
-@pytest.fixture
-def cuda() -> Iterator[FakeCuda]:
-    with fake_cuda() as fake:
-        yield fake
-        assert not fake.runtime.wrongs
+def numbers(address: int, count: int) -> list[int]:
+    """Returns the 64-bit numbers at an address."""
+    return list((ctypes.c_uint64 * count).from_address(address))
 
 
-class Rig:
-    """An engine's blocks, and the copier of its arena; one block of all layers is an object."""
-
-    def __init__(
-        self, cuda: FakeCuda, arena: Arena, checksum: str = "on", device: str = f"cuda:{WORKER}"
-    ) -> None:
-        self.cuda = cuda
-        self.arena = arena
-        self.memory = torch.zeros(LAYERS, BLOCKS, BLOCK, dtype=torch.uint8, device=device)
-        self._draw = torch.Generator().manual_seed(1)
-        self.fill()
-        self.device = CudaDevice(torch.device(device))
-        threads_before = set(threading.enumerate())
-        self.pipeline = CopyPipeline(
-            self.device, [list(self.memory)], Demand(PART, 1, 8 * PART), SIZES
-        )
-        self.part = PartLayout(0, 1, checksum)
-        self.copier = CudaCopier(self.pipeline, arena, self.part)
-        self.ended: Queue[bool | HybridKVError | None] = Queue()
-        self.lanes = set(threading.enumerate()) - threads_before
-
-    def fill(self) -> torch.Tensor:
-        """Give the engine's blocks other bytes. Returns their memory."""
-        return self.memory.random_(0, 256, generator=self._draw)
-
-    def ops(self, count: int, first: int = 1) -> list[CopyOp]:
-        """One object for each of so many blocks, in slots of its own."""
-        return ops_of_new_slots(self.arena, PART, count, first)
-
-    def store(self, ops: Sequence[CopyOp]) -> list[bool | HybridKVError | None]:
-        """Store all ops to their end. Returns their outcomes."""
-        self.copier.store(ops, lambda op, stored: self.ended.put(stored))
-        return self.take(len(ops))
-
-    def load(self, ops: Sequence[CopyOp]) -> bool | HybridKVError | None:
-        """Load all ops to their end. Returns the error, or None."""
-        self.copier.load(ops, self.ended.put)
-        return self.take(1)[0]
-
-    def take(self, count: int) -> list[bool | HybridKVError | None]:
-        """Return the outcomes of the next `count` copies."""
-        return [self.ended.get(timeout=DEADLINE_SECONDS) for _ in range(count)]
-
-    def slot(self, op: CopyOp) -> bytes:
-        """Return the bytes of the part that the op's slot holds."""
-        start = self.part.part_offset(op, PART)
-        return bytes(self.arena.memory[start : start + PART])
-
-    def pin(self) -> None:
-        """Pin all of the arena, and wait for it."""
-        self.copier.pin_below(ARENA)
-        until(lambda: len(self.cuda.runtime.registered) == ARENA // PIN, "the registrations")
-
-    def close(self) -> None:
-        """Unpin everything, and wait for all threads that use the test's memory."""
-        self.copier.close()
-        self.pipeline.close()
-        for thread in self.lanes:
-            thread.join(DEADLINE_SECONDS)
-            assert not thread.is_alive()
-
-
-@pytest.fixture
-def busy_interpreter() -> Iterator[None]:
-    """A thread computes, and threads take the interpreter from each other at any bytecode."""
-    before, is_over = sys.getswitchinterval(), threading.Event()
-    thread = threading.Thread(target=deque, args=(iter(is_over.is_set, True), 0))
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    yield
-    is_over.set()
-    thread.join()
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.parametrize(
-    ("version", "has_triton", "checksum"),
-    [
-        *((version, True, "on") for version in VERSIONS),
-        (13000, True, "off"),
-        (13000, True, "paranoid"),
-        (13000, False, "on"),
-        (12090, False, "paranoid"),
-    ],
-)
-def test_bytes_come_back(arena: Arena, version: int, has_triton: bool, checksum: str) -> None:
-    """Before anything is pinned and after; every other byte stays as it is."""
-    with fake_cuda(version, has_triton=has_triton) as cuda:
-        rig = Rig(cuda, arena, checksum)
-        assert isinstance(rig.pipeline.context.kernels, TritonKernels) == has_triton
-        for is_pinned in (False, True):
-            if is_pinned:
-                rig.pin()
-            before = rig.fill().cpu()
-            rig.pipeline.take_counters()
-            ops = rig.ops(8)
-            assert rig.store(ops) == [True] * 8
-            for op in ops:
-                assert rig.slot(op) == before[:, op.blocks[0]].numpy().tobytes()
-            rig.memory[:, 1:9].zero_()
-            assert rig.load(ops) is None
-            assert torch.equal(rig.memory.cpu(), before)
-            assert (COPIES_UNPINNED in rig.pipeline.take_counters()) != is_pinned
-        rig.close()
-        assert bool(cuda.runtime.calls["cudaMemcpyBatchAsync"]) == (version >= 12080)
-        assert not cuda.runtime.registered
-        assert cuda.runtime.pageable_copies == 0, "such a copy holds up its caller"
-        assert cuda.spinning_events == 0
-        assert not cuda.runtime.wrongs
-
-
-@pytest.mark.usefixtures("busy_interpreter")
-def test_copies_go_on_beside_a_thread_that_holds_the_interpreter(
-    cuda: FakeCuda, arena: Arena
-) -> None:
-    rig = Rig(cuda, arena)
-    before = rig.memory.cpu()
-    ops = rig.ops(8)
-    rig.copier.pin_below(ARENA)
-    for _ in range(3):
-        assert rig.store(ops) == [True] * 8
-        rig.memory[:, 1:9].zero_()
-        assert rig.load(ops) is None
-        assert torch.equal(rig.memory.cpu(), before)
-    rig.close()
-
-
-def test_a_block_may_be_overwritten_as_soon_as_store_returns(cuda: FakeCuda, arena: Arena) -> None:
-    rig = Rig(cuda, arena)
-    before = rig.memory.cpu()
-    ops = rig.ops(4)
-    rig.copier.store(ops, lambda op, stored: rig.ended.put(stored))
-    rig.memory.fill_(0x5A)
-    assert rig.take(4) == [True] * 4
-    for op in ops:
-        assert rig.slot(op) == before[:, op.blocks[0]].numpy().tobytes()
-    rig.close()
-
-
-@pytest.mark.parametrize("has_own_stream", [False, True])
-def test_a_load_comes_after_what_the_engine_has_queued(
-    cuda: FakeCuda, arena: Arena, has_own_stream: bool
-) -> None:
-    """On whatever stream the engine's thread works."""
-    with ExitStack() as stack:
-        rig = Rig(cuda, arena)
-        if has_own_stream:
-            handle = rig.device.new_stream()
-            stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(handle, WORKER)))
-        before = rig.memory.cpu()
-        ops = rig.ops(4)
-        assert rig.store(ops) == [True] * 4
-        host = torch.empty(0, dtype=torch.uint8).set_(rig.memory.untyped_storage())
-        overwritten = 0
-
-        def overwrite() -> None:
-            nonlocal overwritten
-            host.view(LAYERS, BLOCKS, BLOCK)[:, 1:5].fill_(0x5A)
-            overwritten += 1
-
-        cuda.queue(overwrite)
-        assert rig.load(ops) is None
-        assert overwritten == 1
-        torch.cuda.synchronize()
-        assert torch.equal(rig.memory.cpu(), before)
-        rig.close()
-
-
-def test_a_slot_that_was_damaged_is_found(cuda: FakeCuda, arena: Arena) -> None:
-    rig = Rig(cuda, arena)
-    ops = rig.ops(2)
-    assert rig.store(ops) == [True] * 2
-    arena.memory[rig.part.part_offset(ops[1], PART) + PIECE_BYTES // 2] ^= 1
-    error = rig.load(ops)
-    assert isinstance(error, BadSlotError)
-    assert error.slots == [ops[1].slot]
-    rig.close()
+def copies(count: int) -> CopyList:
+    found = CopyList()
+    for number in range(count):
+        found.append_copy(0x7F00_0000_0000 + number, 0x7E00_0000_0000 + number, (1 << 33) + number)
+    return found
 
 
 def test_streams_are_ours_alone_and_of_a_priority_that_the_device_has(
-    cuda: FakeCuda, arena: Arena
+    runtime: Runtime, device: CudaDevice
 ) -> None:
-    """A stream without NON_BLOCKING waits for the default stream, on which others work."""
-    rig = Rig(cuda, arena)
-    streams = [stream for handle, stream in cuda.runtime.streams.items() if handle]
-    assert len(streams) >= 4
-    for stream in streams:
-        assert stream.flags == NON_BLOCKING
-        assert stream.device == WORKER
-        assert GREATEST_PRIORITY <= stream.priority <= LEAST_PRIORITY
-    rig.close()
+    """A stream without cudaStreamNonBlocking waits for the default stream, on which others work."""
+    assert device.new_stream() == STREAM
+    assert device.new_stream(is_urgent=True) == STREAM
+    assert [values[1:] for _, values in runtime.calls] == [[1, 0], [1, HIGHEST_PRIORITY]]
 
 
-def copies(device: CudaDevice) -> None:
-    memory = device.allocate(64)
-    pinned = device.allocate(64, pinned=True)
+def test_a_copy_has_whole_addresses_and_its_stream(runtime: Runtime, device: CudaDevice) -> None:
     stream = device.new_stream()
-    device.copy(memory.data_ptr(), pinned.data_ptr(), 64, stream)
-    device.wait_for(device.record(stream))
+    device.copy_all(copies(1), stream)
+    default_kind = 4
+    target, source, size = next(iter(copies(1)))
+    assert runtime.calls[1:] == [("cudaMemcpyAsync", [target, source, size, default_kind, STREAM])]
 
 
-def unregisters(device: CudaDevice) -> None:
-    memory = torch.zeros(3 * 4096, dtype=torch.uint8)
-    assert device.register(memory.data_ptr(), len(memory))
-    device.unregister(memory.data_ptr())
+def test_copies_go_in_one_call_in_the_order_of_the_stream(
+    runtime: Runtime, device: CudaDevice
+) -> None:
+    stream, several = device.new_stream(), copies(3)
+    device.copy_all(several, stream)
+    if runtime.version == VERSIONS[0]:
+        assert runtime.names[1:] == ["cudaMemcpyAsync"] * 3
+        return
+    name, values = runtime.calls[1]
+    assert (name, len(runtime.calls)) == ("cudaMemcpyBatchAsync", 2)
+    columns = [numbers(address, 3) for address in values[:3]]
+    assert [*zip(*columns, strict=True)] == [tuple(copy) for copy in several]
+    assert values[3] == 3
+    stream_order = 1
+    assert [c_int.from_address(values[4]).value, values[6]] == [stream_order, 1]
+    assert values[-1] == STREAM
+
+
+def test_where_copies_in_one_call_are_refused_they_are_queued_one_by_one(
+    runtime: Runtime, device: CudaDevice
+) -> None:
+    """A thread's error stays until it is taken, and torch's next launch would raise it."""
+    stream = device.new_stream()
+    runtime.refused.add("cudaMemcpyBatchAsync")
+    one_by_one = ["cudaMemcpyAsync"] * 2
+    for tried in (["cudaMemcpyBatchAsync", "cudaGetLastError"], []):
+        runtime.calls.clear()
+        device.copy_all(copies(2), stream)
+        tried = tried if runtime.version > VERSIONS[0] else []
+        assert runtime.names == tried + one_by_one
 
 
 CALLS: dict[str, Callable[[CudaDevice], Any]] = {
-    "cudaDeviceGetStreamPriorityRange": lambda device: CudaDevice(torch.device("cuda", WORKER)),
+    "cudaDeviceGetStreamPriorityRange": lambda device: CudaDevice(torch.device("cuda", 1)),
     "cudaStreamCreateWithPriority": lambda device: device.new_stream(),
-    "cudaMemcpyAsync": copies,
-    "cudaHostUnregister": unregisters,
+    "cudaMemcpyAsync": lambda device: device.copy(1, 2, 3, device.new_stream()),
+    "cudaHostUnregister": lambda device: device.unregister(4096),
 }
 """Each call of the runtime whose status is an error, by its name, and what makes it."""
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_call_that_fails_is_an_error_and_the_next_launch_is_none(version: int, name: str) -> None:
-    """A thread's error stays until it is taken, and torch's next launch would raise it."""
-    with fake_cuda(version) as cuda:
-        device = CudaDevice(torch.device("cuda", WORKER))
+def test_a_call_that_fails_is_an_error_and_the_next_launch_is_none(
+    name: str, runtime: Runtime, device: CudaDevice
+) -> None:
+    runtime.refused.add(name)
+    with pytest.raises(DeviceError, match=f"{name} failed with CUDA error {REFUSED}"):
         CALLS[name](device)
-        before = cuda.runtime.calls[name]
-        cuda.runtime.refuse(name, INVALID_VALUE)
-        with pytest.raises(DeviceError, match=f"{name} .* {INVALID_VALUE}"):
-            CALLS[name](device)
-        assert cuda.runtime.calls[name] == before + 1
-        torch.zeros(8, dtype=torch.uint8, device="cuda").add_(1)
+    assert runtime.names[-1] == "cudaGetLastError"
 
 
-@pytest.mark.parametrize("version", [12090, 13000])
-def test_where_copies_in_one_call_are_refused_they_are_queued_one_by_one(
-    arena: Arena, version: int, caplog: pytest.LogCaptureFixture
+def test_a_refused_registration_is_told(runtime: Runtime, device: CudaDevice) -> None:
+    assert device.register(1 << 40, 4096)
+    assert runtime.calls == [("cudaHostRegister", [1 << 40, 4096, 0])]
+    runtime.refused.add("cudaHostRegister")
+    assert not device.register(1 << 40, 4096)
+
+
+def test_events_are_of_their_streams_and_waits_sleep(runtime: Runtime, device: CudaDevice) -> None:
+    stream = device.new_stream()
+    event = device.record(stream)
+    device.wait_event(stream, event)
+    assert isinstance(event.event, Event)
+    assert event.event.blocking
+    (recorded,) = event.event.recorded
+    assert isinstance(recorded, Stream)
+    assert recorded.handle == STREAM
+    assert recorded.waited_for == [event.event]
+
+
+def test_a_lane_works_on_the_engines_device_whatever_index_it_has(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said once, and the refusal is not the error of the thread's next launch."""
-    with fake_cuda(version) as cuda:
-        rig = Rig(cuda, arena)
-        rig.pin()
-        before = rig.memory.cpu()
-        cuda.runtime.refuse("cudaMemcpyBatchAsync", INVALID_VALUE, count=1 << 30)
-        ops = rig.ops(8)
-        for _ in range(2):
-            assert rig.store(ops) == [True] * 8
-            rig.memory[:, 1:9].zero_()
-            assert rig.load(ops) is None
-            assert torch.equal(rig.memory.cpu(), before)
-        rig.close()
-        assert 1 <= caplog.text.count("refused copies in one call") <= 2, "each lane may"
-        assert cuda.runtime.calls["cudaMemcpyAsync"] > 16
-        assert not cuda.runtime.wrongs
-
-
-def test_memory_is_pinned_once_in_a_process(cuda: FakeCuda, arena: Arena) -> None:
-    """The second copier of the same memory is refused (712): it copies through its buffer."""
-    rig = Rig(cuda, arena)
-    rig.pin()
-    second = CudaCopier(rig.pipeline, arena, PartLayout(0, 1, "on"))
-    second.pin_below(ARENA)
-    before = rig.memory.cpu()
-    ops = rig.ops(4)
-    rig.pipeline.take_counters()
-    second.store(ops, lambda op, stored: rig.ended.put(stored))
-    assert rig.take(4) == [True] * 4
-    assert rig.pipeline.take_counters()[COPIES_UNPINNED]
-    rig.memory.zero_()
-    second.load(ops, rig.ended.put)
-    assert rig.take(1) == [None]
-    assert torch.equal(rig.memory.cpu()[:, 1:5], before[:, 1:5])
-    second.close()
-    assert len(cuda.runtime.registered) == ARENA // PIN, "the first one's pins"
-    assert rig.load(ops) is None
-    rig.close()
-
-
-def test_an_unregistration_that_fails_is_the_only_one(
-    cuda: FakeCuda, arena: Arena, caplog: pytest.LogCaptureFixture
-) -> None:
-    rig = Rig(cuda, arena)
-    rig.pin()
-    cuda.runtime.refuse("cudaHostUnregister", INVALID_VALUE, skipped=1)
-    rig.close()
-    assert "cudaHostUnregister failed" in caplog.text
-    assert len(cuda.runtime.registered) == 1
-
-
-def test_an_error_that_ends_the_context_fails_what_is_queued(cuda: FakeCuda, arena: Arena) -> None:
-    """All later calls have it too; nobody waits for ever."""
-    rig = Rig(cuda, arena)
-    ops = rig.ops(4)
-    assert rig.store(ops) == [True] * 4
-    rig.copier.load(ops, rig.ended.put)
-    cuda.runtime.fail(ILLEGAL_ADDRESS)
-    (outcome,) = rig.take(1)
-    assert outcome is None or isinstance(outcome, DeviceError)
-    with pytest.raises(DeviceError):
-        rig.device.free_bytes()
-    with pytest.raises(DeviceError):
-        rig.device.record(rig.device.current_stream())
-    rig.close()
-
-
-def test_memory_that_is_not_there(cuda: FakeCuda) -> None:
-    cuda.free_bytes = 4096
-    device = CudaDevice(torch.device("cuda", WORKER))
-    with pytest.raises(DeviceMemoryError):
-        device.allocate(device.free_bytes() + 1)
-    cuda.refuses_pinned = True
-    with pytest.raises(DeviceError):
-        device.allocate(64, pinned=True)
-
-
-def test_a_device_without_an_index_is_that_of_the_engines_thread(cuda: FakeCuda) -> None:
-    device = CudaDevice(torch.device("cuda"))
-    chosen: list[int] = []
+    chosen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append, raising=False)
+    device, ended = CudaDevice(torch.device("cuda")), threading.Event()
 
     def lane() -> Lane:
         device.enter_thread()
-        chosen.append(torch.cuda.current_device())
+        assert torch.is_inference_mode_enabled()
+        ended.set()
         yield from ()
 
-    threads_before = set(threading.enumerate())
     device.start_lane("hybridkv-store", lane())
-    for thread in set(threading.enumerate()) - threads_before:
-        thread.join(DEADLINE_SECONDS)
-    assert chosen == [WORKER]
-    assert device.allocate(8).device == torch.device("cuda", WORKER)
+    assert ended.wait(DEADLINE_SECONDS)
+    assert chosen == [torch.device("cuda", 3)]
 
 
-def test_kernels_of_triton_that_copy_other_bytes_are_not_used(
-    cuda: FakeCuda, arena: Arena, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Wrong:
-        can_digest = True
-
-        def __init__(self, word_bytes: int, device: torch.device) -> None:
-            self._kernels = triton(word_bytes, device)
-
-        def copy_blocks(self, launch: Any, is_gather: bool) -> None:
-            self._kernels.copy_blocks(launch, is_gather)
-            cuda.queue(lambda: spoil(launch.staging))
-
-        def digest_pieces(self, *addresses_and_counts: int) -> None:
-            self._kernels.digest_pieces(*addresses_and_counts)
-
-    def spoil(staging: torch.Tensor) -> None:
-        torch.empty(0, dtype=torch.uint8).set_(staging.untyped_storage())[0] ^= 1
-
-    triton = triton_kernels.TritonKernels
-    monkeypatch.setattr(cuda_device, "TritonKernels", Wrong)
-    rig = Rig(cuda, arena)
-    assert "Triton copies other bytes" in caplog.text
-    assert rig.store(rig.ops(4)) == [True] * 4
-    rig.close()
-
-
-def test_a_block_in_more_pieces_than_a_grid_has_is_copied_by_torch(
-    cuda: FakeCuda, arena: Arena, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A row is a piece of a block, and CUDA takes 65,535 of them."""
-    rig = Rig(cuda, arena)
-    views = [list(rig.memory)]
-    tables = make_tables(views)
-    device_rows = torch.tensor(tables.rows, dtype=torch.int64).to(rig.memory.device)
-    staging = rig.device.allocate(2 * PART)
-    long = replace(tables, groups=(replace(tables.groups[0], rows=GRID_MAX[1] + 1),))
-    kernels = rig.device.make_kernels(long, device_rows, views, staging)
-    assert isinstance(kernels, TorchKernels)
-    assert f"more than {GRID_MAX[1]}" in caplog.text
-    rig.close()
+def test_only_a_lack_of_memory_makes_a_ring_smaller() -> None:
+    with pytest.raises(DeviceMemoryError), translated():
+        raise torch.OutOfMemoryError("no memory")
+    with pytest.raises(DeviceError) as raised, translated():
+        raise RuntimeError("an illegal address")
+    assert not isinstance(raised.value, DeviceMemoryError)
 
 
 def test_the_runtime_is_the_one_that_torch_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,19 +243,6 @@ def test_the_runtime_is_the_one_that_torch_has_loaded(monkeypatch: pytest.Monkey
         cuda_device.load_runtime()
 
 
-def test_memory_below_what_torch_gives_is_half_as_large(arena: Arena) -> None:
-    """DeviceMemoryError alone makes a ring smaller."""
-    free = LAYERS * BLOCKS * BLOCK + 24 * PART
-    with fake_cuda(free_bytes=free) as cuda:
-        rig = Rig(cuda, arena)
-        assert PART <= rig.pipeline.staging_bytes < 8 * PART
-        cuda.runtime.refuse("cudaHostRegister", OUT_OF_MEMORY)
-        rig.copier.pin_below(ARENA)
-        assert rig.store(rig.ops(1)) == [True]
-        rig.close()
-        assert not cuda.runtime.wrongs
-
-
 def test_the_runtime_is_torchs_and_no_copy_of_another_package() -> None:
     line = "7f00-7f01 r-xp 00000000 fe:00 12 {}\n"
     copy = line.format("/site/torchvision.libs/libcudart.faf08d9a.so.13")
@@ -481,3 +250,20 @@ def test_the_runtime_is_torchs_and_no_copy_of_another_package() -> None:
     assert cuda_device.runtime_path(copy + own) == "/site/nvidia/cu13/lib/libcudart.so.13"
     assert cuda_device.runtime_path(copy) == "/site/torchvision.libs/libcudart.faf08d9a.so.13"
     assert cuda_device.runtime_path(line.format("/site/libcuda.so.1")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("cudaMemcpyAsync", (c_void_p(1), c_void_p(2), c_size_t(8), 4)),
+        ("cudaMemcpyAsync", (c_void_p(1), c_void_p(2), 8, 4, None)),
+        ("cudaHostUnregister", (4096,)),
+        ("cudaStreamCreateWithPriority", (byref(c_int()), 1, 0)),
+        ("cudaStreamCreateWithPriority", (byref(c_void_p()), 1, byref(c_int()))),
+    ],
+)
+def test_the_prototypes_see_what_c_would_take_in_silence(
+    name: str, arguments: tuple[Any, ...]
+) -> None:
+    with pytest.raises(Misuse):
+        prototypes(13000)[name].values(arguments, None)

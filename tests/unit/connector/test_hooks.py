@@ -414,18 +414,6 @@ def test_tables_are_those_of_the_moment(roles: Roles) -> None:
     assert [[*table] for table in roles.scheduler.tables_of("r")] == tables["r"]
 
 
-def test_served_groups_are_those_that_vllm_can_cache(roles: Roles) -> None:
-    """Scratch groups keep their number in vLLM's tables and are no group of ours (D7)."""
-    geometry = roles.scheduler.scheduler_role.geometry
-    assert [group.gid for group in geometry.groups] == [0, 3]
-    assert geometry.chunk_tokens == 2 * geometry.alignment_tokens, (
-        "hybrid_chunk_size is what was asked for (B2)"
-    )
-    assert sorted(roles.worker.get_handshake_metadata().layers) == [0, 3]
-    layout = copy.copy(roles.worker.get_handshake_metadata().layers)
-    assert [layer.name for layer in layout[3]] == ["g3.l0"]
-
-
 # A role that is switched off begins anew
 
 
@@ -493,22 +481,6 @@ class Paused:
         return plan, SimpleNamespace(
             finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=report
         )
-
-
-def test_a_renewal_that_fails_loses_no_load_that_must_fail(
-    roles: Roles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paused = Paused(roles)
-    scheduler, chunk = roles.scheduler, paused.side.geometry.chunk_tokens
-    scheduler.guard.pause("the test says so")
-    waiting = request("waiting", chunk + 1)
-    scheduler.on_new_request(waiting)
-    scheduler.update_state_after_alloc(waiting, blocks_of(chunk), chunk)
-    monkeypatch.setattr(scheduler, "make_scheduler_role", lambda: 1 // 0)
-    paused.now += PAUSE_SECONDS
-    scheduler.take_events()
-    assert scheduler.counters[fault("resume")] == 1
-    assert scheduler.build_connector_meta(IDLE).failed == ["waiting"]
 
 
 def manager_of(get_blocks: Any) -> Any:
@@ -590,70 +562,6 @@ def test_weights_that_change_while_a_role_is_off_are_those_of_the_next(
     assert roles.scheduler.life.weights.is_current
 
 
-def test_blocks_of_loads_are_counted_on_while_a_role_is_off(roles: Roles) -> None:
-    """They are the engine's to give again when their request runs or ends."""
-    paused = Paused(roles)
-    for name in ("a", "b", "c"):
-        paused.side.room.count_load(name, 4)
-    roles.scheduler.guard.pause("the test says so")
-    roles.step(SimpleNamespace(num_scheduled_tokens={"a": 1}))
-    roles.scheduler.request_finished(request("b"), [])
-    paused.begins_anew()
-    assert len(paused.side.room) == 1
-    paused.side.room.on_running(("c",))
-    assert not len(paused.side.room)
-
-
-def test_a_load_that_no_worker_was_told_of_fails_with_the_next_role(roles: Roles) -> None:
-    """The engine waits for it, and the pause may end before the next plan."""
-    paused = Paused(roles)
-    roles.scheduler.guard.pause("the test says so")
-    roles.scheduler.update_state_after_alloc(request("r"), blocks_of(1), 128)
-    paused.now += PAUSE_SECONDS
-    roles.scheduler.take_events()
-    assert roles.step(IDLE).failed_recving == {"r"}
-
-
-@pytest.mark.parametrize("changes", [False, True], ids=["the same", "another"])
-def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) -> None:
-    """Its requests and others' go on, and the next role knows which weights computed for them."""
-    from hybridkv.vllm.loaded_adapters import LoadedAdapters
-    from tests.unit.vllm.small_adapters import Worker, adapter
-
-    engine = Worker()
-    roles.worker.worker_role.adapters = LoadedAdapters(engine.runner)
-    engine.add(adapter(1))
-
-    def arrive(name: str) -> Any:
-        asking = request(name)
-        asking.lora_request = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/a")
-        roles.scheduler.on_new_request(asking)
-        return asking
-
-    def run(name: str) -> None:
-        state = SimpleNamespace(boundary_state_offloads={})
-        output = SimpleNamespace(num_scheduled_tokens={name: 1}, total_num_scheduled_tokens=1)
-        roles.step(SimpleNamespace(**vars(output), kv_connector_block_state=state))
-
-    paused = Paused(roles)
-    arrive("before")
-    run("before")
-    roles.scheduler.guard.pause("the test says so")
-    arrive("meanwhile")
-    if changes:
-        engine.manager.remove_adapter(1)
-        engine.add(adapter(1, alpha=8))
-    run("meanwhile")
-    paused.begins_anew()
-    arrive("later")
-    known = paused.side.requests.by_id["later"].adapter
-    assert (known.weights is None) == changes
-    roles.scheduler.guard.pause("the test says so, again")
-    reset_prefix_cache(roles)
-    assert known.weights is not None, "the engine has no block of the old weights"
-    assert not roles.faults()
-
-
 def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> None:
     """It offers itself only when it has; what it counted meanwhile arrives, also at no role."""
     paused = Paused(roles)
@@ -733,29 +641,53 @@ def test_a_worker_whose_device_fails_says_so_to_every_daemon(roles: Roles) -> No
     assert roles.scheduler.counters[WORKERS_DISABLED] == 2
 
 
-def test_no_hit_waits_for_a_worker_that_pauses(roles: Roles) -> None:
-    """Once the pause is over and the arena is mapped, the daemon is asked again."""
+def test_served_groups_are_those_that_vllm_can_cache(roles: Roles) -> None:
+    """Scratch groups keep their number in vLLM's tables and are no group of ours (D7)."""
+    geometry = roles.scheduler.scheduler_role.geometry
+    assert [group.gid for group in geometry.groups] == [0, 3]
+    assert geometry.chunk_tokens == 2 * geometry.alignment_tokens, (
+        "hybrid_chunk_size is what was asked for (B2)"
+    )
+    assert sorted(roles.worker.get_handshake_metadata().layers) == [0, 3]
+    layout = copy.copy(roles.worker.get_handshake_metadata().layers)
+    assert [layer.name for layer in layout[3]] == ["g3.l0"]
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["the same", "another"])
+def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) -> None:
+    """Its requests and others' go on, and the next role knows which weights computed for them."""
+    from hybridkv.vllm.loaded_adapters import LoadedAdapters
+    from tests.unit.vllm.small_adapters import Worker, adapter
+
+    engine = Worker()
+    roles.worker.worker_role.adapters = LoadedAdapters(engine.runner)
+    engine.add(adapter(1))
+
+    def arrive(name: str) -> Any:
+        asking = request(name)
+        asking.lora_request = SimpleNamespace(lora_int_id=1, lora_name="a", lora_path="/a")
+        roles.scheduler.on_new_request(asking)
+        return asking
+
+    def run(name: str) -> None:
+        state = SimpleNamespace(boundary_state_offloads={})
+        output = SimpleNamespace(num_scheduled_tokens={name: 1}, total_num_scheduled_tokens=1)
+        roles.step(SimpleNamespace(**vars(output), kv_connector_block_state=state))
+
     paused = Paused(roles)
-    paused.attached()
-    roles.worker.guard.pause("the test says so")
-    roles.step(IDLE)
-    declined_at_once(roles, "r")
-    assert roles.scheduler.counters[declined(Decline.LATE_WORKERS)] == 1
-    paused.now += PAUSE_SECONDS
-    paused.attached()
-    roles.scheduler.on_new_request(request("s"))
-    roles.step(IDLE)
-    until(lambda: stats(roles.scheduler.socket_path)["lookups"] == 1, "the daemon is asked")
-
-
-def test_after_a_sleep_the_arena_is_mapped_anew(roles: Roles) -> None:
-    """The hooks of vLLM 0.33: copies have ended before memory goes, and go on afterwards."""
-    worker, session = roles.worker.worker_role, roles.scheduler.scheduler_role.session
-    assert worker.mapped
-    roles.worker.unregister_kv_caches()
-    assert not worker.mapped
-    assert not roles.worker.build_connector_worker_meta().boots, "nothing may be offered"
-    roles.worker.restore_kv_caches()
-    until(lambda: roles.step(IDLE) is not None and session.workers_attached(), "attached")
-    assert worker.mapped
+    arrive("before")
+    run("before")
+    roles.scheduler.guard.pause("the test says so")
+    arrive("meanwhile")
+    if changes:
+        engine.manager.remove_adapter(1)
+        engine.add(adapter(1, alpha=8))
+    run("meanwhile")
+    paused.begins_anew()
+    arrive("later")
+    known = paused.side.requests.by_id["later"].adapter
+    assert (known.weights is None) == changes
+    roles.scheduler.guard.pause("the test says so, again")
+    reset_prefix_cache(roles)
+    assert known.weights is not None, "the engine has no block of the old weights"
     assert not roles.faults()

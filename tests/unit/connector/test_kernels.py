@@ -26,8 +26,8 @@ def test_triton_torch_and_xxhash_agree_for_every_layout() -> None:
     assert "are equal" in run("kernels_check")
 
 
-def test_triton_torch_and_xxhash_agree_for_two_layouts() -> None:
-    assert "2 layouts" in run("kernels_check", "LBNHC", "windows LHBNC")
+def test_triton_torch_and_xxhash_agree_for_a_layout() -> None:
+    assert "1 layouts" in run("kernels_check", "windows LHBNC")
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:

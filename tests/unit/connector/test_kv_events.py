@@ -13,7 +13,6 @@ from hybridkv.connector.metrics import (
     CHUNKS_NOT_SHOWN,
     CHUNKS_WITHDRAWN,
 )
-from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import parse_settings
 from hybridkv.vllm.hook_guard import fault
@@ -112,58 +111,6 @@ def test_an_event_has_the_engines_hashes_tokens_and_parent() -> None:
     assert (gone.medium, gone.group_idx) == ("CPU", None)
     assert gone.block_hashes == names_of(tracked, 0, 3 * BLOCKS)
     assert counters[CHUNKS_WITHDRAWN] == 3
-
-
-def test_blocks_that_two_chunks_share_are_announced_once_and_stay_with_the_second() -> None:
-    events, _ = make_events()
-    first_prompt = make_request("a", [*range(CHUNK)])
-    second_prompt = make_request("b", [*range(2 * BLOCK + 8), *range(1000, 1000 + CHUNK)])
-    (first,) = store(events, first_prompt, 0)
-    assert len(first.block_hashes) == BLOCKS
-    (second,) = store(events, second_prompt, 0)
-    assert second.block_hashes == names_of(second_prompt, 2, BLOCKS)
-    assert second.parent_block_hash == first.block_hashes[1]
-    assert second.token_ids == second_prompt.request.all_token_ids[2 * BLOCK : CHUNK]
-    full = 1
-    events.on_removed(Removed(0, key(first_prompt, 0), bytes([full])))
-    (gone,) = events.take_new()
-    assert gone.block_hashes == first.block_hashes[2:]
-    events.on_removed(Removed(0, key(second_prompt, 0), bytes([full])))
-    (gone,) = events.take_new()
-    assert gone.block_hashes == names_of(second_prompt, 0, BLOCKS)
-
-
-def test_a_hit_needs_every_group() -> None:
-    from hybridkv.connector.scheduler.stores import StoredObjects
-
-    events, _ = make_events()
-    tracked = make_request("r", [*range(2 * CHUNK)])
-    events.on_committed([StoredObjects(tracked, 1, (0, 1))])
-    assert events.take_new() == []
-    events.on_committed([StoredObjects(tracked, 0, (1,))])
-    (both,) = events.take_new()
-    assert both.block_hashes == names_of(tracked, 0, 2 * BLOCKS), (
-        "a window of 100 tokens is in the second chunk"
-    )
-    events.on_removed(Removed(0, key(tracked, 1), b"\0"))
-    (gone,) = events.take_new()
-    assert sorted(gone.block_hashes) == sorted(both.block_hashes), (
-        "no hit ends with the first chunk"
-    )
-
-
-def test_what_a_lookup_saw_is_announced() -> None:
-    events, _ = make_events()
-    tracked = make_request("r", [*range(2 * CHUNK + 1)])
-    tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 2)
-    events.on_found(tracked, Found(1, 1, 1, [b"\1\0", b"\1\1"], b""))
-    (seen,) = events.take_new()
-    assert seen.block_hashes == names_of(tracked, 0, BLOCKS)
-    events.on_removed(Removed(0, b"x" * HASH_BYTES + key(tracked, 0), b"\1\x09"))
-    assert events.take_new() == [], "an object that nobody knows, and a group that there is not"
-    events.on_removed(Removed(0, b"", b"", everything=True))
-    (gone,) = events.take_new()
-    assert gone.block_hashes == seen.block_hashes
 
 
 def below(tracked: Any, *places: tuple[int, int], in_tier: bool = True) -> Removed:

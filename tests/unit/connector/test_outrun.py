@@ -9,13 +9,12 @@ import pytest
 
 from hybridkv.client.link import RECONNECT_SECONDS
 from hybridkv.connector.metrics import LOOKUPS_ASKED, LOOKUPS_OUTRUN, declined
-from hybridkv.connector.scheduler.requests import RequestState, explain_request, longest_hit_tokens
+from hybridkv.connector.scheduler.requests import RequestState, explain_request
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.observe.status import outcome_of
 from hybridkv.wire.messages import Decline
 from hybridkv.wire.status import Outcome
-from tests.layouts import LAYOUTS
 from tests.unit.connector.test_scheduler import CHUNK, STORED, Rig, tables
 from tests.unit.daemon.tierclient import GEOMETRY, Client
 from tests.waiting import until
@@ -106,64 +105,6 @@ def test_what_the_answer_lacks_is_stored_once(rig: Rig, daemon: DaemonProcess) -
     until(lambda: answered(rig, "r"), "nothing was found")
     assert stored(rig, "r", tokens) == [(index, 0, STORED) for index in groups]
     assert not stored(rig, "r", tokens)
-
-
-def test_requests_of_one_step_store_again_what_was_lost(rig: Rig, daemon: DaemonProcess) -> None:
-    """Each ends before its answer. So after an answer that lacked something, the next waits."""
-    stop(daemon, signal.SIGSTOP)
-    try:
-        runs(rig, 2, "r")
-        assert not stored(rig, "r", OWN + 1)
-        rig.side.on_finished("r")
-    finally:
-        stop(daemon, signal.SIGCONT)
-    request = rig.request(2, OWN + 1, "s")
-    # The lease ends with the request, and once more with the answer.
-    until(lambda: rig.step({}) and rig.value("requests_release") == 2, "its answer was taken")
-    rig.side.on_new_request(request)
-    assert rig.side.offer_hit(request, OWN) is None
-    assert rig.offered(request, OWN) == 0
-    rig.side.on_allocated(request, lambda: tables(OWN + 1), 0)
-    assert stored(rig, "s", OWN + 1)
-    runs(rig, 1, "t")
-
-
-def test_a_hit_of_the_engine_that_is_gone_before_it_has_blocks_is_loaded(rig: Rig) -> None:
-    """The engine asks in each step until it has blocks, and may evict its own hit meanwhile."""
-    request = rig.request(1, OWN + 1)
-    rig.side.on_new_request(request)
-    assert rig.side.offer_hit(request, OWN) == 0
-    assert rig.offered(request) == OWN
-
-
-def test_a_request_that_is_resumed_before_the_answer_is_looked_up_anew(
-    rig: Rig, daemon: DaemonProcess
-) -> None:
-    stop(daemon, signal.SIGSTOP)
-    try:
-        runs(rig, 1, "r")
-        request = rig.side.requests.by_id["r"].request
-        request.num_preemptions = 1
-        assert rig.side.offer_hit(request, 0) is None
-    finally:
-        stop(daemon, signal.SIGCONT)
-    assert rig.offered(request) == OWN
-    rig.side.on_finished("r")
-    rig.step({})
-    until(lambda: not rig.value("leases"), "both leases end")
-
-
-def test_a_hit_inside_a_chunk_is_waited_for() -> None:
-    """Only where the engine's match unit is as long as what it lacks, nothing can be added."""
-    geometry = LAYOUTS["qwen3"]
-    chunk = geometry.chunk_tokens
-    assert longest_hit_tokens(geometry, 2 * chunk, with_tails=False) == chunk
-    assert longest_hit_tokens(geometry, 2 * chunk + 1, with_tails=False) == 2 * chunk
-    unit = geometry.hash_tokens
-    assert (
-        longest_hit_tokens(geometry, 2 * chunk + unit, with_tails=True)
-        == (2 * chunk + unit - 1) // unit * unit
-    )
 
 
 def test_the_first_request_after_a_restart_of_the_daemon_is_served(

@@ -126,21 +126,6 @@ def test_a_ring_gives_nothing_away_that_is_cancelled() -> None:
     assert ring.reserve(30) == 60
 
 
-def test_memory_is_used_once_the_engines_work_with_it_is_over(arena: Arena) -> None:
-    """PyTorch gives away memory that queued kernels still write."""
-    assert not any(Rig(arena).device.streams)
-
-
-def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(arena: Arena) -> None:
-    """128k tokens in steps of 8k: 16 steps, each of as many bytes as the staging has (F2)."""
-    rig = Rig(arena, sizes=SIZES, step=8)
-    rig.copier.pin_below(ARENA)
-    for step in range(16):
-        ops = rig.ops(8, 1 + 8 * (step % 4))
-        assert rig.store_all(ops) == [True] * 8
-    assert stores_shed(Shed.STAGING_FULL) not in rig.pipeline.take_counters()
-
-
 def test_what_does_not_fit_the_staging_is_told_and_counted(arena: Arena) -> None:
     rig = Rig(arena, step=2)
     assert sorted(rig.store_all(rig.ops(5))) == [False] * 3 + [True] * 2
@@ -200,18 +185,6 @@ def test_stores_and_loads_do_not_wait_for_each_other(arena: Arena) -> None:
     rig.device.frozen.clear()
     rig.device.settle()
     assert rig.stored == [True] * 8
-
-
-def test_an_arena_that_is_attached_again_delays_no_load(arena: Arena) -> None:
-    """All of it is there at once, and its registration does not end (F4)."""
-    rig = Rig(arena, Habits(slow_registration=True))
-    rig.copier.pin_below(ARENA)
-    # The first piece may be pinned before.
-    ops = rig.ops(4, (1 << 19) // PART + 1)
-    assert rig.store_all(ops) == [True] * 4
-    assert rig.load_all(ops) is None
-    assert rig.pipeline.take_counters()[COPIES_UNPINNED] > 0
-    assert rig.device.counts["hybridkv-pin", "register"] == 1, "the first one is not over yet"
 
 
 def test_a_registration_is_followed_by_a_pause_as_long(
@@ -294,22 +267,6 @@ def test_paranoid_compares_the_engines_blocks(arena: Arena, checksum: str) -> No
     assert isinstance(error, BadSlotError) == (checksum == "paranoid")
 
 
-@pytest.mark.parametrize("can_digest", [True, False])
-def test_what_is_proven_is_what_was_copied(arena: Arena, can_digest: bool) -> None:
-    """A slot that is damaged while its copy waits is found, whoever hashes."""
-    rig = Rig(arena, Habits(can_digest=can_digest))
-    ops = rig.ops(1)
-    assert rig.store_all(ops) == [True]
-    rig.device.frozen |= set(range(1, len(rig.device.streams)))
-    rig.load(ops)
-    rig.device.settle()
-    arena.memory[rig.part.part_offset(ops[0], PART) + 100] ^= 1
-    rig.device.frozen.clear()
-    rig.device.settle()
-    (error,) = rig.loaded
-    assert isinstance(error, BadSlotError)
-
-
 def test_a_slot_that_changes_hands_while_it_is_copied_is_refused(arena: Arena) -> None:
     """Also without checksums."""
     rig = Rig(arena, checksum="off")
@@ -344,67 +301,6 @@ def test_a_device_that_fails_ends_the_copier_and_hangs_nobody(arena: Arena) -> N
     assert rig.stored == [False] * 2
     rig.copier.close()
     rig.pipeline.close()
-
-
-def test_an_error_that_no_device_should_raise_hangs_nobody(arena: Arena) -> None:
-    rig = Rig(arena)
-    ops = rig.ops(4)
-    assert rig.store_all(ops) == [True] * 4
-    rig.load(ops)
-
-    def record(stream: Any) -> Any:
-        raise ZeroDivisionError
-
-    rig.device.record = record  # type: ignore[method-assign]
-    rig.device.settle()
-    assert not rig.pipeline.can_copy
-    assert [str(error) for error in rig.loaded] == ["ZeroDivisionError"]
-
-
-@pytest.mark.parametrize("broken", ["hybridkv-store", "hybridkv-load", "hybridkv-pin"])
-def test_a_thread_that_cannot_choose_the_device_hangs_nobody(arena: Arena, broken: str) -> None:
-    class Device(SimulatedDevice):
-        def enter_thread(self) -> None:
-            super().enter_thread()
-            if self._actor == broken:
-                self._entered.remove(broken)
-                raise ZeroDivisionError("no device")
-
-    rig = Rig(arena, device=Device(random.Random(1)))
-    rig.copier.pin_below(ARENA)
-    ops = rig.ops(4)
-    rig.store(ops)
-    rig.load(ops)
-    rig.device.settle()
-    assert not rig.pipeline.can_copy
-    assert len(rig.stored) == 4
-    (error,) = rig.loaded
-    assert isinstance(error, HybridKVError)
-    assert rig.store_all(ops) == [False] * 4
-    assert isinstance(rig.load_all(ops), HybridKVError)
-    rig.copier.close()
-    rig.pipeline.close()
-    rig.device.settle()
-    assert rig.device.is_idle
-    assert not rig.device.wrongs
-
-
-def test_an_error_of_an_object_that_cannot_begin_hangs_nobody(arena: Arena) -> None:
-    """It would be met again in each turn of the lane."""
-    rig = Rig(arena)
-    ops = rig.ops(4)
-    assert rig.store_all(ops) == [True] * 4
-
-    def has_blocks(op: CopyOp) -> bool:
-        raise ZeroDivisionError
-
-    tables: Any = SimpleNamespace(part_bytes=lambda op: PART, has_blocks=has_blocks)
-    rig.pipeline.context.tables = tables
-    rig.load(ops)
-    rig.load(ops[:1])
-    rig.device.settle()
-    assert len(rig.loaded) == 2
-    assert not rig.pipeline.can_copy
 
 
 def test_a_batch_is_queued_by_a_few_calls(arena: Arena) -> None:
@@ -474,21 +370,6 @@ def test_an_error_of_whoever_is_told_hangs_nobody_else(arena: Arena) -> None:
     assert rig.device.is_idle
 
 
-def test_a_drain_waits_for_copiers_that_were_retired(arena: Arena) -> None:
-    """Both lanes are idle when the engine's memory goes away."""
-    rig = Rig(arena)
-    ops = rig.ops(8)
-    assert rig.store_all(ops[:4]) == [True] * 4
-    rig.stored.clear()
-    rig.load(ops[:4])
-    rig.store(ops[4:])
-    rig.copier.retire()
-    rig.pipeline.drain()
-    assert rig.loaded == [None]
-    assert rig.stored == [True] * 4
-    rig.pipeline.check()
-
-
 def test_nothing_is_told_failed_while_the_device_still_copies(arena: Arena) -> None:
     """The daemon gives such a slot to another object at once, which the copy would overwrite."""
     rig = Rig(arena)
@@ -546,3 +427,64 @@ def test_the_lanes_run_in_threads(arena: Arena, can_digest: bool) -> None:
         thread.join(DEADLINE_SECONDS)
         assert not thread.is_alive()
     assert device.current_stream() == COMPUTE
+
+
+def test_memory_is_used_once_the_engines_work_with_it_is_over(arena: Arena) -> None:
+    """PyTorch gives away memory that queued kernels still write."""
+    assert not any(Rig(arena).device.streams)
+
+
+def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(arena: Arena) -> None:
+    """128k tokens in steps of 8k: 16 steps, each of as many bytes as the staging has (F2)."""
+    rig = Rig(arena, sizes=SIZES, step=8)
+    rig.copier.pin_below(ARENA)
+    for step in range(16):
+        ops = rig.ops(8, 1 + 8 * (step % 4))
+        assert rig.store_all(ops) == [True] * 8
+    assert stores_shed(Shed.STAGING_FULL) not in rig.pipeline.take_counters()
+
+
+@pytest.mark.parametrize("broken", ["hybridkv-store", "hybridkv-load", "hybridkv-pin"])
+def test_a_thread_that_cannot_choose_the_device_hangs_nobody(arena: Arena, broken: str) -> None:
+    class Device(SimulatedDevice):
+        def enter_thread(self) -> None:
+            super().enter_thread()
+            if self._actor == broken:
+                self._entered.remove(broken)
+                raise ZeroDivisionError("no device")
+
+    rig = Rig(arena, device=Device(random.Random(1)))
+    rig.copier.pin_below(ARENA)
+    ops = rig.ops(4)
+    rig.store(ops)
+    rig.load(ops)
+    rig.device.settle()
+    assert not rig.pipeline.can_copy
+    assert len(rig.stored) == 4
+    (error,) = rig.loaded
+    assert isinstance(error, HybridKVError)
+    assert rig.store_all(ops) == [False] * 4
+    assert isinstance(rig.load_all(ops), HybridKVError)
+    rig.copier.close()
+    rig.pipeline.close()
+    rig.device.settle()
+    assert rig.device.is_idle
+    assert not rig.device.wrongs
+
+
+def test_an_error_of_an_object_that_cannot_begin_hangs_nobody(arena: Arena) -> None:
+    """It would be met again in each turn of the lane."""
+    rig = Rig(arena)
+    ops = rig.ops(4)
+    assert rig.store_all(ops) == [True] * 4
+
+    def has_blocks(op: CopyOp) -> bool:
+        raise ZeroDivisionError
+
+    tables: Any = SimpleNamespace(part_bytes=lambda op: PART, has_blocks=has_blocks)
+    rig.pipeline.context.tables = tables
+    rig.load(ops)
+    rig.load(ops[:1])
+    rig.device.settle()
+    assert len(rig.loaded) == 2
+    assert not rig.pipeline.can_copy

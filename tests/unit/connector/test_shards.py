@@ -11,7 +11,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from hybridkv.connector.copy.part import BadSlotError, PartLayout
+from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.shards import ShardsCopier
 from hybridkv.connector.worker.copiers import CopierFactory, ShardBlocks
 from hybridkv.connector.worker.worker_settings import WorkerSettings
@@ -178,6 +178,33 @@ def arena() -> Iterator[Arena]:
         yield own_arena
 
 
+class Delayed:
+    """A copier whose copies end when the test says so."""
+
+    def __init__(self) -> None:
+        self.stored: list[CopyOp] = []
+        self.loaded: list[CopyOp] = []
+        self.on_stored: Callable[[CopyOp, bool], None] = lambda op, is_stored: None
+        self.on_loaded: Callable[[HybridKVError | None], None] = lambda error: None
+        self.is_closed = False
+
+    def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
+        self.stored, self.on_stored = [*ops], done
+
+    def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
+        self.loaded, self.on_loaded = [*ops], done
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def delayed_shards() -> tuple[ShardsCopier, list[Delayed]]:
+    """Return the copier of two of two shards, whose group 1 is replicated."""
+    parts = [PartLayout(shard, 2, "on", frozenset({1})) for shard in range(2)]
+    copiers = [Delayed(), Delayed()]
+    return ShardsCopier(parts, copiers), copiers
+
+
 @pytest.mark.parametrize(("storing", "loading"), SIZES)
 @pytest.mark.parametrize(
     ("cache", "heads"), [(attention, 4), (attention, 8), (mla, 1)], ids=["1 head", "2 heads", "mla"]
@@ -264,87 +291,6 @@ def block_in_memory(memory: KVMemory, block: int) -> bytes:
     return bytes(view[block].view(torch.int8).numpy())
 
 
-@pytest.mark.parametrize("damaged", [[0], [3], [1, 2]])
-def test_a_damaged_part_fails_the_load_and_names_the_slot_once(
-    arena: Arena, damaged: list[int]
-) -> None:
-    workers, slots = Workers(arena, on_ranks(attention, "LBHNC", 8, 1)), Slots(arena)
-    ops = slots.objects(workers, 0)
-    workers.store(ops)
-    size = ops[1].count * workers.part_bytes(0)
-    for part in damaged:
-        arena.memory[ops[1].slot.offset + payload_offset(SHARDS) + part * size + 5] ^= 0x10
-    error = workers.load(0, ops)
-    assert isinstance(error, BadSlotError)
-    assert error.slots == [ops[1].slot]
-    assert workers.load(0, ops[:1]) is None
-
-
-class Delayed:
-    """A copier whose copies end when the test says so."""
-
-    def __init__(self) -> None:
-        self.stored: list[CopyOp] = []
-        self.loaded: list[CopyOp] = []
-        self.on_stored: Callable[[CopyOp, bool], None] = lambda op, is_stored: None
-        self.on_loaded: Callable[[HybridKVError | None], None] = lambda error: None
-        self.is_closed = False
-
-    def store(self, ops: Sequence[CopyOp], done: Callable[[CopyOp, bool], None]) -> None:
-        self.stored, self.on_stored = [*ops], done
-
-    def load(self, ops: Sequence[CopyOp], done: Callable[[HybridKVError | None], None]) -> None:
-        self.loaded, self.on_loaded = [*ops], done
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def delayed_shards() -> tuple[ShardsCopier, list[Delayed]]:
-    """Return the copier of two of two shards, whose group 1 is replicated."""
-    parts = [PartLayout(shard, 2, "on", frozenset({1})) for shard in range(2)]
-    copiers = [Delayed(), Delayed()]
-    return ShardsCopier(parts, copiers), copiers
-
-
-@pytest.mark.parametrize("outcomes", [(True, True), (True, False), (False, True)])
-def test_a_store_ends_with_its_last_shard_and_fails_with_any(outcomes: tuple[bool, bool]) -> None:
-    copier, copiers = delayed_shards()
-    op = whole_object(SlotRef(4096, 7), 0, (1,))
-    ended: list[bool] = []
-    copier.store([op], lambda op, is_stored: ended.append(is_stored))
-    for inner, outcome in zip(copiers, outcomes, strict=True):
-        assert ended == []
-        inner.on_stored(op, outcome)
-    assert ended == [all(outcomes)]
-
-
-def test_a_load_ends_with_its_last_shard_and_has_the_errors_of_all() -> None:
-    copier, copiers = delayed_shards()
-    ops = [whole_object(SlotRef(4096 * at, 7), at, (1,)) for at in range(2)]
-    ended: list[HybridKVError | None] = []
-    copier.load(ops, ended.append)
-    for inner, op in zip(copiers, ops, strict=True):
-        assert ended == []
-        inner.on_loaded(BadSlotError(op, "torn"))
-    (error,) = ended
-    assert isinstance(error, BadSlotError)
-    assert error.slots == [op.slot for op in ops]
-
-
-def test_what_all_ranks_share_is_copied_once() -> None:
-    """The shards take turns with stores, and the first one loads."""
-    copier, copiers = delayed_shards()
-    shared = [CopyOp(SlotRef(4096 * at, 7), 1, at, 1, 0, (1,)) for at in range(4)]
-    split = whole_object(SlotRef(1 << 20, 7), 0, (1,))
-    copier.store([*shared, split], lambda op, is_stored: None)
-    assert [inner.stored for inner in copiers] == [[*shared[::2], split], [*shared[1::2], split]]
-    copier.load([*shared, split], lambda error: None)
-    assert [inner.loaded for inner in copiers] == [[*shared, split], [split]]
-    copier.close()
-    assert all(inner.is_closed for inner in copiers)
-
-
 @pytest.mark.parametrize(
     ("cache", "sentence"),
     [
@@ -366,3 +312,15 @@ def test_a_layer_of_another_shape_is_refused() -> None:
         shape = re.escape(str(tuple(reshaped.shape)))
         with pytest.raises(GeometryError, match=f"its shape {shape} has not 4 heads before tokens"):
             shard_views(memory.config, {"full.0": reshaped}, 2)
+
+
+@pytest.mark.parametrize("outcomes", [(True, True), (True, False), (False, True)])
+def test_a_store_ends_with_its_last_shard_and_fails_with_any(outcomes: tuple[bool, bool]) -> None:
+    copier, copiers = delayed_shards()
+    op = whole_object(SlotRef(4096, 7), 0, (1,))
+    ended: list[bool] = []
+    copier.store([op], lambda op, is_stored: ended.append(is_stored))
+    for inner, outcome in zip(copiers, outcomes, strict=True):
+        assert ended == []
+        inner.on_stored(op, outcome)
+    assert ended == [all(outcomes)]

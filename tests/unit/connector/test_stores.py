@@ -290,14 +290,6 @@ def test_a_state_is_named_when_the_token_after_it_is_sampled(is_sampled: bool) -
     assert len(freed) == (not is_sampled), "without a name it is given back"
 
 
-def test_a_state_after_what_the_drafter_computed_is_not_stored() -> None:
-    """Nothing could be hit there."""
-    step = Step("qwen3next", 4, lookahead=1)
-    chunk = step.geometry.chunk_tokens
-    step.tracked.drafted = DraftedTokens(0, proven=2 * chunk - 1, storable=2 * chunk - 1)
-    assert step.stored(2 * chunk, [(0, 2, 2 * chunk)])[0] == set()
-
-
 def test_what_is_not_stored_for_want_of_proof_is_counted_once() -> None:
     """Neither what was stored before, nor what the daemon has, nor what only waits for a token."""
     step = Step("gemma4", 4)
@@ -313,24 +305,6 @@ def test_what_is_not_stored_for_want_of_proof_is_counted_once() -> None:
     step.request.num_computed_tokens = 3 * chunk + 1
     step.stored(chunk)
     assert step.counters[stores_shed(Shed.UNPROVEN)] == 3 + 2
-
-
-@pytest.mark.parametrize("unit", [0, 64])
-def test_nothing_is_stored_after_what_a_lookup_can_find(
-    monkeypatch: pytest.MonkeyPatch, unit: int
-) -> None:
-    """The daemon looks at BATCH_MAX // groups chunks; later chunks are counted once."""
-    monkeypatch.setattr("hybridkv.wire.messages.BATCH_MAX", 3 * 2 + 2)
-    step = Step("qwen3next", 4, unit=unit)
-    chunk = step.geometry.chunk_tokens
-    offers = [(0, 2, 2 * chunk), (1, 3, 3 * chunk)]
-    assert step.stored(4 * chunk, offers) == {0: {1}, 1: set(), 2: {0, 1}}
-    assert step.counters[stores_shed(Shed.BEYOND_LOOKUP)] == 2 + 1
-    assert step.stored(4 * chunk) == {0: set(), 1: set(), 2: set()}
-    assert step.counters[stores_shed(Shed.BEYOND_LOOKUP)] == 3
-    inside = [(0, 50, 2 * chunk + 64), (1, 60, 2 * chunk + 64)]
-    assert step.stored(4 * chunk, inside if unit else []) == {0: set(), 1: set(), 2: set()}
-    assert step.counters[stores_shed(Shed.BEYOND_LOOKUP)] == (6 if unit else 3)
 
 
 def test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk() -> None:

@@ -6,16 +6,14 @@ import pytest
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import SLOT_BYTES, SlotRef, pack_slots, pack_u64, unpack_slots
-from hybridkv.daemon.sessions import Process, owner_of
+from hybridkv.core.packed import SLOT_BYTES, SlotRef, pack_slots, pack_u64
+from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.tiers.record import record_of
 from hybridkv.wire.messages import (
-    GREETING_NEVER,
     PROTOCOL_VERSION,
     Clear,
     Commit,
-    Done,
     Drained,
     Engines,
     Error,
@@ -90,22 +88,6 @@ MINIMAL: dict[type[Request], Request] = {
 }
 
 
-def test_stored_then_found_then_released() -> None:
-    daemon = make_daemon()
-    assert isinstance(engine(daemon, 1, QWEN3), Welcome)
-    slots = grant(daemon, 1, PART, 3)
-    assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
-    found = lookup(daemon, 1, 7, *range(1, 5))
-    assert found.chunks == 3
-    assert found.masks == [b"\1\1\1\0"]
-    assert [slot.offset for slot in unpack_slots(found.slots)] == [slot.offset for slot in slots]
-    assert daemon.view.metric_values().named()["leases"] == 1
-    daemon.handle(1, Release(7, 384, 1000))
-    assert daemon.view.metric_values().named()["leases"] == 0
-    assert daemon.view.metric_values().named()["tokens_loaded"] == 384
-    check_daemon(daemon)
-
-
 def test_a_hit_needs_every_group_at_one_boundary() -> None:
     daemon = make_daemon()
     engine(daemon, 1, GEMMA3)
@@ -114,19 +96,6 @@ def test_a_hit_needs_every_group_at_one_boundary() -> None:
         commit(daemon, 1, grant(daemon, 1, size, len(numbers)), group, numbers)
     assert lookup(daemon, 1, 1, *range(1, 4)).chunks == 2
     check_daemon(daemon)
-
-
-def test_identities_are_apart_and_sessions_of_one_identity_share() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3, "a", b"x" * 32)
-    engine(daemon, 2, QWEN3, "b", b"x" * 32)
-    engine(daemon, 3, QWEN3, "c", b"y" * 32)
-    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
-    assert lookup(daemon, 2, 1, 1).chunks == 1
-    assert lookup(daemon, 3, 1, 1).chunks == 0
-    refused = engine(daemon, 4, GEMMA3, "d", b"x" * 32)
-    assert isinstance(refused, Error)
-    assert refused.code == "identity"
 
 
 def test_a_request_is_explained_also_by_what_is_stored_under_another_identity() -> None:
@@ -186,115 +155,6 @@ def test_the_engines_that_are_connected_are_listed_with_what_they_said() -> None
     assert [seen.engine_id for seen in listed.engines] == ["b"]  # type: ignore[union-attr]
 
 
-def test_another_identity_from_now_on() -> None:
-    """After a weight update nothing older is found, and what is stored then is apart from it."""
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3, "a", b"x" * 32)
-    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
-    assert daemon.handle(1, Identify(4, b"y" * 32)) == Done(4, 0)
-    assert lookup(daemon, 1, 1, 1).chunks == 0
-    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [2])
-    engine(daemon, 2, QWEN3, "b", b"x" * 32)
-    assert [lookup(daemon, 2, number, number).chunks for number in (1, 2)] == [1, 0]
-    check_daemon(daemon)
-
-
-def test_a_duplicate_gives_its_slot_back() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3)
-    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 1])
-    values = daemon.view.metric_values().named()
-    assert (values["objects"], values["duplicates"], values["bytes_writing"]) == (1, 1, 0)
-
-
-def test_what_a_session_holds_ends_with_its_last_process() -> None:
-    """A worker may still copy after its scheduler died, so nothing is taken back before its end."""
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3, "e")
-    daemon.sessions.on_connect(2)
-    daemon.handle(2, Hello(1, PROTOCOL_VERSION, "worker", "e"))
-    slots = grant(daemon, 1, PART, 4)
-    commit(daemon, 1, slots[:2], 0, [1, 2])
-    lookup(daemon, 1, 1, 1, 2)
-    daemon.on_disconnect(1)
-    assert daemon.view.metric_values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1)
-    assert daemon.view.metric_values().named()["leases"] == 1
-    daemon.on_disconnect(2)
-    values = daemon.view.metric_values().named()
-    assert (values["bytes_writing"], values["leases"], values["sessions"]) == (0, 0, 0)
-    assert values["objects"] == 2, "objects outlive the engine"
-    check_daemon(daemon)
-
-
-@pytest.mark.parametrize("farewell", ["none", "late"])
-def test_an_engine_made_again_in_its_process_owns_its_slots(farewell: str) -> None:
-    """The earlier engine's worker speaks for that engine only, and its last word may come late."""
-    daemon, process = make_daemon(), Process(7, 7)
-
-    def greet_worker(connection: int) -> None:
-        daemon.sessions.on_connect(connection, process)
-        daemon.handle(connection, Hello(1, PROTOCOL_VERSION, "worker", "e"))
-
-    greet_worker(1)
-    daemon.handle(1, Drained(5))
-    greet_worker(2)
-    if farewell == "late":
-        daemon.handle(1, Drained(GREETING_NEVER))
-    daemon.on_disconnect(1)
-    daemon.sessions.on_connect(3, process)
-    daemon.handle(3, engine_hello(QWEN3, "e", b"n" * 32, session=1))
-    daemon.handle(2, Drained(1))
-    grant(daemon, 3, PART, 2)
-    daemon.on_disconnect(3)
-    assert daemon.view.metric_values().named()["bytes_writing"] == 2 * slot_bytes(PART, 1), (
-        "its worker may still write"
-    )
-    daemon.handle(2, Drained(2))
-    assert daemon.view.metric_values().named()["bytes_writing"] == 0
-
-
-def test_workers_that_copy_no_more_are_forgotten_with_their_connection() -> None:
-    """A process may make many engines in turn, and the daemon need not know all its workers."""
-    daemon, process = make_daemon(), Process(7, 7)
-    for number, farewell in ((1, GREETING_NEVER), (2, 5)):
-        daemon.sessions.on_connect(number, process)
-        daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", f"e{number}"))
-        daemon.handle(number, Drained(farewell))
-        assert daemon.sessions.watched_processes() == {process}
-        assert [known.engine for known in daemon.store.trailer.processes()] == [
-            owner_of(f"e{number}")
-        ]
-        daemon.on_disconnect(number)
-    assert daemon.sessions.watched_processes() == {process}, "the second may still copy"
-    assert len(daemon.store.trailer.processes()) == 1
-    daemon.sessions.on_process_ended(process)
-    assert not daemon.sessions.watched_processes()
-    assert not daemon.store.trailer.processes()
-
-
-def test_a_thousand_engines_come_and_go() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3, "first")
-    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
-    before = daemon.view.metric_values().named()
-    for number in range(2, 1002):
-        engine(daemon, number, QWEN3, f"e{number}")
-        grant(daemon, number, PART, 2)
-        lookup(daemon, number, 1, 1, 2)
-        daemon.on_disconnect(number)
-    after = daemon.view.metric_values().named()
-    for name in (
-        "bytes_writing",
-        "bytes_committed",
-        "leases",
-        "sessions",
-        "connections",
-        "objects",
-    ):
-        assert after[name] == before[name], name
-    check_daemon(daemon)
-
-
 def test_credits_are_bounded_and_objects_under_a_lease_stay() -> None:
     daemon = make_daemon(ARENA // 4)
     engine(daemon, 1, QWEN3)
@@ -306,32 +166,6 @@ def test_credits_are_bounded_and_objects_under_a_lease_stay() -> None:
         commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [number])
     assert daemon.view.metric_values().named()["evicted"] > 0
     assert lookup(daemon, 1, 2, 0, 1).chunks == 2
-    check_daemon(daemon)
-
-
-def test_clear_keeps_what_is_being_read_until_it_is_released() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3)
-    commit(daemon, 1, grant(daemon, 1, PART, 2), 0, [1, 2])
-    lookup(daemon, 1, 1, 1)
-    assert daemon.handle(1, Clear(3)) == Done(3, 2)
-    assert lookup(daemon, 1, 2, 1).chunks == 0
-    assert daemon.view.metric_values().named()["bytes_committed"] == slot_bytes(PART, 1)
-    daemon.handle(1, Release(1))
-    assert daemon.view.metric_values().named()["bytes_committed"] == 0
-    check_daemon(daemon)
-
-
-def test_a_condemned_object_is_a_miss() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3)
-    slots = grant(daemon, 1, PART, 2)
-    commit(daemon, 1, slots, 0, [1, 2])
-    packed = pack_slots([slots[1]])
-    daemon.handle(1, ReportCorrupt(pack_slots([SlotRef(slots[1].offset, slots[1].generation + 1)])))
-    assert lookup(daemon, 1, 1, 1, 2).chunks == 2, "another generation is another object"
-    daemon.handle(1, ReportCorrupt(packed))
-    assert lookup(daemon, 1, 2, 1, 2).chunks == 1
     check_daemon(daemon)
 
 
@@ -349,18 +183,6 @@ def test_what_a_failed_load_read_is_replaced_by_what_is_stored_next() -> None:
         daemon.handle(1, Release(100 + lease, 256))
         assert again.chunks == 2
         assert (again.slots != found.slots) == is_new
-    check_daemon(daemon)
-
-
-def test_unused_slots_can_be_given_back() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3)
-    slots = grant(daemon, 1, PART, 2)
-    packed = pack_slots(slots)
-    daemon.handle(1, Free(packed))
-    assert daemon.view.metric_values().named()["bytes_writing"] == 0
-    commit(daemon, 1, slots, 0, [1, 2])
-    assert daemon.view.metric_values().named()["commits_unknown"] == 2
     check_daemon(daemon)
 
 
@@ -434,16 +256,6 @@ def test_sessions_and_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     check_daemon(daemon)
 
 
-def test_a_lease_number_is_used_once() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3)
-    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
-    lookup(daemon, 1, 1, 1)
-    refused = daemon.handle(1, Lookup(5, 1, hashes(1)))
-    assert isinstance(refused, Error)
-    assert refused.code == "lease"
-
-
 @pytest.mark.parametrize(
     ("hello", "code"),
     [
@@ -486,20 +298,6 @@ def test_a_request_without_a_name_is_not_shown_in_place_of_another() -> None:
     engine(daemon, 1, QWEN3)
     daemon.handle(1, ReportRequest("", RequestExplanation(1, 3)))
     assert daemon.handle(1, Explain(2, "unknown")) == Explained(2, [""])
-
-
-def test_a_refused_commit_stores_nothing() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3)
-    slots = grant(daemon, 1, PART, 3)
-    packed = pack_slots(slots)
-    refused = daemon.handle(1, Commit(packed, pack_u64([1, 0, 0]), hashes(1, 2, 3)))
-    assert isinstance(refused, Error)
-    assert refused.code == "commit"
-    assert daemon.view.metric_values().named()["objects"] == 0
-    assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
-    assert lookup(daemon, 1, 1, *range(1, 4)).chunks == 3
-    check_daemon(daemon)
 
 
 @pytest.mark.parametrize("first", [0, 4])
@@ -591,15 +389,6 @@ def test_a_hit_names_no_more_slots_than_fit_in_a_message(monkeypatch: pytest.Mon
     assert lookup(daemon, 1, 2, *range(4)).chunks == 4
 
 
-def test_a_control_connection_keeps_no_session_alive() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3, "e")
-    daemon.sessions.on_connect(2)
-    daemon.handle(2, Hello(1, PROTOCOL_VERSION, "control", "e"))
-    daemon.on_disconnect(1)
-    assert daemon.view.metric_values().named()["sessions"] == 0
-
-
 @pytest.mark.parametrize("state", ConnectionState)
 @pytest.mark.parametrize("message", RULES, ids=lambda message: message.__name__)
 def test_who_may_say_what(state: ConnectionState, message: type[Request]) -> None:
@@ -627,14 +416,36 @@ def test_who_may_say_what(state: ConnectionState, message: type[Request]) -> Non
     check_daemon(daemon)
 
 
-def test_one_process_may_be_worker_twice() -> None:
-    """The older connection may send a message after the newer one has ended."""
-    daemon, process = make_daemon(), Process(7, 7)
-    for number in (1, 2):
-        daemon.sessions.on_connect(number, process)
-        daemon.handle(number, Hello(1, PROTOCOL_VERSION, "worker", "e"))
-    daemon.handle(2, Drained(GREETING_NEVER))
-    daemon.on_disconnect(2)
-    assert daemon.handle(1, Drained(3)) is None
-    daemon.on_disconnect(1)
+def test_a_condemned_object_is_a_miss() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 2)
+    commit(daemon, 1, slots, 0, [1, 2])
+    packed = pack_slots([slots[1]])
+    daemon.handle(1, ReportCorrupt(pack_slots([SlotRef(slots[1].offset, slots[1].generation + 1)])))
+    assert lookup(daemon, 1, 1, 1, 2).chunks == 2, "another generation is another object"
+    daemon.handle(1, ReportCorrupt(packed))
+    assert lookup(daemon, 1, 2, 1, 2).chunks == 1
     check_daemon(daemon)
+
+
+def test_unused_slots_can_be_given_back() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 2)
+    packed = pack_slots(slots)
+    daemon.handle(1, Free(packed))
+    assert daemon.view.metric_values().named()["bytes_writing"] == 0
+    commit(daemon, 1, slots, 0, [1, 2])
+    assert daemon.view.metric_values().named()["commits_unknown"] == 2
+    check_daemon(daemon)
+
+
+def test_a_lease_number_is_used_once() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    lookup(daemon, 1, 1, 1)
+    refused = daemon.handle(1, Lookup(5, 1, hashes(1)))
+    assert isinstance(refused, Error)
+    assert refused.code == "lease"

@@ -1,4 +1,4 @@
-"""The Removed messages of a subscriber. tests/model/test_daemon.py checks that none is missing."""
+"""The Removed messages of a subscriber. The simulation checks that none is missing."""
 
 from collections import ChainMap
 from pathlib import Path
@@ -28,38 +28,6 @@ def turn(daemon: Daemon) -> list[OutgoingMessage]:
 
 def store(daemon: Daemon, connection: int, *numbers: int) -> None:
     commit(daemon, connection, grant(daemon, connection, PART, len(numbers)), 0, list(numbers))
-
-
-def test_who_watches_hears_of_its_identity_alone() -> None:
-    daemon = make_daemon()
-    for number, identity in ((1, b"n"), (2, b"n"), (3, b"m")):
-        engine(daemon, number, QWEN3, f"e{number}", identity * 32)
-    daemon.handle(1, Subscribe())
-    daemon.handle(3, Subscribe())
-    store(daemon, 2, 1, 2)
-    assert turn(daemon) == []
-    daemon.handle(2, Clear(7))
-    assert turn(daemon) == [(1, Removed(0, hashes(1, 2), b"\0\0"))]
-    assert turn(daemon) == [], "once"
-    store(daemon, 3, 3)
-    daemon.handle(2, Clear(7))
-    assert turn(daemon) == [(3, Removed(0, hashes(3), b"\0"))]
-    daemon.on_disconnect(3)
-    store(daemon, 2, 4)
-    daemon.on_disconnect(1)
-    daemon.handle(2, Clear(7))
-    assert turn(daemon) == [], "nobody is there to hear"
-    assert daemon.view.metric_values().named()["watching"] == 0
-
-
-def test_what_is_there_again_did_not_go() -> None:
-    daemon = make_daemon()
-    engine(daemon, 1, QWEN3)
-    daemon.handle(1, Subscribe())
-    store(daemon, 1, 1, 2)
-    daemon.handle(1, Clear(7))
-    store(daemon, 1, 2)
-    assert turn(daemon) == [(1, Removed(0, hashes(1), b"\0"))]
 
 
 def test_a_commit_that_came_to_nothing_is_told() -> None:

@@ -8,27 +8,15 @@ import pytest
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
-from hybridkv.core.speed import Speed
 from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.slot_requests import NO_PARENT
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.tiers.jobs import JobKind
-from hybridkv.wire.messages import (
-    Clear,
-    Commit,
-    Done,
-    Error,
-    Found,
-    Lookup,
-    Pending,
-    Release,
-    Reply,
-)
+from hybridkv.wire.messages import Commit, Error, Found, Lookup, Pending, Release, Reply
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
-from tests.unit.daemon.tier_node import WAIT_MS, Node, is_found, remote
+from tests.unit.daemon.tier_node import WAIT_MS, Node, is_found
 
 FINE = dataclasses.replace(LAYOUTS["qwen3next"], hash_tokens=64, alignment_tokens=64)
 RECURRENT, FULL = (0, 1), 2
@@ -72,14 +60,6 @@ def test_the_longest_tail_that_is_whole_is_hit(daemon: Daemon) -> None:
     assert asked(daemon, 2, TAILS[3 * 32 :], 1).tail == 2, "numbers begin with the first name"
     store(daemon, 106, *RECURRENT, FULL)
     assert asked(daemon, 3).tail == 5, "attention of chunk 1 is not there"
-
-
-def test_a_hit_of_chunks_is_not_given_up_for_a_tail(daemon: Daemon) -> None:
-    store(daemon, 100, *RECURRENT, FULL)
-    assert asked(daemon, 1).tail == 1, "inside the first chunk"
-    store(daemon, 0, *RECURRENT, FULL)
-    found = asked(daemon, 2)
-    assert (found.depth, found.tail) == (1, 0)
 
 
 class Chat:
@@ -148,25 +128,6 @@ def test_a_conversation_of_30_turns_leaves_one_tail_where_room_is_short() -> Non
     check_daemon(daemon)
 
 
-@pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_the_books_balance_after_many_turns(count: int) -> None:
-    daemon, turns = make_daemon(96 * SLOT_ALIGN), random.Random(1)
-    engine(daemon, 1, FINE)
-    chats = [Chat(daemon, number) for number in range(4)]
-    for turn in range(count):
-        place = turns.randrange(len(chats))
-        if chats[place].tokens > 4000:
-            chats[place] = Chat(daemon, 4 + turn)
-        chats[place].turn(turns.randint(1, 500))
-        if turn % (count // 20) == 0:
-            check_daemon(daemon)
-    assert daemon.store.evicted > count
-    while daemon.handle(1, Clear(6)) != Done(6, 0):
-        pass
-    check_daemon(daemon)
-    assert daemon.store.extents.free_bytes == len(daemon.store)
-
-
 def test_names_of_tails_that_cannot_be_are_refused(daemon: Daemon) -> None:
     engine(daemon, 2, LAYOUTS["qwen3next"], "other")
     for connection, tails in ((1, b"short"), (2, TAILS)):
@@ -216,60 +177,6 @@ def test_a_tail_that_only_a_directory_has_is_read_with_its_chunks(
     node.daemon.handle(1, Release(7))
     again = is_found(looked_up(node))
     assert (again.depth, again.tail, again.tiers) == (2, 5, {}), "it is in RAM now"
-
-
-def test_a_shorter_tail_in_ram_is_held_while_a_longer_one_is_read(tmp_path: Path) -> None:
-    node = below_ram(tmp_path, 0, 105)
-    node.store(FINE, [0, 103])
-    assert isinstance(looked_up(node), Pending)
-    pinned = [slot for slot in node.daemon.sessions.all[0].namespace.slots_by_chunk() if slot.pins]
-    assert len(pinned) == 1 + 3, "attention of chunk 0, and the tail"
-    node.work()
-    assert node.answer().tail == 6
-
-
-def test_a_tail_is_not_read_where_its_chunks_are_nowhere(tmp_path: Path) -> None:
-    node = below_ram(tmp_path, 0, 107)
-    node.store(FINE, [0])
-    found = is_found(looked_up(node))
-    assert (found.depth, found.tail) == (1, 0)
-    assert not [job for job in node.jobs if job.kind is JobKind.READ]
-
-
-def test_a_tail_that_takes_longer_than_computing_is_computed(tmp_path: Path) -> None:
-    """The hit by chunks is answered at once."""
-    node = below_ram(tmp_path, 0, 104)
-    node.store(FINE, [0])
-    node.daemon.tiers[0].speed = Speed().measured(1, 100.0, node.now)
-    found = is_found(looked_up(node, rate=100_000))
-    assert (found.depth, found.tail) == (1, 0)
-    assert "reading 384 tokens would take" in found.why
-
-
-def test_a_damaged_tail_costs_only_itself(tmp_path: Path) -> None:
-    node = below_ram(tmp_path, 0, 104)
-    for path in tmp_path.glob("objects/*/??/*"):
-        image = bytearray(path.read_bytes())
-        if bytes([104]) * 32 in image:
-            image[-1] ^= 1
-            path.write_bytes(image)
-    assert isinstance(looked_up(node), Pending)
-    node.work()
-    found = node.answer()
-    assert (found.depth, found.tail) == (1, 0)
-
-
-def test_a_tier_that_must_be_asked_is_not_asked_for_tails() -> None:
-    records: dict[bytes, bytes] = {}
-    for names in ([0, 104], []):
-        node = remote(records, "sim://0")
-        engine(node.daemon, 1, FINE)
-        node.store(FINE, names)
-        node.work()
-    assert isinstance(looked_up(node), Pending)
-    node.work()
-    found = node.answer()
-    assert (found.depth, found.tail) == (1, 0)
 
 
 def test_who_waits_for_a_tail_that_is_read_for_another_knows_its_own_place(tmp_path: Path) -> None:

@@ -4,58 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.core.coverage import part_bytes
 from hybridkv.core.packed import SLOT_BYTES, unpack_slots
 from hybridkv.core.policies import EvictionClass
-from hybridkv.core.tier_urls import parse_tier
-from hybridkv.daemon.handlers import Daemon
-from hybridkv.shm.slots import SLOT_ALIGN, payload_offset
-from hybridkv.store.index import NewObject, Slot
-from hybridkv.store.store import Store
-from hybridkv.tiers.contract import FullError, TierError, WriteRequest
-from hybridkv.tiers.demotion import HELD_SHARE, HELD_SHARE_ALL, LOOKS_MAX, TRIES_MAX, USE_SECONDS
-from hybridkv.tiers.disk.tier import DiskTier
-from hybridkv.tiers.health import TierState
-from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, execute
+from hybridkv.store.index import Slot
+from hybridkv.tiers.contract import FullError, TierError
+from hybridkv.tiers.demotion import USE_SECONDS
+from hybridkv.tiers.jobs import JobKind
 from hybridkv.tiers.record import record_of
-from hybridkv.wire.messages import Clear, Found, Pending, Release
+from hybridkv.wire.messages import Found, Pending, Release
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
-from tests.unit.daemon.harness import commit, engine, grant, make_welcome
-from tests.unit.daemon.tier_node import ARENA, FULL, Node, is_found, remote, stored
-
-
-def test_a_warm_start_with_many_objects_stalls_nobody() -> None:
-    """They are looked at some at a time, and the loop comes back for the rest at once."""
-    arena, count = 1000 * SLOT_ALIGN, 1000
-    jobs: list[TierJob] = []
-    tier = DictTier({}, is_remote=False)
-    line = TierState(0, "sim", tier, parse_tier("sim://0", "tier"), jobs.append)
-    store = Store(memoryview(bytearray(arena)))
-    store.grow_arena(arena)
-    daemon = Daemon(store, make_welcome(arena), [line])
-    engine(daemon, 1, LAYOUTS["qwen3"])
-    size = part_bytes(LAYOUTS["qwen3"], LAYOUTS["qwen3"].groups[0], 0)
-    namespace = next(iter(daemon.sessions.namespaces.values()))
-    for number in range(count):
-        for slot in store.grant((size, 1), 1):
-            assert store.commit(slot, namespace, NewObject(0, number.to_bytes(32, "big")))
-            tier.records[record_of(slot).name.key] = b""
-    assert store.objects == count > 2 * LOOKS_MAX
-    daemon.tick(1.0)
-    (job,) = jobs
-    jobs.clear()
-    daemon.on_job_done(job, JobOutcome(), 1.0)
-    turns = 0
-    while daemon.wakes_at() <= 1.0:
-        before = daemon.demotion.waiting
-        daemon.tick(1.0)
-        assert before - daemon.demotion.waiting <= LOOKS_MAX
-        turns += 1
-    assert turns >= 2 * store.objects // LOOKS_MAX
-    assert not daemon.demotion.waiting
-    assert not [job for job in jobs if job.kind is JobKind.WRITE], "they are there already"
+from tests.unit.daemon.harness import engine
+from tests.unit.daemon.tier_node import FULL, Node, is_found, remote
 
 
 @pytest.mark.parametrize("url", ["sim://0", "sim://0?hourly=4MiB"])
@@ -85,97 +46,6 @@ def test_what_an_outage_kept_from_a_tier_is_written_after_it(url: str) -> None:
     assert not node.daemon.demotion.waiting
     assert len(records) == objects
     check_daemon(node.daemon)
-
-
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize("after_outage", [False, True])
-def test_what_a_tier_always_fails_with_keeps_nothing_waiting(
-    raises: bool, after_outage: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tier names the object that fails, or fails with all objects of a call."""
-    records: dict[bytes, bytes] = {}
-    node = remote(records, "sim://0", arena=8 << 20)
-    node.checks = False
-    tier = node.daemon.tiers[0].tier
-    assert isinstance(tier, DictTier)
-    real, tried, bad = tier.put, [0], [b""]
-
-    def broken(items: list[WriteRequest]) -> list[TierError | None]:
-        bad[0] = bad[0] or items[0].key
-        tried[0] += any(item.key == bad[0] for item in items)
-        if raises and any(item.key == bad[0] for item in items):
-            raise OSError("Input/output error")
-        return [
-            TierError("Input/output error") if item.key == bad[0] else real([item])[0]
-            for item in items
-        ]
-
-    monkeypatch.setattr(tier, "put", broken)
-    tier.ill = TierError if after_outage else None
-    for _ in range(4):
-        node.tick(1.1)
-        node.work()
-    for number in range(1, 50, 3):
-        node.store(FULL, [number])
-    for _ in range(80):
-        node.work()
-        node.tick(0.125)
-    tier.ill = None
-    for _ in range(80):
-        node.work()
-        node.tick(0.125)
-    assert len(records) == node.daemon.store.objects - 1
-    assert bad[0] not in records
-    assert not node.daemon.demotion.waiting, "it is given up"
-    assert after_outage or tried[0] == TRIES_MAX
-    check_daemon(node.daemon)
-
-
-@pytest.mark.parametrize("hung", [1, 2, 3])
-def test_tiers_that_hang_do_not_keep_others_from_being_written(hung: int) -> None:
-    """However many: they hold a quarter of the arena, and an object each."""
-    records: dict[bytes, bytes] = {}
-    urls = [f"sim://{number}" for number in range(hung + 1)]
-    node = remote(records, *urls, arena=ARENA // 4)
-    well = node.daemon.tiers[hung]
-    done: list[bytes] = []
-    prompts = 18
-    for number in range(prompts):
-        node.store(FULL, [number])
-        for job in [job for job in node.jobs if job.tier == hung]:
-            node.jobs.remove(job)
-            node.finish(job, JobOutcome(errors=[None] * len(job.items)))
-            done += (item.key for item in job.items)
-    objects = prompts * len(FULL.groups)
-    assert (
-        len(set(done)) == well.counters["objects_written"] == objects == node.daemon.store.objects
-    )
-    held = [slot.size_bytes for slot in node.daemon.demotion.held_slots()]
-    share = len(node.memory) // HELD_SHARE
-    assert share - max(held) < sum(held), "it was a limit"
-    assert sum(held) <= min(hung * share, len(node.memory) // HELD_SHARE_ALL + hung * max(held))
-
-
-def test_the_first_write_holds_no_more_of_a_small_arena_than_later_ones() -> None:
-    node = remote({}, "sim://0", arena=ARENA // 4)
-    node.store(FULL, [1, 2, 3])
-    held = [slot.size_bytes for slot in node.daemon.demotion.held_slots()]
-    share = len(node.memory) // HELD_SHARE
-    assert share - max(held) < sum(held) <= share
-
-
-def test_what_is_gone_from_ram_is_not_tried_again() -> None:
-    records: dict[bytes, bytes] = {}
-    node = remote(records, "sim://0")
-    tier = node.daemon.tiers[0].tier
-    assert isinstance(tier, DictTier)
-    tier.ill = TierError
-    node.store(FULL, [1])
-    node.daemon.handle(1, Clear(9), node.now)
-    for job in list(node.jobs):
-        node.daemon.on_job_done(job, execute(tier, job, node.memory), node.now)
-    assert not node.daemon.demotion.waiting
-    assert not node.daemon.store.objects
 
 
 def read_again(node: Node, *numbers: int) -> Found:
@@ -290,40 +160,6 @@ def test_an_hourly_bound_spares_what_nobody_reads_twice(tmp_path: Path) -> None:
     assert line.counters["bytes_written"] <= 512 << 10
 
 
-def test_an_object_whose_bytes_went_bad_in_ram_is_not_written(tmp_path: Path) -> None:
-    node = Node(f"disk://{tmp_path}?bytes=64MiB")
-    engine(node.daemon, 1, FULL)
-    node.store(FULL, [1])
-    for job in node.jobs:
-        for item in job.items:
-            assert item.slot is not None
-            node.memory[item.slot.offset + payload_offset(item.record.parts)] ^= 1
-    node.work()
-    assert not list(tmp_path.glob("objects/*/??/*"))
-    assert is_found(node.ask(1, wait_ms=0)).chunks == 0
-    assert node.daemon.tiers[0].counters["objects_wrong_in_ram"] > 0
-
-
-def test_what_was_to_be_written_to_a_tier_that_hangs_may_go(tmp_path: Path) -> None:
-    stored(tmp_path, [1])
-    node = Node(f"disk://{tmp_path}?bytes=64MiB&write=back&timeout=0.5", arena=512 << 10)
-    engine(node.daemon, 1, FULL)
-    assert isinstance(node.ask(1), Pending)
-    assert [job.kind for job in node.jobs] == [JobKind.READ], "which nobody does"
-    for first in range(2, 100):
-        for index, group in enumerate(FULL.groups):
-            slots = grant(node.daemon, 1, part_bytes(FULL, group, 0), 1, FULL.parts(group))
-            commit(node.daemon, 1, slots, index, [first] * len(slots))
-    (leaving,) = node.daemon.demotion.leaving
-    slots_held = [item.slot for item in leaving]
-    assert slots_held
-    node.tick(0.6)
-    assert node.daemon.tiers[0].is_hung
-    assert not leaving
-    assert all(slot is not None and not slot.pins for slot in slots_held)
-    check_daemon(node.daemon)
-
-
 def test_what_an_earlier_life_had_no_time_to_write_is_written(tmp_path: Path) -> None:
     node = Node(f"disk://{tmp_path}?bytes=64MiB")
     engine(node.daemon, 1, FULL)
@@ -333,26 +169,6 @@ def test_what_an_earlier_life_had_no_time_to_write_is_written(tmp_path: Path) ->
     node.tick(10)
     node.work()
     assert len(list(tmp_path.glob("objects/*/??/*"))) == 2 * len(FULL.groups)
-
-
-def test_every_tier_gets_what_an_earlier_life_left(tmp_path: Path) -> None:
-    node = Node(f"disk://{tmp_path}/one?bytes=64MiB", f"disk://{tmp_path}/two?bytes=64MiB")
-    engine(node.daemon, 1, FULL)
-    node.store(FULL, [1, 2])
-    trailer = node.daemon.store.trailer
-    store = Store(node.memory, 1 << 40, trailer)
-    specs = [parse_tier(f"disk://{tmp_path}/{name}?bytes=64MiB", "tier") for name in ("one", "two")]
-    node.jobs.clear()
-    lines = [
-        TierState(number, f"disk{number or ''}", DiskTier(spec, "here"), spec, node.jobs.append)
-        for number, spec in enumerate(specs)
-    ]
-    node.daemon = Daemon(store, make_welcome(ARENA), lines)
-    node.daemon.sessions.recover_sessions(())
-    node.tick()
-    node.work()
-    for name in ("one", "two"):
-        assert len(list((tmp_path / name).glob("objects/*/??/*"))) == 2 * len(FULL.groups), name
 
 
 def hit(node: Node, *numbers: int) -> list[Slot]:

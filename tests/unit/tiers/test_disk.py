@@ -4,13 +4,12 @@ import errno
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +27,6 @@ from hybridkv.tiers.disk.files import (
     FileName,
     parse_name,
     prove_file,
-    records,
 )
 from hybridkv.tiers.disk.index import STUCK_MAX, FileIndex
 from hybridkv.tiers.disk.tier import DiskTier
@@ -187,18 +185,6 @@ def test_suffixes_go_before_prefixes_also_after_a_restart(tmp_path: Path) -> Non
         assert sorted(there, reverse=True) == there, "what is left is a prefix"
         assert not all(there)
         check_disk(tier)
-
-
-def test_names_that_wait_for_each_other_are_no_dead_end(tmp_path: Path) -> None:
-    tier = opened(tmp_path, size="64KiB")
-    first, second = (make_sample(number, namespace=b"n" * 32) for number in (0, 5))
-    put(
-        tier,
-        [(first, second.record.name.chunk_hash[:8]), (second, first.record.name.chunk_hash[:8])],
-    )
-    for number in range(20):
-        assert tier.put([make_sample(10 + number).write_request()]) == [None]
-    check_disk(tier)
 
 
 def test_a_killed_writers_leftovers_go(tmp_path: Path) -> None:
@@ -393,40 +379,6 @@ def test_two_daemons_of_one_name_do_not_write_over_each_other(tmp_path: Path) ->
     first.writers.alive_due_at = 0
     with pytest.raises(TierError, match="another daemon"):
         first.tend()
-
-
-def test_a_writer_that_has_just_come_is_not_taken_over(tmp_path: Path) -> None:
-    """It has made its directory, and had no time to say that it lives."""
-    tier = opened(tmp_path)
-    (tmp_path / "objects/new/tmp").mkdir(parents=True)
-    tier.writers.look_due_at = 0
-    tier.tend()
-    assert (tmp_path / "objects/new/tmp").exists()
-    os.utime(tmp_path / "objects/new", (1, 1))
-    tier.writers.look_due_at = 0
-    tier.tend()
-    assert not (tmp_path / "objects/new").exists(), "but not for ever"
-
-
-def test_a_writer_that_is_taken_over_while_it_comes_back_opens_all_the_same(tmp_path: Path) -> None:
-    opened(tmp_path, "back").put([make_sample(1).write_request()])
-    os.utime(tmp_path / "objects/back/alive", (1, 1))
-    neighbour, back = opened(tmp_path), disk(tmp_path, "back")
-    listdir = os.listdir
-
-    turns = iter([True])
-
-    def meanwhile(path: str | Path) -> list[str]:
-        if Path(path).parent.name == "back" and next(turns, False):
-            os.utime(tmp_path / "objects/back/alive", (1, 1))
-            neighbour.writers.look_due_at = 0
-            neighbour.tend()
-        return listdir(path)
-
-    with mock.patch("os.listdir", meanwhile):
-        back.open()
-    assert read(neighbour, make_sample(1)) is None
-    assert back.put([make_sample(2).write_request()]) == [None]
 
 
 def test_a_writer_that_was_silent_for_too_long_goes_on(tmp_path: Path) -> None:
@@ -743,147 +695,6 @@ def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> Non
     check_disk(tier)
 
 
-def test_where_nothing_can_be_removed_little_is_evicted_in_vain(tmp_path: Path) -> None:
-    tier = opened(tmp_path, size="256KiB")
-    samples = [make_sample(number, 9000) for number in range(9)]
-    tier.put([sample.write_request() for sample in samples])
-    with failing():
-        for number in range(20, 40):
-            tier.put([make_sample(number, 9000).write_request()])
-        assert isinstance(tier.put([make_sample(50, 9000).write_request()])[0], TierError)
-        assert tier.find([sample.key for sample in samples]).count(False) == STUCK_MAX
-        check_disk(tier)
-    assert tier.put([make_sample(50, 9000).write_request()]) == [None]
-    check_disk(tier)
-
-
-def test_what_is_put_while_the_directory_is_opened_again_is_known(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As after a night in standby, in which others took over what was there."""
-    caplog.set_level("INFO")
-    tier = opened(tmp_path)
-    shutil.rmtree(tmp_path / "objects/here")
-
-    def listed(home: Path) -> Iterator[tuple[str, FileName]]:
-        yield from records(home)
-        if not tier.index.lock.locked():
-            assert tier.put([make_sample(1).write_request()]) == [None]
-
-    with mock.patch("hybridkv.tiers.disk.index.records", listed):
-        tier.tend()
-    assert f"{tmp_path}/objects/here is gone: somebody removed" in caplog.text
-    check_disk(tier)
-    assert tier.put([make_sample(1).write_request()]) == [None]
-    assert read(tier, make_sample(1)) is None
-    check_disk(tier)
-
-
-@pytest.mark.parametrize("remover", ["others", "we", "reader"])
-def test_what_two_others_have_is_known_when_one_has_removed_it(
-    tmp_path: Path, remover: str
-) -> None:
-    sample, tier = make_sample(1), opened(tmp_path)
-    neighbours = [opened(tmp_path, name) for name in ("a", "b")]
-    for neighbour in neighbours:
-        neighbour.put([sample.write_request()])
-    for shard in tmp_path.glob("objects/?/??"):
-        os.utime(shard, (1, 1))
-    for _ in range(4):
-        tier.writers.index_others()
-    (home,) = [
-        neighbour
-        for neighbour in neighbours
-        if path_of(tier, sample.key).startswith(str(neighbour.writers.home))
-    ]
-    if remover == "we":
-        tier.discard([sample.key])
-    else:
-        home.discard([sample.key])
-    if remover == "reader":
-        assert isinstance(read(tier, sample), MissingError)
-    tier.writers.index_others()
-    tier.writers.index_others()
-    assert read(tier, sample) is None
-    check_disk(tier)
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_what_another_has_as_well_is_known_when_ours_is_gone(tmp_path: Path, first: bool) -> None:
-    """`first`: the other's was seen before ours was written."""
-    sample, tier, neighbour = make_sample(1), opened(tmp_path), opened(tmp_path, "other")
-
-    def put_elsewhere() -> None:
-        neighbour.put([sample.write_request()])
-        for shard in tmp_path.glob("objects/other/??"):
-            os.utime(shard, (1, 1))
-        for _ in range(4 * first):
-            tier.writers.index_others()
-
-    with before_write(put_elsewhere):
-        tier.put([sample.write_request()])
-    for _ in range(4 * (not first)):
-        tier.writers.index_others()
-    tier.discard([sample.key])
-    tier.writers.index_others()
-    assert read(tier, sample) is None
-    check_disk(tier)
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_what_anothers_file_was_is_forgotten_unless_it_is_elsewhere_by_now(
-    tmp_path: Path, elsewhere: bool
-) -> None:
-    tier, sample = opened(tmp_path), make_sample(1)
-    neighbour, third = opened(tmp_path, "other"), opened(tmp_path, "third")
-    neighbour.put([sample.write_request()])
-    tier.writers.index_others()
-    real, turns = os.open, iter([True])
-
-    def meanwhile(*args: Any) -> int:
-        if next(turns, False):
-            neighbour.discard([sample.key])
-            if elsewhere:
-                third.put([sample.write_request()])
-                os.utime(next(tmp_path.glob("objects/other/??")), (1, 1))
-                tier.writers.index_others()
-        return real(*args)
-
-    with mock.patch("os.open", meanwhile):
-        assert isinstance(read(tier, sample), MissingError)
-    assert tier.find([sample.key]) == [elsewhere]
-    check_disk(tier)
-
-
-def test_what_is_put_again_while_the_sweep_begins_stays(tmp_path: Path) -> None:
-    tier, sample = opened(tmp_path), make_sample(1)
-    tier.put([sample.write_request()])
-    with failing():
-        tier.discard([sample.key])
-
-    class Listed(dict[str, int]):
-        def __iter__(self) -> Iterator[str]:
-            yield from list(super().__iter__())
-            assert tier.put([sample.write_request()]) == [None]
-
-    tier.index.strays = Listed(tier.index.strays)
-    tier.tend()
-    assert read(tier, sample) is None
-    check_disk(tier)
-
-
-def test_many_files_here_and_there_that_cannot_be_removed_are_passed_over(tmp_path: Path) -> None:
-    tier = opened(tmp_path, size="384KiB")
-    samples = [make_sample(number, 9000) for number in range(4 * STUCK_MAX)]
-    tier.put([sample.write_request() for sample in samples])
-    bad = [path_of(tier, sample.key) for sample in samples[: 4 * STUCK_MAX : 2]]
-    with failing(*bad):
-        for number in range(30, 60):
-            assert tier.put([make_sample(number, 9000).write_request()]) == [None]
-            check_disk(tier)
-        assert len(tier.index.strays) == len(bad)
-
-
 def test_a_leftover_that_cannot_be_removed_counts_when_it_is_opened_again(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     enter = tier.writers.make_directories
@@ -952,17 +763,6 @@ def test_a_disk_that_cannot_be_read_damages_nothing(tmp_path: Path) -> None:
         assert [read(tier, sample) for sample in samples] == [None] * 5
 
 
-def test_a_disk_that_failed_before_damages_few(tmp_path: Path) -> None:
-    tier, samples = opened(tmp_path), [make_sample(number) for number in range(40)]
-    tier.put([sample.write_request() for sample in samples])
-    with unreadable(errno.EIO):
-        assert [type(read(tier, sample)) for sample in samples] == [TierError] * 40
-    assert read(tier, samples[0]) is None
-    with unreadable(errno.EIO):
-        kinds = [type(read(tier, sample)) for sample in samples[1:]]
-    assert kinds.count(DamagedError) == FAILED_IN_A_ROW_MAX
-
-
 @pytest.mark.parametrize(
     "number", [errno.EMFILE, errno.ENOMEM, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT]
 )
@@ -975,20 +775,6 @@ def test_an_error_that_says_nothing_of_the_file_does_not_damage_it(
         for _ in range(3):
             assert type(read(tier, unreadable_sample)) is TierError
             assert read(tier, sound_sample) is None
-
-
-def test_few_files_that_could_not_be_read_are_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hybridkv.tiers.disk.tier.UNREADABLE_MAX", 2)
-    tier, samples = opened(tmp_path), [make_sample(number) for number in range(4)]
-    tier.put([sample.write_request() for sample in samples])
-    bad = [path_of(tier, sample.key) for sample in samples[:3]]
-    with unreadable(errno.EIO, *bad):
-        assert [type(read(tier, sample)) for sample in samples[:3]] == [TierError] * 3
-        assert read(tier, samples[3]) is None
-        kinds = [type(read(tier, sample)) for sample in samples[2::-1]]
-    assert kinds == [DamagedError, DamagedError, TierError], "the first was forgotten"
 
 
 def failing_on(name: str, number: int, *paths: str) -> Any:

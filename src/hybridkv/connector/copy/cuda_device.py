@@ -1,6 +1,6 @@
 """CUDA as the copier's device: torch, and the calls of the CUDA runtime that torch does not have.
 
-Tests run it on a fake runtime (tests.fakecuda), and all above it on a simulated device. What a GPU
+Tests compare each call with its prototype, and run all above it on a simulated device. What a GPU
 has shown is in docs/gpu.md.
 """
 
@@ -64,6 +64,7 @@ class CudaEvent(Waitable):
 
     def wait(self) -> None:
         with contextlib.suppress(RuntimeError):
+            # The error of the device is raised where the caller next asks whether the wait is over.
             self.event.synchronize()
 
 

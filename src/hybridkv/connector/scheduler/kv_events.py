@@ -127,6 +127,7 @@ class KVEventPublisher:
         try:
             work(self)
         except Exception:
+            # A fault of the KV events withdraws what was announced, and costs no lookup or store.
             self._counters[fault("kv_events")] += 1
             logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
             self.withdraw_all()

@@ -421,6 +421,8 @@ class WorkerRole:
             try:
                 mapped.copier.load([op for run in load.runs for op in run.ops()], done)
             except Exception as error:
+                # A load that cannot begin is reported as failed, and the engine computes its
+                # tokens.
                 logger.exception("hybridkv: a load failed")
                 done(HybridKVError(str(error)))
 

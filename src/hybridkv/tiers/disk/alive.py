@@ -83,6 +83,7 @@ def _open_to_write(path: Path) -> int:
 def _close(fd: int) -> None:
     """Close a descriptor. The lock ends with it, also where the file system is gone."""
     with contextlib.suppress(OSError):
+        # A descriptor of a file system that is gone; the kernel has freed the lock with it.
         os.close(fd)
 
 

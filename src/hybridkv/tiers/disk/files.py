@@ -82,6 +82,7 @@ def taken_bytes(status: os.stat_result) -> int:
 def shards(home: Path) -> list[str]:
     """Returns the paths of a writer's directories of records, sorted."""
     with contextlib.suppress(FileNotFoundError):
+        # The writer's directory does not exist yet, or no longer, and so has no records.
         return sorted(entry.path for entry in os.scandir(home) if len(entry.name) == 2)
     return []
 
@@ -94,6 +95,7 @@ def records(home: Path) -> Iterator[tuple[str, FileName]]:
 def shard_records(shard: str) -> Iterator[tuple[str, FileName]]:
     """Yields (path, name) of every record in one directory of a writer."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(shard) as entries:
+        # The path is gone, or is no directory of records, and so has none.
         for entry in entries:
             name = parse_name(entry.name)
             if name is not None:

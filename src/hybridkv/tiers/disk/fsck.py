@@ -107,8 +107,10 @@ def fsck(
             )
             check.check_all(own_paths, step)
     with contextlib.suppress(FileNotFoundError):
+        # No damaged file was ever put aside, so the directory for them does not exist.
         for entry in os.scandir(root / "quarantine"):
             with contextlib.suppress(FileNotFoundError):
+                # A running daemon removed the file that was put aside.
                 report.quarantined_bytes += files.taken_bytes(entry.stat(follow_symlinks=False))
                 report.quarantined += 1
     return report
@@ -139,6 +141,7 @@ class _WriterCheck:
         """Check and repair the files, and call `step` after each."""
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
+                # A running daemon evicted the record before it could be proved.
                 self._check(path)
             step()
         for file in self.misnamed:
@@ -153,6 +156,8 @@ class _WriterCheck:
             writer.leftovers += 1
             if may_move:
                 with contextlib.suppress(OSError):
+                    # A leftover that cannot be removed stays, and the report tells it from the
+                    # removed ones.
                     os.unlink(path)
                     writer.leftovers_removed += 1
             return

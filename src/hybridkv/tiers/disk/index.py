@@ -196,6 +196,7 @@ class FileIndex:
             self._touched[row] = now
             path = self._path(row)
         with contextlib.suppress(OSError):
+            # The file's time of last use cannot be written; memory still has it.
             os.utime(path)
 
     def make_room(self, size: int) -> bool:
@@ -215,6 +216,7 @@ class FileIndex:
         """Remove a file of this daemon that is not in the index, now or with a later `sweep`."""
         try:
             with contextlib.suppress(FileNotFoundError):
+                # The file that is to be removed is gone already, and is counted no longer.
                 os.unlink(path)
         except OSError:
             self.add_stray(path, size_bytes)
@@ -276,6 +278,7 @@ class FileIndex:
             self._stuck, self.taken_bytes = 0, sum(self.strays.values())
             for path, name in records(home):
                 with contextlib.suppress(FileNotFoundError), errors:
+                    # Another process removed the file between the listing and the look at it.
                     status = file_status(path)
                     found_bytes += status.taken_bytes
                     if self.row_of(name.key) is None:

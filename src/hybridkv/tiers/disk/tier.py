@@ -285,6 +285,8 @@ class DiskTier(Tier):
                 os.rename(temporary, path)
         except OSError as error:
             with index.lock, contextlib.suppress(OSError):
+                # The write's own error is returned; an error of the cleaning up must not replace
+                # it.
                 index.remove_file(temporary, reserved)
                 index.writing_bytes -= reserved
                 if error.errno in FULL_ERRORS:

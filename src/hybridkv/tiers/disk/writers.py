@@ -64,7 +64,7 @@ def home_of(root: Path, writer: str) -> Path:
 
 def homes(root: Path) -> list[Path]:
     """Returns every writer's directory, sorted."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError):  # The root has no directory of writers yet.
         entries = os.scandir(root / "objects")
         return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
     return []
@@ -101,6 +101,7 @@ def silent_seconds(home: Path, now: float) -> float | None:
     """
     for path in (home / "alive", home):
         with contextlib.suppress(FileNotFoundError):
+            # Without the file that shows life, the directory's own time is used, then None.
             return now - path.stat().st_mtime
     return None
 
@@ -138,6 +139,7 @@ class Writers:
         (self.root / "quarantine").mkdir(mode=0o700, exist_ok=True)
         layout = self.root / LAYOUT_FILE
         with contextlib.suppress(FileExistsError), layout.open("x") as file:
+            # Another daemon wrote the layout's file first; its content is checked next.
             file.write(LAYOUT)
         _check_layout(read_regular(layout), f"disk: {self.root}", "a new directory works")
         errors = FileErrors()
@@ -199,6 +201,7 @@ class Writers:
         for shard in chain.from_iterable(map(shards, self._others())):
             gone.discard(shard)
             with contextlib.suppress(FileNotFoundError):
+                # The other writer's directory was removed while it was looked at.
                 changed = os.stat(shard).st_mtime_ns
                 last = self._shards.get(shard, ShardLook())
                 is_same = last.changed_ns == changed
@@ -260,6 +263,7 @@ class Writers:
         # A writer that comes back under the old name finds nothing half removed.
         lost = home.with_name(f"{home.name.partition(_LOST)[0]}{_LOST}{uuid.uuid4().hex[:8]}")
         with contextlib.suppress(FileNotFoundError):
+            # Another daemon renamed the directory first, and takes it over alone.
             os.rename(home, lost)
             self._forget([path for path in self._shards if os.path.dirname(path) == str(home)])
             errors = FileErrors()
@@ -269,8 +273,10 @@ class Writers:
                     # A record that could not be taken over is read where it is.
                     if parse_name(file) is None:
                         with contextlib.suppress(FileNotFoundError), errors:
+                            # What the lost writer left in the directory is gone already.
                             os.unlink(os.path.join(directory, file))
                 with contextlib.suppress(OSError):
+                    # A directory that is not empty stays, and is taken over again later.
                     os.rmdir(directory)
             self._index.count_failed(errors)
 
@@ -284,6 +290,7 @@ class Writers:
         uncounted = FileErrors()  # The loop below meets them again.
         for path, name in records(lost):
             with contextlib.suppress(FileNotFoundError), uncounted:
+                # The record was removed before it could be taken over.
                 status = file_status(path)
                 if index.own_row_of(name.key) is None:
                     changed.append(status.changed)
@@ -348,5 +355,6 @@ def _mean_bytes(paths: Iterable[str]) -> int:
     sizes = []
     for path in paths:
         with contextlib.suppress(OSError):
+            # The size of one file of a sample is not needed: the log says about how much there is.
             sizes.append(file_status(path).taken_bytes)
     return sum(sizes) // max(1, len(sizes))

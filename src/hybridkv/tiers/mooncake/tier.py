@@ -218,6 +218,7 @@ class MooncakeTier(Tier):
                     del self._discarded[key]
         if damaged:
             with contextlib.suppress(TierError):
+                # Where a damaged record cannot be removed first, the write of its key is refused.
                 self.remove_keys(damaged, self._deadline())
         refused = {
             key: TierError("a damaged one is in its place")

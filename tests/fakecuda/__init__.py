@@ -1,1 +1,0 @@
-"""CUDA without hardware: its runtime library, and what torch.cuda does with it."""
