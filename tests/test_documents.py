@@ -19,7 +19,7 @@ from hybridkv.core.copies import PAYLOAD_VERSION
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import TierSpec, parse_tier
-from hybridkv.multi import counters
+from hybridkv.multi import metrics as multi_metrics
 from hybridkv.multi.children import OWN_KEYS, MultiSettings
 from hybridkv.observe.status import DECLINES
 from hybridkv.shm.slots import SLOT_VERSION
@@ -227,7 +227,7 @@ def test_the_reasons_on_the_page_of_metrics_are_those_of_the_code() -> None:
     assert {kind.counter[1] for kind in ShortfallKind} - {""} <= named
     section = page.partition("\n## MultiConnector\n")[2].partition("\n## ")[0]
     events = re.findall(r"`(\w+)`(?=[^|]* \| )", section)
-    known = [value for module in (counters, hook_guard) for value in vars(module).values()]
+    known = [value for module in (multi_metrics, hook_guard) for value in vars(module).values()]
     assert {*events} <= {value.labels[-1] for value in known if isinstance(value, Metric)}
 
 

@@ -144,7 +144,6 @@ LOADS_OTHER_WEIGHTS = event("loads_other_weights")
 PLAN_FAILED = event("plan_failed")
 RANK_LOADS_FAILED = event("rank_loads_failed")
 REMOVALS_OVERFLOWED = event("removals_overflowed")
-STATS_DROPPED_OBSERVATIONS = event("stats_dropped_observations")
 STATS_MALFORMED = event("stats_malformed")
 WORKERS_DISABLED = event("workers_disabled")
 
