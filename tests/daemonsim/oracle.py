@@ -228,7 +228,7 @@ class Books:
         if server is None:
             return ("down", self._system.lives)
         daemon = server.daemon
-        counts = (daemon.counters["objects_condemned"], daemon.labelled["requests", "clear"])
+        counts = (daemon.counters["objects_condemned"], daemon.requests["clear"])
         wrong = sum(line.counters["objects_wrong_in_ram"] for line in daemon.tiers)
         return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts, wrong)
 

@@ -44,7 +44,7 @@ class HybridKVStats(MetricStats):
         troubles = {
             "Failed loads": round(counters.get(metrics.LOADS_FAILED, 0)),
             "Objects shed": total("stores_shed"),
-            "Daemon losses": total("daemon_losses"),
+            "Daemon losses": round(counters.get(metrics.DAEMON_LOSSES, 0)),
             "Faults": total("faults"),
         }
         return line | {name: count for name, count in troubles.items() if count}

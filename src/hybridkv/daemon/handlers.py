@@ -152,7 +152,7 @@ class Daemon(DaemonState):
         """
         self.now = now
         connection = self.sessions.connections[connection_id]
-        self.labelled["requests", type(request).__name__.lower()] += 1
+        self.requests[type(request).__name__.lower()] += 1
         self.subscriptions.on_message(connection_id)
         try:
             if (code := refused(connection.state, type(request))) is not None:
@@ -166,7 +166,7 @@ class Daemon(DaemonState):
 
     def refuse(self, request_id: int, code: ErrorCode, message: str) -> wire.Error:
         """Return the Error for a refused request, and count it. The message is cut to fit."""
-        self.labelled["refused", str(code)] += 1
+        self.refused[str(code)] += 1
         return wire.Error(request_id, code, message[:4096])
 
     # Sessions
@@ -196,7 +196,6 @@ class Daemon(DaemonState):
         self.counters["mappings_failed"] += connection.is_unmapped
 
     def _report_stale(self, connection: ClientConnection, report: wire.ReportStale) -> None:
-        self.counters["engines_gone_stale"] += report.is_stale > connection.is_stale
         connection.is_stale, connection.unread_modules = report.is_stale, report.unread
 
     # Lookups
@@ -305,7 +304,6 @@ class Daemon(DaemonState):
             if tail < len(request.tails) // HASH_BYTES:
                 # The prompt goes on, and is about to store a tail of its own.
                 outgrown = filter(None, tail_slots)
-            self.counters["tails_hit"] += 1
         tiers = self._count_origins(origins, chunks)
         slots = hit_slots(geometry, entries, chunks)
         lease = None
@@ -355,7 +353,7 @@ class Daemon(DaemonState):
         for chunk, name in sorted(origins.items()):
             if chunk < chunks:
                 tiers[name] = tiers.get(name, 0) + 1
-                self.labelled["tier_chunks_hit", name] += 1
+                self.tier_chunks_hit[name] += 1
         return tiers
 
     def _offer_audit(
@@ -426,8 +424,9 @@ class Daemon(DaemonState):
         if release.tokens or release.failed:
             for slot in lease.slots:
                 slot.is_doubted = release.failed
-            seconds = self.now - lease.asked_at
-            self.saved.add_load(release.tokens, lease.tokens_per_second, seconds)
+            if lease.tokens_per_second:
+                self.computing_seconds_spared += release.tokens / lease.tokens_per_second
+                self.loading_seconds += self.now - lease.asked_at
         self.store.unpin(lease.slots)
         if self.spans is not None and lease.span is not None:
             times = lease.opened_at, self.now
@@ -438,9 +437,9 @@ class Daemon(DaemonState):
     # Questions of people and commands
 
     def _stats(self, _: ClientConnection, stats: wire.Stats) -> Reply:
-        values, tiers = self.view.metric_values().named(), self.view.tiers()
+        values = self.view.metric_values().named(stats.debug)
         status = self.view.status(self.now) if stats.status else None
-        return wire.Report(stats.id, values, tiers, self.metrics_url, status)
+        return wire.Report(stats.id, values, self.view.tiers(), self.metrics_url, status)
 
     def _list_engines(self, _: ClientConnection, request: wire.ListEngines) -> Reply:
         engines = [

@@ -12,11 +12,13 @@ from hybridkv.vllm.hook_guard import FAULTS, event, fault
 
 PREFIX = "vllm:kv_connector_mc_"
 CHOICES: Mapping[str, MetricFamily] = {
-    "queries": counter("Requests for which this connector was asked.", "connector"),
-    "hits": counter("Requests that were loaded from this connector.", "connector"),
-    "hit_tokens": counter("Tokens that were loaded from this connector.", "connector"),
-    "misses": counter("Requests of which this connector had nothing.", "connector"),
-    "pending_loads": gauge("Loads from this connector that have not ended yet.", "connector"),
+    "queries": counter("Requests for which this connector was asked.", labels=("connector",)),
+    "hits": counter("Requests that were loaded from this connector.", labels=("connector",)),
+    "hit_tokens": counter("Tokens that were loaded from this connector.", labels=("connector",)),
+    "misses": counter("Requests of which this connector had nothing.", labels=("connector",)),
+    "pending_loads": gauge(
+        "Loads from this connector that have not ended yet.", labels=("connector",)
+    ),
 }
 """The metrics of each child, which are exported before they have a value."""
 FAMILIES: Mapping[str, MetricFamily] = {
@@ -24,8 +26,7 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "events": counter(
         "What else was counted of this connector, by event. It is switched off where quarantined "
         "is larger than begun_anew.",
-        "connector",
-        "event",
+        labels=("connector", "event"),
     ),
 }
 """The metrics. PREFIX stands before their names."""

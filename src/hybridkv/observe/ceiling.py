@@ -15,14 +15,38 @@ them.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.metrics import MetricFamily, counter, debug, gauge, sampled
 
+CEILING: Mapping[str, MetricFamily] = {
+    **sampled(
+        ceiling_asked_tokens=counter(
+            "Tokens asked for, over the lookups counted for the ceiling.", lambda c: c.asked_tokens
+        ),
+        ceiling_hit_tokens=counter("Tokens hit, over the same lookups.", lambda c: c.hit_tokens),
+        ceiling_tokens=counter(
+            "Tokens that a cache of unlimited size would have hit of them.",
+            lambda ceiling: ceiling.ceiling_tokens,
+        ),
+    ),
+    "ceiling_lookups_left_out": counter(
+        "Lookups in none of the sums, for want of time to count.", lambda c: c.lookups_left_out
+    ),
+    "ceiling_chunks_max": gauge(
+        "The most chunks that are remembered for the ceiling.", lambda c: c.remembered_max
+    ),
+    "ceiling_chunks_forgotten": counter(
+        "Chunks forgotten, so that the ceiling may be too low.", lambda c: c.forgotten
+    ),
+    **debug(ceiling_lookups=counter("Lookups counted for the ceiling.", lambda c: c.lookups)),
+}
+"""Their owner is the HitRateCeiling."""
 IDENTITIES_MAX = 4096
 NAME_BYTES = 16
 """Bytes kept of a chunk's hash. Chunks that are confused make the statistics less exact."""

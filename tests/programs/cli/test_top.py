@@ -22,7 +22,6 @@ from hybridkv.cli.top import QUIT_KEYS, WRAP_KEYS, frame, keys_in
 from hybridkv.client.control import ControlClient
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.observe.status import StatusReport
 from hybridkv.wire.messages import Decline, Release, ReportRequest, RequestExplanation
 from hybridkv.wire.status import Status
 from tests.unit.daemon.harness import commit, engine, grant, lookup, make_daemon
@@ -62,7 +61,7 @@ def status() -> Status:
         )
         while core.ceiling.work():
             pass
-    return StatusReport(is_brief=True).make(core.view.snapshot(300.0))
+    return core.view.status(300.0)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 8), (10, 3), (1, 1), (132, 60), (400, 200)])
@@ -114,7 +113,7 @@ def test_ram_is_one_number(status: Status) -> None:
 
 
 def test_an_empty_daemon_has_a_frame_too() -> None:
-    fresh = StatusReport(is_brief=True).make(make_daemon().view.snapshot(0.0))
+    fresh = make_daemon().view.status(0.0)
     text = frame(fresh, "/run/daemon.sock", 80, 24).plain
     assert "nothing was looked up" in text
     assert "no engine is connected" in text
@@ -226,12 +225,11 @@ def test_it_follows_the_size_and_the_daemon(terminal: Terminal, daemon: DaemonPr
     assert terminal.end() == 0
 
 
-def test_a_client_with_the_status_is_told_it_is_brief(daemon: DaemonProcess) -> None:
+def test_a_client_has_the_status_where_it_asks(daemon: DaemonProcess) -> None:
     with ControlClient(daemon.socket_path) as control:
         assert control.stats().status is None
         status = control.stats(status=True).status
     assert status is not None
-    assert status.day is None
 
 
 @pytest.mark.parametrize(
