@@ -635,7 +635,7 @@ def _drops(server: Any, namespace: object) -> tuple[object, ...]:
     """Return facts that change whenever an object that is held may be lost."""
     state = server.daemon
     wrong = sum(line.counters["objects_wrong_in_ram"] for line in server.daemon.tiers)
-    condemned, cleared = state.counters["objects_condemned"], state.labelled["requests", "clear"]
+    condemned, cleared = state.counters["objects_condemned"], state.requests["clear"]
     return namespace, condemned, cleared, wrong
 
 

@@ -214,6 +214,8 @@ ZERO_INITIALIZED: tuple[Metric, ...] = (
     CHUNKS_WITHDRAWN,
     CHUNKS_NOT_KEPT,
     CHUNKS_NOT_SHOWN,
+    DAEMON_LOSSES,
+    WEIGHTS_STALE,
     STATS_MALFORMED,
     *(Metric(name) for name, family in FAMILIES.items() if not family.labels),
 )
