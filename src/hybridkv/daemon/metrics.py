@@ -65,11 +65,11 @@ _STORES: Mapping[str, MetricFamily] = {
         reserves_failed=counter("Times that the arena could not grow for want of shared memory."),
         slots_short=counter("Write slots that engines asked for and did not get."),
     ),
+    "objects_recovered": counter("Objects taken over from an earlier daemon's arena."),
     "objects_stored": counter("Objects that engines stored and that were new."),
     "objects_condemned": counter("Objects whose bytes an engine proved wrong; they were dropped."),
     **debug(
         tokens_stored=counter("Tokens that engines stored: those of a model's first group."),
-        objects_recovered=counter("Objects taken over from an earlier daemon's arena."),
         recoveries_failed=counter("Arenas of an earlier daemon that could not be taken over."),
         commits_unknown=counter("Committed slots that the session did not hold; they are ignored."),
         slots_granted=counter("Write slots given to engines."),
