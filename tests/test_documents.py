@@ -27,6 +27,7 @@ from hybridkv.shm.trailer import ARENA_VERSION
 from hybridkv.tiers import fault_injection as injected
 from hybridkv.tiers.disk.writers import LAYOUT
 from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.metrics import TIER
 from hybridkv.tiers.promotion import ShortfallKind
 from hybridkv.tiers.record import ENCODED_VERSION, RECORD_VERSION
 from hybridkv.vllm import hook_guard
@@ -211,6 +212,14 @@ def test_metrics_that_a_page_names_exist(path: Path) -> None:
         family = find_metric(name)
         assert family is not None, name
         assert not label or label in family.labels, f"{name}{{{label}}}"
+
+
+@pytest.mark.parametrize("name", ["observe/pages/status.js", "cli/top.py"])
+def test_values_that_the_page_and_top_show_exist(name: str) -> None:
+    read = r"\bvalues(?:\.(?!get)|\[\"|\.get\(\")(\w+)\b(?!\()"
+    shown = re.findall(read, (SOURCES / name).read_text())
+    assert len(shown) > 5
+    assert {*shown} <= {*OF_THE_DAEMON, *TIER}
 
 
 def test_a_metric_that_nothing_names_is_a_debug_value() -> None:

@@ -27,24 +27,31 @@ from hybridkv.core.metrics import MetricFamily, counter, debug, gauge, sampled
 CEILING: Mapping[str, MetricFamily] = {
     **sampled(
         ceiling_asked_tokens=counter(
-            "Tokens asked for, over the lookups counted for the ceiling.", lambda c: c.asked_tokens
+            "Tokens asked for, over the lookups counted for the ceiling.",
+            lambda ceiling: ceiling.asked_tokens,
         ),
-        ceiling_hit_tokens=counter("Tokens hit, over the same lookups.", lambda c: c.hit_tokens),
+        ceiling_hit_tokens=counter(
+            "Tokens hit, over the same lookups.", lambda ceiling: ceiling.hit_tokens
+        ),
         ceiling_tokens=counter(
             "Tokens that a cache of unlimited size would have hit of them.",
             lambda ceiling: ceiling.ceiling_tokens,
         ),
     ),
     "ceiling_lookups_left_out": counter(
-        "Lookups in none of the sums, for want of time to count.", lambda c: c.lookups_left_out
+        "Lookups in none of the sums, for want of time to count.",
+        lambda ceiling: ceiling.lookups_left_out,
     ),
     "ceiling_chunks_max": gauge(
-        "The most chunks that are remembered for the ceiling.", lambda c: c.remembered_max
+        "The most chunks that are remembered for the ceiling.",
+        lambda ceiling: ceiling.remembered_max,
     ),
     "ceiling_chunks_forgotten": counter(
-        "Chunks forgotten, so that the ceiling may be too low.", lambda c: c.forgotten
+        "Chunks forgotten, so that the ceiling may be too low.", lambda ceiling: ceiling.forgotten
     ),
-    **debug(ceiling_lookups=counter("Lookups counted for the ceiling.", lambda c: c.lookups)),
+    **debug(
+        ceiling_lookups=counter("Lookups counted for the ceiling.", lambda ceiling: ceiling.lookups)
+    ),
 }
 """Their owner is the HitRateCeiling."""
 ERA_BYTES = 4

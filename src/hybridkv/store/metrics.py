@@ -6,8 +6,10 @@ from hybridkv.core.metrics import MetricFamily, counter, debug, gauge, sampled
 
 STORE: Mapping[str, MetricFamily] = {
     **sampled(
-        bytes_committed=gauge("Bytes of the arena that objects take.", lambda s: s.committed_bytes),
-        evicted=counter("Objects that were evicted for room.", lambda s: s.evicted),
+        bytes_committed=gauge(
+            "Bytes of the arena that objects take.", lambda store: store.committed_bytes
+        ),
+        evicted=counter("Objects that were evicted for room.", lambda store: store.evicted),
     ),
     "objects": gauge(
         "Objects in RAM, also those that are dropped when their last lease ends.",
