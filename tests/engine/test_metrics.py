@@ -147,8 +147,8 @@ def test_a_server_exports_what_was_served_from_where_and_tells_routers(tmp_path:
         for sample in samples
         if sample.name.startswith("vllm:hybridkv_") and sample.value < 0
     ]
-    events = {sample.labels["event"] for sample in begin if "hybridkv_events" in sample.name}
-    assert "daemon_losses" in events, "rates need the first 0"
+    counted = {sample.labels["event"] for sample in begin if "hybridkv_events" in sample.name}
+    assert "daemon_losses" in counted, "rates need the first 0"
     noisy = [
         line
         for line in log.splitlines()
