@@ -14,12 +14,12 @@ import pytest
 
 from hybridkv.cli import bundle
 from hybridkv.cli.main import options_of
-from hybridkv.connector.metrics import Shed, declined
+from hybridkv.connector.metrics import FAMILIES, Shed, declined
 from hybridkv.core.copies import PAYLOAD_VERSION
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import TierSpec, parse_tier
-from hybridkv.multi import counters
+from hybridkv.multi import metrics as multi_metrics
 from hybridkv.multi.children import OWN_KEYS, MultiSettings
 from hybridkv.observe.status import DECLINES
 from hybridkv.shm.slots import SLOT_VERSION
@@ -27,13 +27,14 @@ from hybridkv.shm.trailer import ARENA_VERSION
 from hybridkv.tiers import fault_injection as injected
 from hybridkv.tiers.disk.writers import LAYOUT
 from hybridkv.tiers.factory import make_tier
+from hybridkv.tiers.metrics import TIER
 from hybridkv.tiers.promotion import ShortfallKind
 from hybridkv.tiers.record import ENCODED_VERSION, RECORD_VERSION
 from hybridkv.vllm import hook_guard
 from hybridkv.wire.messages import PROTOCOL_VERSION
 from tests.describe_configuration import PAGES, TABLES, TIER_OPTIONS, documented
 from tests.documents import COLUMNS, DOCS, filled
-from tests.unit.observe.metric_names import find_metric
+from tests.unit.observe.metric_names import OF_THE_DAEMON, find_metric
 
 ROOT = DOCS.parent
 SOURCES = ROOT / "src" / "hybridkv"
@@ -213,6 +214,34 @@ def test_metrics_that_a_page_names_exist(path: Path) -> None:
         assert not label or label in family.labels, f"{name}{{{label}}}"
 
 
+@pytest.mark.parametrize("name", ["observe/pages/status.js", "cli/top.py"])
+def test_values_that_the_page_and_top_show_exist(name: str) -> None:
+    read = r"\bvalues(?:\.(?!get)|\[\"|\.get\(\")(\w+)\b(?!\()"
+    shown = re.findall(read, (SOURCES / name).read_text())
+    assert len(shown) > 5
+    assert {*shown} <= {*OF_THE_DAEMON, *TIER}
+
+
+def test_a_metric_that_nothing_names_is_a_debug_value() -> None:
+    """Something is a page, an alert, a panel, the status page or a command."""
+    pages = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
+    ops = [ROOT / "ops" / name for name in ("alerts.yml", "grafana-hybridkv.json")]
+    named = "".join(path.read_text() for path in [*pages, *ops])
+    shown = [SOURCES / "observe" / name for name in ("status.py", "pages/status.js")]
+    shown += [*(SOURCES / "cli").glob("*.py"), SOURCES / "connector" / "stats.py"]
+    used = "".join(path.read_text() for path in shown)
+    for name, family in OF_THE_DAEMON.items():
+        short = name.removeprefix("tier_") if family.labels == ("tier",) else name
+        query = rf"hybridkv_daemon_{name}(_total|_bucket|_sum|_count)?(?!\w)"
+        single = rf"`[^`\n]*(?<!\w)({name}|tier_\w+_{short})(?!\w)"
+        in_code = rf"values\.{short}(?!\w)|\"{short}\""
+        is_named = re.search(f"{query}|{single}", named) or re.search(in_code, used)
+        assert is_named or family.is_debug, name
+        assert not (family.is_debug and re.search(query, named)), name
+    for name in FAMILIES:
+        assert re.search(rf"vllm:hybridkv_{name}(_total|_bucket|_sum)?(?!\w)", named), name
+
+
 def test_the_reasons_on_the_page_of_metrics_are_those_of_the_code() -> None:
     page = (DOCS / "METRICS.md").read_text()
     lookups = {
@@ -224,10 +253,10 @@ def test_the_reasons_on_the_page_of_metrics_are_those_of_the_code() -> None:
     assert {(reason.strip("`"), why) for reason, why, *more in rows if not more} >= lookups
     named = set(re.findall(r"`(\w+)`", page))
     assert {shed.value for shed in Shed} <= named
-    assert {kind.counter[1] for kind in ShortfallKind} - {""} <= named
+    assert {kind.reason for kind in ShortfallKind} - {""} <= named
     section = page.partition("\n## MultiConnector\n")[2].partition("\n## ")[0]
     events = re.findall(r"`(\w+)`(?=[^|]* \| )", section)
-    known = [value for module in (counters, hook_guard) for value in vars(module).values()]
+    known = [value for module in (multi_metrics, hook_guard) for value in vars(module).values()]
     assert {*events} <= {value.labels[-1] for value in known if isinstance(value, Metric)}
 
 

@@ -227,7 +227,7 @@ class Books:
         if server is None:
             return ("down", self._system.lives)
         daemon = server.daemon
-        counts = (daemon.counters["objects_condemned"], daemon.labelled["requests", "clear"])
+        counts = (daemon.counters["objects_condemned"], daemon.requests["clear"])
         wrong = sum(line.counters["objects_wrong_in_ram"] for line in daemon.tiers)
         return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts, wrong)
 
@@ -632,7 +632,7 @@ def _drops(server: Any, namespace: object) -> tuple[object, ...]:
     """Return facts that change whenever an object that is held may be lost."""
     state = server.daemon
     wrong = sum(line.counters["objects_wrong_in_ram"] for line in server.daemon.tiers)
-    condemned, cleared = state.counters["objects_condemned"], state.labelled["requests", "clear"]
+    condemned, cleared = state.counters["objects_condemned"], state.requests["clear"]
     return namespace, condemned, cleared, wrong
 
 

@@ -62,7 +62,8 @@ def test_every_metric_of_vllm_is_one_that_we_know() -> None:
 
 
 def test_labels_are_those_that_the_metrics_have() -> None:
-    known = {label for described in exposed().values() for label in described.labels}
+    families = {**exposed(), **exposed_by_engines()}
+    known = {label for family in families.values() for label in family.labels}
     for query in queries():
         for labels in re.findall(r"by \(([\w, ]+)\)", query):
             assert set(labels.split(", ")) <= known | {
@@ -75,7 +76,7 @@ def test_labels_are_those_that_the_metrics_have() -> None:
 
 def test_counters_are_asked_for_their_growth_and_gauges_for_their_value() -> None:
     for query in queries():
-        for name, described in exposed().items():
+        for name, described in {**exposed(), **exposed_by_engines()}.items():
             for found in re.finditer(rf"(\w+ ?\()?{name}(?!\w)", query):
                 grows = (found[1] or "").rstrip("( ") in ("rate", "increase")
                 assert grows == (described.kind != "gauge"), f"{name} in {query}"

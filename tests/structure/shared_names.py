@@ -35,7 +35,7 @@ SHARED_NAMES = (
     SharedNames(
         "vLLM merges and empties statistics and the reports of workers.",
         "aggregate is_empty reduce reset",
-        "ConnectorCounts HybridKVStats MultiKVConnectorStats MultiReport StepReport",
+        "HybridKVStats MetricStats MultiKVConnectorStats MultiReport OwnStats StepReport",
     ),
     SharedNames(
         "A scheduler role, its fallback and what is left after the shutdown answer the same hooks.",

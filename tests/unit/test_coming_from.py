@@ -15,7 +15,7 @@ from hybridkv.connector.scheduler.requests import RequestState
 from hybridkv.core.daemon_settings import DAEMON_SETTINGS
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.observe.catalog import Values
+from hybridkv.tiers.metrics import PROMOTION
 from hybridkv.tiers.promotion import ShortfallKind
 from hybridkv.wire import messages as wire
 from tests.unit.observe.metric_names import find_metric
@@ -81,7 +81,8 @@ def code_texts() -> CodeTexts:
         }
     # Names that are put together: tiers/health.py, and those that `hybridkv stats` prints.
     found |= {f"{what}_{verb}" for what in ("objects", "bytes") for verb in VERBS}
-    found |= set(Values({kind.counter: 0.0 for kind in ShortfallKind}).named()) | {""}
+    start = PROMOTION["promotions_cut"].single_name
+    found |= {f"{start}_{kind.reason}" for kind in ShortfallKind} | {""}
     return CodeTexts(found, source)
 
 

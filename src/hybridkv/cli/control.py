@@ -16,6 +16,7 @@ from hybridkv.wire.messages import describe_groups
 
 _ALL_NODES = "clear: also all that tiers below RAM have, for every node that uses them"
 _TIERS = switch("--tiers", _ALL_NODES)
+_DEBUG = switch("--debug", "also values for those who work on hybridkv")
 _REQUEST = option("request_id REQUEST_ID", "as the engine names it in its answers and logs")
 
 
@@ -38,11 +39,12 @@ def run_ping(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@command(SOCKET, JSON, _TIERS)
+@command(SOCKET, JSON, _TIERS, _DEBUG)
 def run_stats(arguments: argparse.Namespace) -> int:
     """Print the daemon's counters and other facts by name."""
     with control_of(arguments) as control:
-        welcome, report, engines = control.welcome, control.stats(), control.engines()
+        report = control.stats(debug=arguments.debug)
+        welcome, engines = control.welcome, control.engines()
     facts = {"boot": welcome.boot, "arena": welcome.arena_path, "pid": str(welcome.pid)}
     facts["metrics"] = report.metrics_url
     if log_path := _log_of(welcome.pid):

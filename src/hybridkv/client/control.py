@@ -96,9 +96,12 @@ class ControlClient:
         if not self.link.send(request, time.monotonic()):
             raise DaemonUnreachableError(f"{self._socket_path}: {self._why}")
 
-    def stats(self, status: bool = False) -> wire.Report:
-        """Return the daemon's values and tiers, and with `status` what its status page shows."""
-        return self._ask(wire.Stats(next(self._ids), status), wire.Report)
+    def stats(self, status: bool = False, debug: bool = True) -> wire.Report:
+        """Return the daemon's values and tiers, and with `status` what its status page shows.
+
+        Without `debug`, debug values are left out.
+        """
+        return self._ask(wire.Stats(next(self._ids), status, debug), wire.Report)
 
     def explain(self, request_id: str) -> wire.Explained:
         """Return the course of a request, where the daemon knows it, and the latest requests."""

@@ -32,7 +32,7 @@ from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.connector.scheduler.weights import WeightsWatch
-from hybridkv.connector.stats import HybridKVPromMetrics, HybridKVStats
+from hybridkv.connector.stats import HybridKVStats, export_metrics
 from hybridkv.connector.worker.role import WorkerRole
 from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.errors import ConfigError
@@ -59,7 +59,7 @@ from hybridkv.vllm.layout import (
     parallelism_of,
 )
 from hybridkv.vllm.media import media_refusal
-from hybridkv.vllm.metrics import Deltas
+from hybridkv.vllm.metrics import Increments, attempt
 from hybridkv.vllm.prefix_caching import why_computed_here
 from hybridkv.vllm.preflight import (
     config_findings,
@@ -93,7 +93,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         resolve_hits(kv_cache_config, vllm_config)
         self.socket_path = self._socket_on(0)
         self.guard = HookGuard(role.name.lower())
-        self.uncounted = Deltas(self.guard.counters)
+        self.uncounted = Increments()
         self.scheduler_role: SchedulerRole | None = None
         self.worker_role: WorkerRole | None = None
         self._context: SchedulerContext | None = None  # Set when the layouts are known.
@@ -200,7 +200,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         assert self.worker_role is not None
         report = self.worker_role.take_step_report()
         # The scheduler role also exports what this role's hooks counted.
-        report.counters.update(self.uncounted.take_increments())
+        report.counters.update(self.uncounted.take(self.guard.counters))
         if not self.guard.is_on:
             # A worker that is off loads nothing, so nothing may be offered.
             report.boots, report.is_disabled = {}, True
@@ -416,12 +416,13 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: Any = None) -> metrics.KVConnectorStats | None:
         """Return the statistics of a payload that has travelled between processes."""
-        return HybridKVStats(data)
+        work = partial(HybridKVStats, data)
+        return attempt(cls.__name__, "build_kv_connector_stats", work, lambda: None)
 
     @classmethod
     def build_prom_metrics(cls, *vllm_arguments: Any) -> metrics.KVConnectorPromMetrics:
         """Return this connector's metrics at the API server's /metrics."""
-        return HybridKVPromMetrics(*vllm_arguments)
+        return export_metrics(*vllm_arguments)
 
     def reset_cache(self) -> bool:
         """Ask for the weights, which may have changed. Stored objects stay."""

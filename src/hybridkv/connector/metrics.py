@@ -9,85 +9,69 @@ from enum import StrEnum
 from functools import partial
 
 from hybridkv.core.audit import AuditOutcome
-from hybridkv.core.metrics import Metric, MetricFamily, counter, gauge
+from hybridkv.core.metrics import Metric, MetricFamily, counter, gauge, histogram
 from hybridkv.vllm.hook_guard import event
 from hybridkv.wire.messages import Decline
 
 PREFIX = "vllm:hybridkv_"
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 """Buckets of histograms."""
-_seconds = partial(MetricFamily, "histogram", labels=(), buckets=SECONDS)
+_seconds = partial(histogram, buckets=SECONDS)
 
 FAMILIES: Mapping[str, MetricFamily] = {
     "lookups": counter(
         "Requests looked up, by result (hit, miss, declined) and reason. "
         "A hit that is then not taken counts twice: as a hit, and as declined.",
-        "result",
-        "reason",
+        labels=("result", "reason"),
     ),
-    "lookups_asked": counter("Lookups sent to the daemon."),
-    "lookups_promoted": counter("Lookups for which the daemon read tiers below RAM."),
     "lookup_wait_seconds": _seconds(
         "From a lookup's question to its answer, or to its deadline, in seconds."
     ),
     "hits_limited": counter(
-        "Lookups that a group made shorter, which lacked what others have, by group.", "group"
+        "Lookups that a group made shorter, which lacked what others have, by group.",
+        labels=("group",),
     ),
-    "tails": counter(
-        "Hits inside a block: those loaded, and ends of prompts stored for them, by event "
-        "(loaded, stored).",
-        "event",
-    ),
-    "junctions": counter(
-        "Boundaries at which prompts part from others, by event: those that "
-        "answers to lookups named (found), and states that were stored at them (stored).",
-        "event",
-    ),
-    "loads": counter("Loads that ended, by result (loaded, failed).", "result"),
+    "loads": counter("Loads that ended, by result (loaded, failed).", labels=("result",)),
     "load_seconds": _seconds(
         "From a request's blocks to the end of its load, in seconds, as the scheduler sees it."
     ),
     "loaded_tokens": counter("Prompt tokens loaded instead of computed."),
     "loaded_tokens_by_tier": counter(
-        "The same tokens by the tier that had them when they were looked up.", "tier"
+        "The same tokens by the tier that had them when they were looked up.", labels=("tier",)
     ),
     "load_bytes": counter("Bytes of KV cache loaded, of all ranks together."),
     "load_copy_seconds": counter(
         "Seconds from the start of each load in a worker to its end, summed."
     ),
-    "stored_objects": counter("Objects (one group's bytes of one chunk) stored."),
     "store_bytes": counter("Bytes of KV cache stored, of all ranks together."),
     "store_copy_seconds": counter("Seconds that workers spent copying out within steps, summed."),
     "device_copy_bytes": counter(
-        "Bytes copied between a device and slots, by way (store, load).", "way"
+        "Bytes copied between a device and slots, by way (store, load).", labels=("way",)
     ),
     "device_copy_seconds": counter(
-        "Seconds in which a worker had copies of that way on its device, summed.", "way"
+        "Seconds in which a worker had copies of that way on its device, summed.", labels=("way",)
     ),
-    "stores_shed": counter("Objects that were not stored, or not yet, by reason.", "reason"),
+    "stores_shed": counter(
+        "Objects that were not stored, or not yet, by reason.", labels=("reason",)
+    ),
     "faults": counter(
-        "Errors inside the connector that were kept from the engine, by hook.", "hook"
+        "Errors inside the connector that were kept from the engine, by hook.", labels=("hook",)
     ),
-    "daemon_connects": counter("Lives of the daemon that were connected to."),
-    "daemon_losses": counter("Connections to the daemon that were lost, or could not be kept."),
-    "daemon_refusals": counter("Requests that the daemon refused, by its error code.", "code"),
-    "daemon_unsent": counter("Messages that found no connection, by message.", "message"),
+    "daemon_refusals": counter(
+        "Requests that the daemon refused, by its error code.", labels=("code",)
+    ),
     "condemned_slots": counter("Slots whose bytes were proven wrong before they could be used."),
     "kv_event_chunks": counter(
         "Chunks that KV events told routers of, by event (stored, removed), or cannot tell of: in "
         "tiers (not_kept), or at all, since as many are known as there is room for (not_shown).",
-        "event",
+        labels=("event",),
     ),
     "audits": counter(
         "Live audits, by outcome: the engine computed what is stored (passed), something else "
         "(differed), or nothing could be compared (unmade).",
-        "outcome",
+        labels=("outcome",),
     ),
-    "weights_stale": counter(
-        "Times that the engine's own prefix cache had blocks of other weights, or may have had: "
-        "nothing is loaded or stored until it is reset."
-    ),
-    "events": counter("Whatever else was counted, by event.", "event"),
+    "events": counter("Whatever else was counted, by event.", labels=("event",)),
     "quarantined": gauge("How many roles (the scheduler's and each worker's) are switched off."),
     "quarantined_since": gauge(
         "When the scheduler role was switched off, in Unix time; 0 = it is on."
@@ -107,31 +91,31 @@ FAMILIES: Mapping[str, MetricFamily] = {
 """The metrics. PREFIX stands before their names."""
 
 
-LOOKUPS_ASKED = Metric("lookups_asked")
-LOOKUPS_PROMOTED = Metric("lookups_promoted")
+LOOKUPS_ASKED = event("lookups_asked")
+LOOKUPS_PROMOTED = event("lookups_promoted")
 LOOKUPS_HIT = Metric("lookups", ("hit", "found"))
 LOOKUPS_MISSED = Metric("lookups", ("miss", "not_found"))
 LOOKUPS_OUTRUN = Metric("lookups", ("declined", "outrun"))
 LOADS_DONE = Metric("loads", ("loaded",))
 LOADS_FAILED = Metric("loads", ("failed",))
-TAILS_LOADED = Metric("tails", ("loaded",))
-TAILS_STORED = Metric("tails", ("stored",))
-JUNCTIONS_FOUND = Metric("junctions", ("found",))
-JUNCTIONS_STORED = Metric("junctions", ("stored",))
+TAILS_LOADED = event("tails_loaded")
+TAILS_STORED = event("tails_stored")
+JUNCTIONS_FOUND = event("junctions_found")
+JUNCTIONS_STORED = event("junctions_stored")
 TOKENS_LOADED = Metric("loaded_tokens")
 BYTES_LOADED = Metric("load_bytes")
 LOAD_SECONDS = Metric("load_copy_seconds")
-OBJECTS_STORED = Metric("stored_objects")
+OBJECTS_STORED = event("objects_stored")
 BYTES_STORED = Metric("store_bytes")
 STORE_SECONDS = Metric("store_copy_seconds")
 DEVICE_STORE_BYTES = Metric("device_copy_bytes", ("store",))
 DEVICE_LOAD_BYTES = Metric("device_copy_bytes", ("load",))
 DEVICE_STORE_SECONDS = Metric("device_copy_seconds", ("store",))
 DEVICE_LOAD_SECONDS = Metric("device_copy_seconds", ("load",))
-DAEMON_CONNECTS = Metric("daemon_connects")
-DAEMON_LOSSES = Metric("daemon_losses")
+DAEMON_CONNECTS = event("daemon_connects")
+DAEMON_LOSSES = event("daemon_losses")
 SLOTS_CONDEMNED = Metric("condemned_slots")
-WEIGHTS_STALE = Metric("weights_stale")
+WEIGHTS_STALE = event("weights_stale")
 CHUNKS_ANNOUNCED = Metric("kv_event_chunks", ("stored",))
 CHUNKS_WITHDRAWN = Metric("kv_event_chunks", ("removed",))
 CHUNKS_NOT_KEPT = Metric("kv_event_chunks", ("not_kept",))
@@ -144,7 +128,6 @@ LOADS_OTHER_WEIGHTS = event("loads_other_weights")
 PLAN_FAILED = event("plan_failed")
 RANK_LOADS_FAILED = event("rank_loads_failed")
 REMOVALS_OVERFLOWED = event("removals_overflowed")
-STATS_DROPPED_OBSERVATIONS = event("stats_dropped_observations")
 STATS_MALFORMED = event("stats_malformed")
 WORKERS_DISABLED = event("workers_disabled")
 
@@ -208,7 +191,7 @@ def daemon_refused(code: str) -> Metric:
 
 def daemon_unsent(message: str) -> Metric:
     """Return the counter of the messages of one type that found no connection."""
-    return Metric("daemon_unsent", (message,))
+    return event(f"daemon_unsent_{message}")
 
 
 def transition_ignored(state: StrEnum, ignored: StrEnum) -> Metric:
@@ -221,8 +204,6 @@ ZERO_INITIALIZED: tuple[Metric, ...] = (
     LOOKUPS_MISSED,
     LOADS_DONE,
     LOADS_FAILED,
-    TAILS_LOADED,
-    TAILS_STORED,
     DEVICE_STORE_BYTES,
     DEVICE_LOAD_BYTES,
     DEVICE_STORE_SECONDS,
@@ -233,6 +214,8 @@ ZERO_INITIALIZED: tuple[Metric, ...] = (
     CHUNKS_WITHDRAWN,
     CHUNKS_NOT_KEPT,
     CHUNKS_NOT_SHOWN,
+    DAEMON_LOSSES,
+    WEIGHTS_STALE,
     STATS_MALFORMED,
     *(Metric(name) for name, family in FAMILIES.items() if not family.labels),
 )

@@ -155,7 +155,7 @@ class Daemon(DaemonState):
         """
         self.now = now
         connection = self.sessions.connections[connection_id]
-        self.labelled["requests", type(request).__name__.lower()] += 1
+        self.requests[type(request).__name__.lower()] += 1
         self.subscriptions.on_message(connection_id)
         try:
             if (code := refused(connection.state, type(request))) is not None:
@@ -169,7 +169,7 @@ class Daemon(DaemonState):
 
     def refuse(self, request_id: int, code: ErrorCode, message: str) -> wire.Error:
         """Return the Error for a refused request, and count it. The message is cut to fit."""
-        self.labelled["refused", str(code)] += 1
+        self.refused[str(code)] += 1
         return wire.Error(request_id, code, message[:4096])
 
     # Sessions
@@ -199,7 +199,6 @@ class Daemon(DaemonState):
         self.counters["mappings_failed"] += connection.is_unmapped
 
     def _report_stale(self, connection: ClientConnection, report: wire.ReportStale) -> None:
-        self.counters["engines_gone_stale"] += report.is_stale > connection.is_stale
         connection.is_stale, connection.unread_modules = report.is_stale, report.unread
 
     # Lookups
@@ -297,7 +296,6 @@ class Daemon(DaemonState):
         hit = resident.hit
         # A prompt that goes on after a tail is about to store a tail of its own.
         goes_on = hit.tail < len(request.tails) // HASH_BYTES
-        self.counters["tails_hit"] += bool(hit.tail)
         tiers = self._count_origins(origins, hit.depth)
         slots = resident.needed_slots()
         lease = None
@@ -345,7 +343,7 @@ class Daemon(DaemonState):
         for chunk, name in sorted(origins.items()):
             if chunk < depth:
                 tiers[name] = tiers.get(name, 0) + 1
-                self.labelled["tier_chunks_hit", name] += 1
+                self.tier_chunks_hit[name] += 1
         return tiers
 
     def _offer_audit(
@@ -416,8 +414,9 @@ class Daemon(DaemonState):
         if release.tokens or release.failed:
             for slot in lease.slots:
                 slot.replace_on_store = release.failed
-            seconds = self.now - lease.asked_at
-            self.saved.add_load(release.tokens, lease.tokens_per_second, seconds)
+            if lease.tokens_per_second:
+                self.computing_seconds_spared += release.tokens / lease.tokens_per_second
+                self.loading_seconds += self.now - lease.asked_at
         self.store.unpin(lease.slots)
         if self.spans is not None and lease.span is not None:
             times = lease.opened_at, self.now
@@ -428,9 +427,9 @@ class Daemon(DaemonState):
     # Questions of people and commands
 
     def _stats(self, _: ClientConnection, stats: wire.Stats) -> Reply:
-        values, tiers = self.view.metric_values().named(), self.view.tiers()
+        values = self.view.metric_values().named(stats.debug)
         status = self.view.status(self.now) if stats.status else None
-        return wire.Report(stats.id, values, tiers, self.metrics_url, status)
+        return wire.Report(stats.id, values, self.view.tiers(), self.metrics_url, status)
 
     def _list_engines(self, _: ClientConnection, request: wire.ListEngines) -> Reply:
         engines = [

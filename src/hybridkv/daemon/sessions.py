@@ -330,7 +330,6 @@ class Sessions:
             for slot in session.writing.values():
                 self._store.free_slot(slot)
             self.all.remove(session)
-            self._counters["sessions_ended"] += 1
 
 
 class RemovedObject(NamedTuple):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hybridkv.core.junctions import Branches
 from hybridkv.daemon.sessions import OutgoingMessage, Sessions, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
-from hybridkv.observe.history import Histogram, RequestHistory, TimeSaved
+from hybridkv.observe.history import Histogram, RequestHistory
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
 from hybridkv.tiers.health import TierState
@@ -26,8 +26,14 @@ class DaemonState:
         self.store = store
         self.welcome = welcome  # The answer to each hello, but for the `id`.
         self.tiers = tiers
-        self.counters: Counter[str] = Counter()  # Counts of metrics without a label.
-        self.labelled: Counter[tuple[str, str]] = Counter()  # Counts by (metric, label).
+        self.counters: Counter[str] = Counter()  # Counts by the names of daemon.metrics.
+        self.requests: Counter[str] = Counter()  # Messages of clients by their type.
+        self.refused: Counter[str] = Counter()  # Messages and connections by the error's code.
+        self.tier_chunks_hit: Counter[str] = Counter()  # Chunks of hits that came from each tier.
+        self.computing_seconds_spared = 0.0
+        """Seconds that computing would have taken of what was loaded, at each engine's measured
+        speed. A load of an engine of unknown speed is left out, here and in the next sum."""
+        self.loading_seconds = 0.0  # From each lookup to the end of its load.
         self.sessions = Sessions(store, self.counters)
         self.demotion = Demotion(store, tiers)
         self.promotion = Promotion(store, tiers)
@@ -37,7 +43,6 @@ class DaemonState:
         self.history = RequestHistory()
         self.ceiling = HitRateCeiling()
         self.waits = Histogram()  # Seconds that lookups waited for tiers.
-        self.saved = TimeSaved()
         self.spans: SpanExporter | None = None  # None where no spans are exported.
         self.setup = DaemonSetup("", "", {})
         self.metrics_url = ""  # The URL of /metrics. Empty where no pages are served.

@@ -18,9 +18,10 @@ from hybridkv.core.breaker import Breaker
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.metrics import Metric
 from hybridkv.core.speed import Speed
-from hybridkv.multi.counters import CounterKey
+from hybridkv.multi.metrics import of_child
 from hybridkv.multi.ranking import PATIENCE_SECONDS_MAX, parse_weight
 from hybridkv.vllm.hook_guard import HookGuard, fault
+from hybridkv.vllm.metrics import Increments
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -176,9 +177,9 @@ class ChildConnectors:
                 zip(specs, connectors, guards, strict=True)
             )
         ]
-        self._counters: Counter[CounterKey] = Counter()
+        self.counters: Counter[Metric] = Counter()
         """MultiConnector's own and those that workers reported. See `totals`."""
-        self._taken: Counter[CounterKey] = Counter()  # The totals at the last `take_counts`.
+        self._increments = Increments()
 
     @property
     def alive(self) -> list[ChildConnector]:
@@ -199,26 +200,21 @@ class ChildConnectors:
         for child in self.all:
             child.guard.resume(lambda: None)
 
-    def count(self, metric: Metric, number: int = 1) -> None:
-        """Add to one of MultiConnector's own counters."""
-        self._counters[CounterKey("", metric)] += number
+    def count(self, event: Metric, number: int = 1) -> None:
+        """Count an event of MultiConnector itself."""
+        self.counters[of_child("", event)] += number
 
-    def add_counts(self, counts: Mapping[CounterKey, int]) -> None:
-        """Add counts that came with a worker's report."""
-        self._counters.update(counts)
-
-    def totals(self) -> Counter[CounterKey]:
+    def totals(self) -> Counter[Metric]:
         """All counts: MultiConnector's, those of workers, and those of each child's guard."""
-        totals = Counter(self._counters)
+        totals = Counter(self.counters)
         for child in self.all:
             for metric, number in child.guard.counters.items():
-                totals[CounterKey(child.name, metric)] += number
+                totals[of_child(child.name, metric)] += number
         return totals
 
-    def take_counts(self) -> Counter[CounterKey]:
+    def take_counts(self) -> Counter[Metric]:
         """Returns what was added to `totals` since the last call."""
-        before, self._taken = self._taken, self.totals()
-        return self._taken - before
+        return Counter(self._increments.take(self.totals()))
 
 
 def parse_multi(extra: Mapping[str, object]) -> MultiSettings:

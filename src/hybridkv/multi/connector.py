@@ -18,11 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hybridkv.core.findings import raise_first
+from hybridkv.core.metrics import Metric
 from hybridkv.multi.children import ChildConnectors, check_hma, child_specs, parse_multi
-from hybridkv.multi.counters import CounterKey
 from hybridkv.multi.ranking import WEIGHT_AUTO
 from hybridkv.multi.scheduler import MultiScheduler
-from hybridkv.multi.stats import MultiKVConnectorStats, MultiPromMetrics
+from hybridkv.multi.stats import MultiKVConnectorStats, MultiMetrics
 from hybridkv.multi.worker import MultiWorker
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.executors import executor_finding
@@ -76,8 +76,8 @@ class MultiConnector(multi_connector.MultiConnector):
         return [(spec.connector, spec.config) for spec in child_specs(vllm_config)]
 
     @property
-    def counters(self) -> Mapping[CounterKey, int]:
-        """All counts that this role knows, by connector and event."""
+    def counters(self) -> Mapping[Metric, int]:
+        """All counts that this role knows."""
         return self.children.totals()
 
     def _forward(self, hook: str, *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +170,6 @@ class MultiConnector(multi_connector.MultiConnector):
         return MultiKVConnectorStats.restored(data)
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: Any, *vllm_arguments: Any) -> MultiPromMetrics:
+    def build_prom_metrics(cls, vllm_config: Any, *vllm_arguments: Any) -> MultiMetrics:
         """Returns the metrics of the choices and of the children, for the API server."""
-        return MultiPromMetrics(child_specs(vllm_config), vllm_config, *vllm_arguments)
+        return MultiMetrics(child_specs(vllm_config), vllm_config, *vllm_arguments)

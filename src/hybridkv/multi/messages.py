@@ -9,7 +9,7 @@ from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 
-from hybridkv.multi.counters import CounterKey
+from hybridkv.core.metrics import Metric
 
 NOBODY = -1  # The index of a load that no connector does, and which therefore fails.
 
@@ -55,7 +55,7 @@ class MultiReport(KVConnectorWorkerMetadata):
     messages: list[ChildMessage] = field(default_factory=list)  # Of all workers.
     events: list[ChildEvents] = field(default_factory=list)  # Of all workers.
     dead: frozenset[int] = frozenset()  # Children that at least one worker has switched off.
-    counters: Counter[CounterKey] = field(default_factory=Counter)
+    counters: Counter[Metric] = field(default_factory=Counter)
     number: int = 0  # The plan that every rank has carried out.
 
     def aggregate(self, report: "KVConnectorWorkerMetadata") -> "MultiReport":

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 
+from hybridkv.core.metrics import Metric
 from hybridkv.core.speed import PrefillSpeed
-from hybridkv.multi import counters, ranking
+from hybridkv.multi import metrics, ranking
 from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState, MultiSettings
 from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
 from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision, WaitTimes, WeightedSpeed
-from hybridkv.multi.stats import EVENTS, PENDING, SELECTION, ConnectorCounts, MultiKVConnectorStats
+from hybridkv.multi.stats import OWN, MultiKVConnectorStats, OwnStats
 from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
 from hybridkv.vllm.hook_guard import logger
+from hybridkv.vllm.metrics import StatsCollector
 from hybridkv.vllm.versions import CacheHitSource
 
 
@@ -78,9 +80,7 @@ class MultiScheduler:
     """The blocks that each child loads within the next step."""
     _bad_blocks: set[int] = field(default_factory=set)
     """The blocks of the next step that nobody loads."""
-    _choices: ConnectorCounts = field(default_factory=ConnectorCounts)
-    _pending_shown: Counter[str] = field(default_factory=Counter)
-    """Each child's loads that have not ended, as the statistics have them."""
+    _collector: StatsCollector = field(default_factory=StatsCollector)
     _prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
     _plans: int = 0
 
@@ -118,7 +118,7 @@ class MultiScheduler:
             is_waiting = lookup.hit_at is not None and times.hit_seconds < ROOM_SECONDS
             decision = LoadDecision(None, is_waiting=is_waiting)
             if not is_waiting:
-                self.children.count(counters.LOOKUPS_LATE_ROOM)
+                self.children.count(metrics.LOOKUPS_LATE_ROOM)
         if decision.is_waiting:
             return None, False
         lookup.decision, lookup.loader, lookup.local_tokens = decision, decision.child, local_tokens
@@ -134,7 +134,8 @@ class MultiScheduler:
             child.call_hook("update_state_after_alloc", None, request, blocks, tokens, fatal=True)
         if decision is not None and request.num_preemptions <= 0:
             names = [child.name for child in self.children.all]
-            self._choices.count_admission(names, lookup.answers, chosen, num_external_tokens)
+            counted = self.children.counters
+            metrics.count_admission(counted, names, lookup.answers, chosen, num_external_tokens)
         if not num_external_tokens:
             return
         loaded = self._loaded_blocks(blocks, lookup.local_tokens, num_external_tokens)
@@ -178,7 +179,7 @@ class MultiScheduler:
             counts = child.connector.get_external_cache_hit_sources(request, tokens)
             sources = {CacheHitSource(source): int(count) for source, count in counts.items()}
             if sum(sources.values()) != tokens or min(sources.values()) < 0:
-                self.children.count(counters.SOURCES_WRONG)
+                self.children.count(metrics.SOURCES_WRONG)
                 return unknown
             return sources
 
@@ -255,7 +256,7 @@ class MultiScheduler:
         """Give each child its own loads, saves and messages, and the engine each end once."""
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, MultiReport) else MultiReport()
-        self.children.add_counts(report.counters)
+        self.children.counters.update(report.counters)
         self._prefill.on_step_reported(report.number, self.clock())
         failed = set(output.failed_recving or ())
         ended = self._end(output, failed)
@@ -284,19 +285,16 @@ class MultiScheduler:
             child.call_hook("update_connector_output", None, view, fatal=True)
 
     def get_kv_connector_stats(self) -> MultiKVConnectorStats | None:
-        """Returns the choices, other counts and the children's statistics since the last call."""
+        """Returns what was counted, and the children's statistics, since the last call."""
         stats = MultiKVConnectorStats.from_children(self.children)
         loading = Counter(load.child for load in self.loads.values())
-        for child in self.children.all:
-            if loading[child.index] != self._pending_shown[child.name]:
-                self._pending_shown[child.name] = loading[child.index]
-                self._choices.add_count(child.name, PENDING, loading[child.index])
-        if not self._choices.is_empty():
-            stats.data[SELECTION], self._choices = self._choices, ConnectorCounts()
-        if added := self.children.take_counts():
-            stats.data[EVENTS] = counts = ConnectorCounts()
-            for key, count in added.items():
-                counts.add_count(key.child, key.event, count)
+        pending = {
+            Metric("pending_loads", (child.name,)): loading[child.index]
+            for child in self.children.all
+        }
+        own = self._collector.take_payload(self.children.totals(), pending)
+        if own is not None:
+            stats.data[OWN] = OwnStats(own)
         return stats if stats.data else None
 
     def take_events(self) -> list[Any]:
@@ -380,10 +378,10 @@ class MultiScheduler:
                 )
             if not is_async and len(self.groups) > 1:
                 # There it has no way to fail, and recurrent models lose their state.
-                if not child.guard.counters[counters.SYNC_DECLINED]:
+                if not child.guard.counters[metrics.SYNC_DECLINED]:
                     why = "it loads within the step"
                     logger.warning("hybridkv: hits of %s are declined: %s", child.name, why)
-                child.guard.counters[counters.SYNC_DECLINED] += 1
+                child.guard.counters[metrics.SYNC_DECLINED] += 1
                 return MISS
             return ChildAnswer(tokens, bool(is_async))
 
@@ -401,7 +399,7 @@ class MultiScheduler:
             if answer.tokens is None and answer.awaited and index not in lookup.late:
                 child = self.children.all[index]
                 lookup.late.add(index)
-                child.guard.counters[counters.PASSED_OVER] += 1
+                child.guard.counters[metrics.PASSED_OVER] += 1
                 if failed_at is not None:
                     child.breaker = child.breaker.on_failure(failed_at)
 
@@ -437,7 +435,7 @@ class MultiScheduler:
         output.finished_recving = {n for n in loads if n not in self.saves or n in saves} or None
         output.finished_sending = saves - self.loads.keys() or None
         if absorbed := len(received - loads) + len(sent - saves):
-            self.children.count(counters.REPORTS_ABSORBED, absorbed)
+            self.children.count(metrics.REPORTS_ABSORBED, absorbed)
         now = self.clock()
         ended = EndedTransfers(
             loads={name: self.loads.pop(name) for name in loads},
@@ -445,7 +443,7 @@ class MultiScheduler:
         )
         for request_id, load in ended.loads.items():
             if request_id in failed:
-                self.children.count(counters.LOADS_FAILED)
+                self.children.count(metrics.LOADS_FAILED)
                 if request_id in self.requests:
                     self.requests[request_id].refused.add(load.child)
             elif load.child != NOBODY:
@@ -471,7 +469,7 @@ class MultiScheduler:
         for request_id, load in self.loads.items():
             if load.child in silent or (load.child in dead and not load.is_announced):
                 load.child = NOBODY
-                self.children.count(counters.LOADS_GIVEN_UP)
+                self.children.count(metrics.LOADS_GIVEN_UP)
                 text = "hybridkv: the load of %s is given up: its connector is switched off"
                 logger.warning(text, request_id)
         return frozenset(silent)

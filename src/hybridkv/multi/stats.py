@@ -1,16 +1,17 @@
 """MultiConnector's statistics on their way to vLLM's /metrics (requirements B25-B30).
 
-    children, choices ── get_kv_connector_stats ──► to_dict ── msgpack
+    children, own counts ── get_kv_connector_stats ──► to_dict ── msgpack
         ├──► build_kv_connector_stats (log lines)
-        └──► MultiPromMetrics.observe (/metrics)
+        └──► MultiMetrics.observe (/metrics)
 
-The payload names the class of each child, because the process that shows it has no instance of any
-child, and children loaded by module path stand in no registry. A child's fault here is counted
-among its events as FAULT, and nothing raises.
+The payload has each child's own under the child's name, and MultiConnector's own (`vllm/metrics`)
+under OWN. It names the class of each child, because the process that shows it has no instance of
+any child, and children loaded by module path stand in no registry. A child's fault here is counted
+among its events, and nothing raises.
 """
 
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -24,107 +25,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from hybridkv.core.metrics import Metric, counter, gauge
+from hybridkv.core.metrics import Metric
 from hybridkv.multi.children import ChildConnectors, ChildSpec
-from hybridkv.multi.counters import CounterKey
-from hybridkv.multi.ranking import ChildAnswer
-from hybridkv.vllm.hook_guard import fault
-from hybridkv.vllm.metrics import EngineMetrics, attempt
+from hybridkv.multi.metrics import CHOICES, FAMILIES, PREFIX, stats_fault
+from hybridkv.vllm.metrics import EngineMetrics, MetricStats, attempt
 
-PENDING = "pending_loads"  # The one count that is a level.
-SELECTION = "__selection__"
-EVENTS = "__events__"
+OWN = "__own__"
 CLASSES = "__classes__"
-FAULT = CounterKey("", fault("stats")).event
-PREFIX = "vllm:kv_connector_mc_"
-CHOICES = {
-    "queries": counter("Requests for which this connector was asked.", "connector"),
-    "hits": counter("Requests that were loaded from this connector.", "connector"),
-    "hit_tokens": counter("Tokens that were loaded from this connector.", "connector"),
-    "misses": counter("Requests of which this connector had nothing.", "connector"),
-    PENDING: gauge("Loads from this connector that have not ended yet.", "connector"),
-}
-FAMILIES = {
-    **CHOICES,
-    "events": counter(
-        "What else was counted of this connector, by event. It is switched off where quarantined "
-        "is larger than begun_anew.",
-        "connector",
-        "event",
-    ),
-}
-"""The metrics by name, without PREFIX."""
 
 
-class ConnectorCounts(KVConnectorStats):
-    """Counts of an interval as {connector: {name: count}}. "" is MultiConnector itself.
-
-    PENDING is a level: two intervals together have the later value.
-    """
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Mapping[str, Any]]) -> "ConnectorCounts":
-        """Returns the counts of a payload, without those below 0: counters never go down (B30)."""
-        valid = cls()
-        for connector, counts in data.items():
-            for name, value in counts.items():
-                if (count := max(0, int(value))) or name == PENDING:
-                    valid.add_count(str(connector), str(name), count)
-        return valid
-
-    def add_count(self, connector: str, name: str, count: int = 1) -> None:
-        """Add to one count, or replace a level."""
-        counts = self.data.setdefault(connector, {})
-        counts[name] = count if name == PENDING else counts.get(name, 0) + count
-
-    def count_admission(
-        self,
-        names: Sequence[str],
-        answers: Mapping[int, ChildAnswer],
-        chosen: int | None,
-        tokens: int,
-    ) -> None:
-        """Count a request that the engine admitted.
-
-        `answers` has the connectors that were asked, and `chosen` loads `tokens`. Each of them gets
-        a query, the chosen one also a hit, and one that had nothing a miss. A connector that had
-        less than the chosen one, or did not answer in time, gets a query alone.
-        """
-        for index, answer in answers.items():
-            self.add_count(names[index], "queries")
-            if index == chosen and tokens:
-                self.add_count(names[index], "hits")
-                self.add_count(names[index], "hit_tokens", tokens)
-            elif answer.tokens == 0:
-                self.add_count(names[index], "misses")
-
-    def reset(self) -> None:
-        """Begin a new interval, without counts."""
-        self.data: dict[str, dict[str, int]] = {}
-
-    def aggregate(self, later: KVConnectorStats) -> "ConnectorCounts":
-        """Add the counts of a later interval to this one. Returns this one."""
-        for connector, counts in later.data.items():
-            for name, count in counts.items():
-                self.add_count(connector, name, count)
-        return self
+class OwnStats(MetricStats):
+    """What MultiConnector itself counted in an interval."""
 
     def reduce(self) -> dict[str, int | float]:
-        """Returns the counts for vLLM's log line: {"a": {"hits": 2}} -> {"a hits": 2}."""
+        """Returns the values for vLLM's log line: {"a hits": 2, "a quarantined": 1}."""
+        values = {**self.counters, **self.gauges}
         return {
-            f"{connector} {name}".strip(): count
-            for connector, counts in self.data.items()
-            for name, count in counts.items()
+            f"{child} {event[0] if event else family}".strip(): round(value)
+            for (family, (child, *event)), value in values.items()
         }
-
-    def is_empty(self) -> bool:
-        """True where nothing was counted in this interval."""
-        return not self.data
 
 
 @dataclass
 class MultiKVConnectorStats(multi_connector.MultiKVConnectorStats):
-    """Each child's own statistics by its name, the choices at SELECTION, other counts at EVENTS."""
+    """Each child's own statistics by its name, and MultiConnector's own at OWN."""
 
     classes: dict[str, str] = field(default_factory=dict)
     """"module:class" of each child that has statistics, by name."""
@@ -154,14 +78,14 @@ class MultiKVConnectorStats(multi_connector.MultiKVConnectorStats):
 
     def count_fault(self, name: str) -> None:
         """Count a fault of the statistics under this name: a child's, or our own."""
-        child = "" if name in (SELECTION, EVENTS) else name
-        self.data.setdefault(EVENTS, ConnectorCounts()).add_count(child, FAULT)
+        fault = stats_fault("" if name == OWN else name)
+        self.data.setdefault(OWN, OwnStats()).aggregate(OwnStats({"counters": {fault: 1}}))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the payload that travels to the API server, of plain values."""
         plain = self._call_all("to_dict")
-        if EVENTS in self.data:  # Once more, because faults of the other parts are counted here.
-            plain[EVENTS] = self._call(EVENTS, "to_dict")
+        if OWN in self.data:  # Once more, because faults of the other parts are counted here.
+            plain[OWN] = self._call(OWN, "to_dict")
         plain = {name: value for name, value in plain.items() if value is not None}
         classes = {name: known for name, known in self.classes.items() if name in plain}
         return {**plain, CLASSES: classes} if classes else plain
@@ -199,22 +123,21 @@ class MultiKVConnectorStats(multi_connector.MultiKVConnectorStats):
         return {name: self._call(name, method) for name in list(self.data)}
 
 
-class MultiPromMetrics(EngineMetrics):
+class MultiMetrics(EngineMetrics):
     """FAMILIES and the children's own metrics, all with the label `connector`."""
 
     def __init__(self, specs: Sequence[ChildSpec], *vllm_arguments: Any) -> None:
-        super().__init__(PREFIX, FAMILIES, *vllm_arguments)
+        super().__init__(PREFIX, FAMILIES, stats_fault(""), *vllm_arguments)
         _, metric_types, labelnames, values = vllm_arguments
-        self._names = {spec.name for spec in specs}
         self._children: dict[str, KVConnectorPromMetrics] = {}
         shared = _shared_types(metric_types)
+        for family, spec in product(CHOICES, specs):
+            self.zero(Metric(family, (spec.name,)))
         for spec in specs:
-            for engine, family in product(values, CHOICES):
-                self.cell(engine, Metric(family, (spec.name,)))
             own = {engine: [*labels, spec.name] for engine, labels in values.items()}
             build: Any = spec.connector.build_prom_metrics  # type: ignore[attr-defined]
             build_own = partial(build, spec.config, shared, [*labelnames, "connector"], own)
-            on_fault = partial(self._count_fault, spec.name, list(values))
+            on_fault = partial(self._count_fault, spec.name, *values)
             metrics = attempt(spec.name, "build_prom_metrics", build_own, on_fault)
             if metrics is not None:
                 self._children[spec.name] = metrics
@@ -222,31 +145,15 @@ class MultiPromMetrics(EngineMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one engine's payload to the metrics."""
         for name, data in transfer_stats_data.items():
-            if name in (SELECTION, EVENTS):
-                add = partial(self._add, data, engine_idx, is_event=name == EVENTS)
+            if name == OWN:
+                super().observe(data, engine_idx)
             elif name in self._children:
                 add = partial(self._children[name].observe, data, engine_idx)
-            else:
-                continue
-            attempt(name, "observe", add, partial(self._count_fault, name, [engine_idx]))
+                attempt(name, "observe", add, partial(self._count_fault, name, engine_idx))
 
-    def _add(self, data: Mapping[str, Any], engine: int, is_event: bool) -> None:
-        known = {*self._names, ""} if is_event else self._names
-        for connector, counts in ConnectorCounts.from_dict(data).data.items():
-            if engine not in self.per_engine_labelvalues or connector not in known:
-                continue
-            for name, count in counts.items():
-                if is_event:
-                    self.cell(engine, Metric("events", (connector, name))).inc(count)
-                elif name == PENDING:
-                    self.cell(engine, Metric(name, (connector,))).set(count)
-                elif name in CHOICES:
-                    self.cell(engine, Metric(name, (connector,))).inc(count)
-
-    def _count_fault(self, name: str, engines: Iterable[int]) -> None:
-        child = name if name in self._names else ""
-        for engine in self.per_engine_labelvalues.keys() & set(engines):
-            self.cell(engine, Metric("events", (child, FAULT))).inc()
+    def _count_fault(self, child: str, *engines: int) -> None:
+        for engine in engines:
+            self.count_locally(stats_fault(child), engine)
 
 
 class _SharedFamily(NamedTuple):
@@ -280,8 +187,8 @@ def _restored(name: str, value: Any, classes: Mapping[str, str]) -> MultiKVConne
     """Returns one part of a payload as statistics. A child's own are made by the child's class."""
     if isinstance(value, KVConnectorStats):
         return MultiKVConnectorStats({name: value})
-    if name in (SELECTION, EVENTS):
-        return MultiKVConnectorStats({name: ConnectorCounts.from_dict(value)})
+    if name == OWN:
+        return MultiKVConnectorStats({name: OwnStats(value)})
     path = str(classes.get(name, ""))
     connector: Any = pkgutil.resolve_name(path)
     if not issubclass(connector, KVConnectorBase_V1):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 
-from hybridkv.multi import counters
+from hybridkv.multi import metrics
 from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState
 from hybridkv.multi.messages import NOBODY, ChildEvents, ChildMessage, MultiPlan, MultiReport
 from hybridkv.multi.stats import MultiKVConnectorStats
@@ -153,7 +153,7 @@ class MultiWorker:
             if child.is_silent and child.is_alive:
                 child.guard.switch_off_side("a fault in get_transfer_results")
         if self._ledger.absorbed:
-            self.children.count(counters.REPORTS_ABSORBED, self._ledger.absorbed)
+            self.children.count(metrics.REPORTS_ABSORBED, self._ledger.absorbed)
             self._ledger.absorbed = 0
         return self._ledger.take_ended()
 
@@ -211,7 +211,7 @@ class MultiWorker:
         if blocks and self.groups > 1:
             # vLLM would end, since block ids are not unique there. All loads of this child fail.
             failed = self._ledger.loads
-            self.children.count(counters.BLOCK_ERRORS)
+            self.children.count(metrics.BLOCK_ERRORS)
         elif blocks:
             self._bad_blocks.update(blocks)
         self._ledger.on_loads_reported(child.index, finished, failed)

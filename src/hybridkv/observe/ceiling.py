@@ -15,17 +15,49 @@ them.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.metrics import MetricFamily, counter, debug, gauge, sampled
 
-IDENTITIES_MAX = 4096
-NAME_BYTES = 16
-"""Bytes kept of a chunk's hash. Chunks that are confused make the statistics less exact."""
+CEILING: Mapping[str, MetricFamily] = {
+    **sampled(
+        ceiling_asked_tokens=counter(
+            "Tokens asked for, over the lookups counted for the ceiling.",
+            lambda ceiling: ceiling.asked_tokens,
+        ),
+        ceiling_hit_tokens=counter(
+            "Tokens hit, over the same lookups.", lambda ceiling: ceiling.hit_tokens
+        ),
+        ceiling_tokens=counter(
+            "Tokens that a cache of unlimited size would have hit of them.",
+            lambda ceiling: ceiling.ceiling_tokens,
+        ),
+    ),
+    "ceiling_lookups_left_out": counter(
+        "Lookups in none of the sums, for want of time to count.",
+        lambda ceiling: ceiling.lookups_left_out,
+    ),
+    "ceiling_chunks_max": gauge(
+        "The most chunks that are remembered for the ceiling.",
+        lambda ceiling: ceiling.remembered_max,
+    ),
+    "ceiling_chunks_forgotten": counter(
+        "Chunks forgotten, so that the ceiling may be too low.", lambda ceiling: ceiling.forgotten
+    ),
+    **debug(
+        ceiling_lookups=counter("Lookups counted for the ceiling.", lambda ceiling: ceiling.lookups)
+    ),
+}
+"""Their owner is the HitRateCeiling."""
+ERA_BYTES = 4
+IDENTITY_BYTES, NAME_BYTES = 8, 16
+"""Bytes kept of an identity and of a chunk's hash. Chunks that are confused make the statistics
+less exact."""
 
 
 class QueuedEvent(NamedTuple):
@@ -54,10 +86,9 @@ class HitRateCeiling:
     forgotten: int = 0  # Chunks of the unlimited cache that are not remembered any more.
     _remembered: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
     """By chunk: a bit for each group with an object. The chunk unused for longest is first."""
-    _numbers: OrderedDict[bytes, bytes] = field(default_factory=OrderedDict)
-    """By identity: the number that begins its chunks' keys."""
-    _last_number: int = 0
-    _first_number: int = 1  # Keys with an earlier number were cleared, and wait to be the oldest.
+    _era: bytes = bytes(ERA_BYTES)
+    """How often the cache was cleared. Keys begin with it. Those of an earlier era are cleared, and
+    wait to be the oldest, because to remove all at once would keep the loop for 40 ms."""
     _queue: deque[QueuedEvent] = field(default_factory=deque)
     _queued: int = 0  # Chunks of all events in the queue.
 
@@ -97,8 +128,8 @@ class HitRateCeiling:
         self.lookups_left_out += sum(event.is_lookup for event in self._queue)
         self._queue.clear()
         self._queued = 0
-        self._numbers.clear()
-        self._first_number = self._last_number + 1
+        era = int.from_bytes(self._era, "little") + 1
+        self._era = era.to_bytes(ERA_BYTES, "little")
 
     def work(self) -> bool:
         """Do one step. Returns whether there is more to do."""
@@ -121,9 +152,9 @@ class HitRateCeiling:
         self, identity: bytes, groups: Sequence[int], hashes: bytes, is_there: bool
     ) -> Iterator[None]:
         """Add objects to the unlimited cache, or remove them, step by step."""
-        number = self._number(identity)
+        start = self._era + identity[:IDENTITY_BYTES]
         for at, (group, chunk_hash) in enumerate(zip(groups, _cut(hashes), strict=True), 1):
-            key = number + chunk_hash[:NAME_BYTES]
+            key = start + chunk_hash[:NAME_BYTES]
             if is_there:
                 self._put_bits(key, self._remembered.get(key, 0) | 1 << group)
             elif key in self._remembered:
@@ -131,24 +162,13 @@ class HitRateCeiling:
             if at % self.step == 0:
                 yield
 
-    def _number(self, identity: bytes) -> bytes:
-        """The number that begins the keys of an identity's chunks, a new one if need be."""
-        number = self._numbers.get(identity)
-        if number is None:
-            self._last_number += 1
-            number = self._numbers[identity] = self._last_number.to_bytes(8, "little")
-            if len(self._numbers) > IDENTITIES_MAX:
-                self._numbers.popitem(last=False)
-        self._numbers.move_to_end(identity)
-        return number
-
     def _put_bits(self, key: bytes, bits: int) -> None:
         """Remember the groups of a chunk as a bit each, as the chunk that was used last."""
         self._remembered[key] = bits
         self._remembered.move_to_end(key)
         if len(self._remembered) > self.remembered_max:
             oldest, _ = self._remembered.popitem(last=False)
-            self.forgotten += int.from_bytes(oldest[:8], "little") >= self._first_number
+            self.forgotten += oldest.startswith(self._era)
 
     def _look_up(
         self,
@@ -159,7 +179,7 @@ class HitRateCeiling:
         chunks: int,
     ) -> Iterator[None]:
         """Add one lookup to the sums, step by step."""
-        number = self._number(identity)
+        start = self._era + identity[:IDENTITY_BYTES]
         groups = range(len(masks))
         prefixes = sum(
             1 << index for index in groups if geometry.groups[index].kind is GroupKind.FULL
@@ -171,7 +191,7 @@ class HitRateCeiling:
             if present not in bits_of:
                 bits_of[present] = sum(1 << index for index in groups if present[index])
             found = bits_of[present]
-            key = number + hashes[chunk * HASH_BYTES : chunk * HASH_BYTES + NAME_BYTES]
+            key = start + hashes[chunk * HASH_BYTES : chunk * HASH_BYTES + NAME_BYTES]
             bits = found | self._remembered.get(key, 0)
             if prefixes & ~bits:
                 # Neither the hit nor the ceiling reaches beyond.

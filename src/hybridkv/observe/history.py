@@ -9,13 +9,13 @@ had no time. Counters only grow, so what happened between any two samples is the
 
 import math
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
-from hybridkv.observe.catalog import Values
+from hybridkv.core.metrics import Metric, Values
 from hybridkv.wire.messages import IdentityDifference, RequestExplanation
 from hybridkv.wire.status import DaemonSetup, GroupStatus, SessionStatus, TierStatus
 
@@ -34,18 +34,18 @@ class Sample(NamedTuple):
 class Past(NamedTuple):
     """Samples of a span of time."""
 
-    columns: Sequence[tuple[str, str]]  # The (metric, label) of each of a sample's values.
+    columns: Sequence[Metric]  # The metric of each of a sample's values.
     samples: Sequence[Sample]  # The oldest first.
 
-    def levels(self, metric: str, label: str = "") -> list[float]:
+    def levels(self, metric: str, *labels: str) -> list[float]:
         """Returns the metric's value in each sample."""
-        column = self.columns.index((metric, label))
+        column = self.columns.index(Metric(metric, labels))
         return [sample.values[column] for sample in self.samples]
 
-    def rates(self, metric: str, label: str = "") -> list[float]:
+    def rates(self, metric: str, *labels: str) -> list[float]:
         """Returns the growth of a counter per second, for each interval."""
         times = [sample.at for sample in self.samples]
-        points = zip(times, self.levels(metric, label), strict=True)
+        points = zip(times, self.levels(metric, *labels), strict=True)
         return [
             max(0.0, new - old) / (end - begin) for (begin, old), (end, new) in pairwise(points)
         ]
@@ -83,24 +83,6 @@ class Past(NamedTuple):
         return Past(self.columns, (next(earlier, self.samples[0]), self.samples[-1]))
 
 
-class Series:
-    """A ring of samples of the same values."""
-
-    def __init__(self, step_seconds: float, samples_max: int) -> None:
-        self.step_seconds = step_seconds
-        self.samples: deque[Sample] = deque(maxlen=samples_max)  # The oldest first.
-
-    @property
-    def due_at(self) -> float:
-        """The time of the next sample, which is minus infinity before the first."""
-        return self.samples[-1].at + self.step_seconds if self.samples else -math.inf
-
-    def append(self, sample: Sample) -> None:
-        """Add a sample if it is later than the last. A full ring drops its oldest sample."""
-        if not self.samples or sample.at > self.samples[-1].at:
-            self.samples.append(sample)
-
-
 class HistogramBucket(NamedTuple):
     """A bucket of a histogram, as Prometheus has it."""
 
@@ -122,26 +104,14 @@ class Histogram:
         self.total += max(0.0, seconds)
 
     @property
+    def durations(self) -> int:
+        """The number of all durations."""
+        return sum(self._counts)
+
+    @property
     def cumulative(self) -> list[HistogramBucket]:
         """All buckets, each with the counts of those before it."""
         return [*map(HistogramBucket, self._bounds, accumulate(self._counts))]
-
-
-@dataclass
-class TimeSaved:
-    """Seconds that loads spared and took, over the loads of engines whose speed was known."""
-
-    computing_seconds: float = 0.0  # Of what was loaded, at the engine's measured speed.
-    loading_seconds: float = 0.0  # From each lookup to the end of its load.
-
-    def add_load(self, tokens: int, tokens_per_second: int, seconds: float) -> None:
-        """Add a load of `tokens` that ended `seconds` after its lookup.
-
-        A load that failed has no tokens. A load of an engine of unknown speed (0) is left out.
-        """
-        if tokens_per_second:
-            self.computing_seconds += tokens / tokens_per_second
-            self.loading_seconds += seconds
 
 
 class RequestOutcome(NamedTuple):
@@ -223,16 +193,15 @@ class Snapshot:
     groups: tuple[GroupStatus, ...]
     sessions: tuple[SessionStatus, ...]
     tiers: tuple[TierStatus, ...]
-    columns: tuple[tuple[str, str], ...]  # The (metric, label) of each of a sample's values.
+    columns: tuple[Metric, ...]  # The metric of each of a sample's values.
     hour: tuple[Sample, ...]
-    day: tuple[Sample, ...]
     decisions: tuple[RequestOutcome, ...]  # The latest first.
 
     def last_seconds(self, seconds: float) -> Past:
         """Returns the begin and the end of the last `seconds`, or of all that is known."""
         samples = self.hour
         if not samples or samples[-1].at < self.now:
-            values = tuple(self.values.of(metric, label) for metric, label in self.columns)
+            values = tuple(self.values.get(metric, 0.0) for metric in self.columns)
             samples = (*samples, Sample(self.now, values))
         return Past(self.columns, samples).since(self.now - seconds)
 

@@ -4,6 +4,7 @@ The status has numbers, their meaning, and what is wrong. The page and `hybridkv
 `hybridkv explain` shows the sentences of a request.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -96,26 +97,24 @@ AUDITS: Mapping[AuditOutcome, str] = {
 """Each outcome of a live audit in words."""
 
 
-class CachedHistory(NamedTuple):
-    """The past of a span of time, which changes with its last sample."""
-
-    last_sample_at: float
-    history: wire.StatusHistory
-
-
 class StatusReport:
     """Makes the status of snapshots. The past is computed once for each sample."""
 
-    def __init__(self, is_brief: bool = False) -> None:
-        """A brief status has no day, less of the hour, and fewer decisions."""
-        self._is_brief = is_brief
-        self._histories: dict[str, CachedHistory] = {}  # By span: "hour" or "day".
+    def __init__(self, samples_max: int = 0, decisions_max: int = DECISIONS_SHOWN_MAX) -> None:
+        """It has the last `samples_max` samples. 0 = all."""
+        self._samples_max = samples_max
+        self._decisions_max = decisions_max
+        self._last_sample_at = -math.inf
+        self._past: wire.StatusHistory
 
     def make(self, snapshot: Snapshot) -> wire.Status:
         """Returns everything that is shown of the snapshot."""
         now = snapshot.now
-        shown = snapshot.decisions[: BRIEF_DECISIONS if self._is_brief else None]
-        hour = snapshot.hour[-BRIEF_SAMPLES if self._is_brief else 0 :]
+        samples = snapshot.hour[-self._samples_max :]
+        last_at = samples[-1].at if samples else 0.0
+        if last_at != self._last_sample_at:
+            self._last_sample_at, self._past = last_at, history(snapshot, samples)
+        decisions = snapshot.decisions[: self._decisions_max]
         return wire.Status(
             version=__version__,
             setup=snapshot.setup,
@@ -129,18 +128,9 @@ class StatusReport:
             tiers=[*snapshot.tiers],
             groups=[*snapshot.groups],
             sessions=[*snapshot.sessions],
-            decisions=[_decision(outcome, now) for outcome in shown],
-            hour=self._past("hour", snapshot, hour),
-            day=None if self._is_brief else self._past("day", snapshot, snapshot.day),
+            decisions=[_decision(outcome, now) for outcome in decisions],
+            hour=self._past,
         )
-
-    def _past(self, span: str, snapshot: Snapshot, samples: Sequence[Sample]) -> wire.StatusHistory:
-        """The history of a span, computed anew if it has another last sample."""
-        last_at = samples[-1].at if samples else 0.0
-        cached = self._histories.get(span)
-        if cached is None or cached.last_sample_at != last_at:
-            cached = self._histories[span] = CachedHistory(last_at, history(snapshot, samples))
-        return cached.history
 
 
 def _decision(request: RequestOutcome, now: float) -> wire.DecisionStatus:
@@ -168,11 +158,11 @@ def history(snapshot: Snapshot, samples: Sequence[Sample]) -> wire.StatusHistory
         shares = past.shares(part, "ceiling_asked_tokens", SMOOTH_STEPS * step)
         return [None if share is None else _short(share) for share in shares]
 
-    def rates(metric: str, label: str = "") -> list[float]:
-        return [_short(rate) for rate in past.rates(metric, label)]
+    def rates(metric: str, *labels: str) -> list[float]:
+        return [_short(rate) for rate in past.rates(metric, *labels)]
 
-    def levels(metric: str, label: str = "") -> list[float]:
-        return [_short(level) for level in past.levels(metric, label)[1:]]
+    def levels(metric: str, *labels: str) -> list[float]:
+        return [_short(level) for level in past.levels(metric, *labels)[1:]]
 
     held = {name: levels("tier_bytes", name) for name in names}
     waits, waited = rates("lookup_wait_seconds"), rates("lookups_waited")

@@ -14,7 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from importlib import resources
@@ -32,12 +32,14 @@ from prometheus_client.registry import Collector
 from hybridkv import __version__
 from hybridkv.core.daemon_settings import METRICS_PORT, check_metrics
 from hybridkv.core.errors import ConfigError
-from hybridkv.observe.catalog import HISTOGRAM_SUMS, PREFIX, SNAPSHOT_METRICS, VALUES
-from hybridkv.observe.history import Snapshot
+from hybridkv.core.metrics import MetricFamily, Values, counter, gauge
+from hybridkv.observe.history import HistogramBucket, Snapshot
 from hybridkv.observe.status import StatusReport, health
+from hybridkv.wire.status import SessionStatus
 
 logger = logging.getLogger("hybridkv.daemon")
 
+PREFIX = "hybridkv_daemon_"  # Stands before the names of all families.
 PORT_SECONDS = 0.5
 """A daemon that ends has so long to leave the port to the next one."""
 PORT_AGAIN_SECONDS = 0.05
@@ -87,11 +89,25 @@ UNAVAILABLE = "503 Service Unavailable"
 Start = Callable[..., Any]  # WSGI's start_response.
 
 
-class Point(NamedTuple):
-    """One number of a metric, with the values of the metric's labels."""
-
-    labels: tuple[str, ...]
-    number: float
+ANSWERING = gauge("1 if the daemon's loop answered this scrape, else 0.")
+PAGES_FAILED = counter("Pages that failed and were answered with status 500.")
+PAGE: Mapping[str, MetricFamily] = {
+    "info": gauge("Always 1; which release runs.", lambda _: {__version__: 1}, labels=("version",)),
+    "group_bytes": gauge(
+        "Bytes in RAM of a group; the 65th row has all others.",
+        lambda snapshot: {
+            (group.identity, group.model, str(group.gid), group.kind): group.held_bytes
+            for group in snapshot.groups
+        },
+        labels=("identity", "model_name", "gid", "kind"),
+    ),
+    "session_connected": gauge(
+        "Connected schedulers of an engine; 0: only workers. Of the first 256 sessions.",
+        lambda snapshot: _connected(snapshot.sessions),
+        labels=("engine", "model_name", "identity"),
+    ),
+}
+"""Families of numbers whose owner is the Snapshot."""
 
 
 class WebPages(Collector):
@@ -144,18 +160,25 @@ class WebPages(Collector):
             self._room.release()
 
     def collect(self) -> Iterator[families.Metric]:
-        """Every metric of the catalog, named hybridkv_daemon_*."""
+        """Every metric but debug values, named hybridkv_daemon_*."""
         snapshot = self._snapshot()
-        yield _summed("answering", [Point((), float(snapshot is not None))])
+        yield _exported("answering", ANSWERING, {(): float(snapshot is not None)})
         if snapshot is None:
             return
-        yield from _values(snapshot)
-        yield _summed("info", [Point((__version__,), 1.0)])
-        yield _summed("uptime_seconds", [Point((), snapshot.now - snapshot.started_at)])
-        yield _summed("pages_failed", [Point((), self._pages_failed)])
-        yield _waits(snapshot)
-        yield from _groups(snapshot)
-        yield from _sessions(snapshot)
+        values = Values()
+        values.add_numbers(
+            {"pages_failed": PAGES_FAILED}, self, {"pages_failed": self._pages_failed}
+        )
+        values.add_numbers(PAGE, snapshot, {})
+        for source in (values, snapshot.values):
+            numbers: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+            for (name, labels), number in source.items():
+                numbers[name][labels] = number
+            for name, family in source.families.items():
+                if family.kind == "histogram":
+                    yield _histogram(name, family, snapshot.waits, source.of(name))
+                elif not family.is_debug:
+                    yield _exported(name, family, numbers[name])
 
     def _page(self, environ: Mapping[str, Any], start: Start) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "")
@@ -188,85 +211,37 @@ class WebPages(Collector):
             return None
 
 
-def _waits(snapshot: Snapshot) -> families.Metric:
-    """The histogram of the durations that lookups waited for tiers."""
-    name = "lookup_wait_seconds"
-    waits = families.HistogramMetricFamily(f"{PREFIX}{name}", SNAPSHOT_METRICS[name].help)
-    buckets = [
-        (str(bound).replace("inf", "+Inf"), durations) for bound, durations in snapshot.waits
-    ]
-    waits.add_metric((), buckets, snapshot.values.of(name))
-    return waits
-
-
-def _groups(snapshot: Snapshot) -> Iterator[families.Metric]:
-    """The metrics of groups. All that are not listed have the same labels."""
-    objects: list[Point] = []
-    held_bytes: list[Point] = []
-    for group in snapshot.groups:
-        labels = (group.identity, group.model, str(group.gid), group.kind)
-        objects.append(Point(labels, group.objects))
-        held_bytes.append(Point(labels, group.held_bytes))
-    yield _summed("group_objects", objects)
-    yield _summed("group_bytes", held_bytes)
-
-
-def _sessions(snapshot: Snapshot) -> Iterator[families.Metric]:
-    """The metrics of engines.
+def _connected(sessions: Iterable[SessionStatus]) -> Mapping[tuple[str, ...], float]:
+    """Returns each engine's connected schedulers.
 
     An engine that greeted anew has two sessions while its workers copy for the first one.
     """
-    leases: list[Point] = []
-    writing: list[Point] = []
-    connected: list[Point] = []
-    for session in snapshot.sessions:
-        labels = (session.engine_id, session.model, session.identity)
-        leases.append(Point(labels, session.leases))
-        writing.append(Point(labels, session.writing_bytes))
-        connected.append(Point(labels, session.is_connected))
-    yield _summed("session_leases", leases)
-    yield _summed("session_writing_bytes", writing)
-    yield _summed("session_connected", connected)
+    connected: Counter[tuple[str, ...]] = Counter()
+    for session in sessions:
+        connected[session.engine_id, session.model, session.identity] += session.is_connected
+    return connected
 
 
-def _values(snapshot: Snapshot) -> Iterator[families.Metric]:
-    """The metrics whose numbers are the snapshot's values."""
-    values: dict[str, dict[str, float]] = defaultdict(dict)
-    for (name, label), number in snapshot.values.items():
-        values[name][label] = number
-    for name, described in VALUES.items():
-        numbers = values.pop(name, {})
-        # A counter that appears with its first event would hide that event from rates.
-        if described.kind == "counter" and described.labels == ("tier",):
-            numbers = dict.fromkeys((tier.name for tier in snapshot.tiers), 0.0) | numbers
-        labelled = [Point((label,), numbers[label]) for label in sorted(numbers)]
-        yield _family(name, labelled if described.labels else [Point((), numbers.get("", 0.0))])
-    for name in sorted(values.keys() - HISTOGRAM_SUMS):
-        # Only tiers have labelled values that the catalog may not know.
-        labels = ("tier",) if any(values[name]) else ()
-        unknown = families.UnknownMetricFamily(f"{PREFIX}{name}", "Not described.", labels=labels)
-        for label, number in values[name].items():
-            unknown.add_metric([label] if labels else [], number)
-        yield unknown
+def _histogram(
+    name: str, family: MetricFamily, buckets: Iterable[HistogramBucket], total: float
+) -> families.Metric:
+    """A histogram whose values add up to `total`."""
+    metric = families.HistogramMetricFamily(f"{PREFIX}{name}", family.help)
+    bounds = [(str(bound).replace("inf", "+Inf"), durations) for bound, durations in buckets]
+    metric.add_metric((), bounds, total)
+    return metric
 
 
-def _summed(name: str, points: Iterable[Point]) -> families.Metric:
-    """One of SNAPSHOT_METRICS, with the sum of the points that have the same labels."""
-    sums: dict[tuple[str, ...], float] = defaultdict(float)
-    for labels, number in points:
-        sums[labels] += number
-    return _family(name, [Point(labels, number) for labels, number in sums.items()])
-
-
-def _family(name: str, points: Iterable[Point]) -> families.Metric:
-    """The metric of this name, described as in the catalog."""
-    described = SNAPSHOT_METRICS.get(name) or VALUES[name]
-    is_counter = described.kind == "counter"
-    family_class = families.CounterMetricFamily if is_counter else families.GaugeMetricFamily
-    family = family_class(f"{PREFIX}{name}", described.help, labels=described.labels)
-    for labels, number in points:
-        family.add_metric(labels, number)
-    return family
+def _exported(
+    name: str, family: MetricFamily, numbers: Mapping[tuple[str, ...], float]
+) -> families.Metric:
+    """The metric of a family, with its numbers by the values of its labels."""
+    is_counter = family.kind == "counter"
+    exported_class = families.CounterMetricFamily if is_counter else families.GaugeMetricFamily
+    metric = exported_class(f"{PREFIX}{name}", family.help, labels=family.labels)
+    for labels in sorted(numbers):
+        metric.add_metric(labels, numbers[labels])
+    return metric
 
 
 def serve_web(

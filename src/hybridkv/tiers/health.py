@@ -248,16 +248,9 @@ class TierState:
         """Returns when `tick` is due again at the latest."""
         return min([self._upkeep()[0], *map(self._late_at, self.running)])
 
-    def values(self) -> Iterator[tuple[str, float]]:
-        """Yields the name and value of each counter and gauge."""
-        yield from ((counter, float(value)) for counter, value in self.counters.items())
-        yield from self.tier.gauges().items()
-        yield "jobs_running", float(len(self.running))
-        yield "is_open", float(self.is_open)
-        yield "breaker_open", float(self.is_shut or self.is_hung)
-        yield "refusing", float(bool(self.refusals))
-        yield "bytes_per_second", self.speed.per_second
-        yield "written_bytes_per_second", self.writing_speed.per_second
+    def counted(self) -> dict[str, float]:
+        """Returns what was counted, and what the tier itself knows, by the names of `TIER`."""
+        return {**self.counters, **self.tier.gauges()}
 
     def _begin_anew(self, now: float) -> None:
         """Ask nothing of the tier until it was closed, and opened with what its settings say."""

@@ -41,8 +41,6 @@ from hybridkv.tiers.record import Record
 WAITING_MAX = 1024  # Lookups that wait at the same time. More are answered from RAM.
 STORY_MAX = 32  # What a lookup has waited for, the last times.
 
-MetricLabel = tuple[str, str]  # (metric, label), as the daemon's view has all labelled counters.
-
 
 class Wait(StrEnum):
     """What a lookup waits for."""
@@ -54,24 +52,26 @@ class Wait(StrEnum):
 
 
 class ShortfallKind(Enum):
-    """The reasons why a lookup gets less than the tiers have: a metric, its label, a sentence."""
+    """The reasons why a lookup gets less than the tiers have: as a label, and as a sentence.
 
-    CROWDED = "promotions_cut", "crowded", "too many lookups wait for tiers"
-    TIERS_AWAY = "promotions_cut", "tiers_away", "no tier can be asked at the moment"
-    SILENT = "promotions_cut", "tiers_away", "{tier} does not answer"
+    Those without a label are missed deadlines.
+    """
+
+    CROWDED = "crowded", "too many lookups wait for tiers"
+    TIERS_AWAY = "tiers_away", "no tier can be asked at the moment"
+    SILENT = "tiers_away", "{tier} does not answer"
     SLOWER = (
-        "promotions_cut",
         "slower",
         "reading {tokens} tokens would take {read_seconds:.2g} s, "
         "computing them {compute_seconds:.2g} s",
     )
-    NO_ROOM = "promotions_cut", "no_room", "RAM has room for {fits} of {tokens} tokens"
-    FAILED = "promotions_cut", "failed", "{tier}: {error}"
-    NOT_FOUND_IN_TIME = "deadlines_missed", "", "no tier had a thread to look for it in time"
-    NOT_READ_IN_TIME = "deadlines_missed", "", "it was not read in time"
+    NO_ROOM = "no_room", "RAM has room for {fits} of {tokens} tokens"
+    FAILED = "failed", "{tier}: {error}"
+    NOT_FOUND_IN_TIME = "", "no tier had a thread to look for it in time"
+    NOT_READ_IN_TIME = "", "it was not read in time"
 
-    def __init__(self, metric: str, label: str, sentence: str) -> None:
-        self.counter = metric, label
+    def __init__(self, reason: str, sentence: str) -> None:
+        self.reason = reason
         self.sentence = sentence  # With the names of facts in braces.
 
 
@@ -163,7 +163,8 @@ class Promotion:
         self.reads = ObjectReads(store, tiers)
         self.waiters: dict[bytes, list[ReadWaiter]] = {}
         """By the key of each object that is being read, who waits for it. The first began it."""
-        self.counters: Counter[MetricLabel] = Counter()  # Lookups that fell short, by reason.
+        self.shortfalls: Counter[str] = Counter()  # Lookups that were cut, by reason.
+        self.deadlines_missed = 0
 
     def __len__(self) -> int:
         return len(self.lookups)
@@ -263,7 +264,10 @@ class Promotion:
     def _count_shortfalls(self, lookup: WaitingLookup) -> None:
         """Count each kind of reason for which the lookup gets less than the tiers have."""
         for kind in {shortfall.kind for shortfall in lookup.shortfalls}:
-            self.counters[kind.counter] += 1
+            if kind.reason:
+                self.shortfalls[kind.reason] += 1
+            else:
+                self.deadlines_missed += 1
 
     # The story of a lookup
 

@@ -355,6 +355,8 @@ class Stats(_Numbered, frozen=True, tag="stats"):
     """Ask for the daemon's values. With `status` also ask for what the status page shows."""
 
     status: bool = False
+    debug: bool = True
+    """Whether to answer debug values too, which nothing but `hybridkv stats --debug` shows."""
 
 
 class ListEngines(_Numbered, frozen=True, tag="list_engines"):
@@ -480,7 +482,7 @@ class Report(_Numbered, frozen=True, tag="report"):
     """The answer to Stats: the daemon's values, and its status where it was asked for."""
 
     values: dict[str, float]
-    """Every counter and gauge of the daemon, by one name each."""
+    """The daemon's counters and gauges, by one name each."""
     tiers: list[TierStatus]
     metrics_url: str
     """The URL of /metrics. Empty where the daemon serves no pages."""

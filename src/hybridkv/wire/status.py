@@ -186,5 +186,3 @@ class Status(Struct, frozen=True, omit_defaults=True):
     decisions: list[DecisionStatus]
     """The latest first."""
     hour: StatusHistory
-    day: StatusHistory | None = None
-    """None in a brief status."""

@@ -21,7 +21,6 @@ from hybridkv.cli.main import main
 from hybridkv.cli.top import QUIT_KEYS, WRAP_KEYS, frame, keys_in
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.observe.status import StatusReport
 from hybridkv.wire.messages import Decline, Release, ReportRequest, RequestExplanation
 from hybridkv.wire.status import Status
 from tests.unit.daemon.harness import commit, engine, grant, lookup, make_daemon
@@ -61,7 +60,7 @@ def status() -> Status:
         )
         while core.ceiling.work():
             pass
-    return StatusReport(is_brief=True).make(core.view.snapshot(300.0))
+    return core.view.status(300.0)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 8), (10, 3), (1, 1), (132, 60), (400, 200)])
@@ -113,7 +112,7 @@ def test_ram_is_one_number(status: Status) -> None:
 
 
 def test_an_empty_daemon_has_a_frame_too() -> None:
-    fresh = StatusReport(is_brief=True).make(make_daemon().view.snapshot(0.0))
+    fresh = make_daemon().view.status(0.0)
     text = frame(fresh, "/run/daemon.sock", 80, 24).plain
     assert "nothing was looked up" in text
     assert "no engine is connected" in text

@@ -173,7 +173,8 @@ class Followed:
     def stats(self) -> dict[str, Any]:
         """Returns the daemon's values, asked in its container."""
         socket_path = str(self.options.socket)
-        done = self.daemon.execute(["hybridkv", "stats", "--json", "--socket", socket_path])
+        words = ["hybridkv", "stats", "--debug", "--json", "--socket", socket_path]
+        done = self.daemon.execute(words)
         assert done.returncode == 0, done.stderr
         values: dict[str, Any] = json.loads(done.stdout)
         return values

@@ -404,7 +404,10 @@ def test_stats_and_clear_commands(
     daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["stats", "--socket", daemon.socket_path, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["bytes_arena"] == 64 << 20
+    values = json.loads(capsys.readouterr().out)
+    assert (values["bytes_arena"], "slots_granted" in values) == (64 << 20, False)
+    assert main(["stats", "--socket", daemon.socket_path, "--json", "--debug"]) == 0
+    assert values.keys() < json.loads(capsys.readouterr().out).keys() >= {"slots_granted"}
     assert main(["stats", "--socket", daemon.socket_path]) == 0
     assert "64MiB" in capsys.readouterr().out
     assert main(["clear", "--socket", daemon.socket_path, "--json"]) == 0

@@ -505,18 +505,19 @@ def test_a_scheduler_role_that_is_switched_off_begins_anew(roles: Roles) -> None
     """Connected again, under a number that no worker is done with, and it says so."""
     paused = Paused(roles)
     stats_before = roles.scheduler.get_kv_connector_stats()
-    assert stats_before.data["gauges"]["quarantined"] == 0
+    assert stats_before.gauges[Metric("quarantined")] == 0
     connects = roles.scheduler.counters[DAEMON_CONNECTS]
     roles.scheduler.guard.pause("the test says so")
-    gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
-    assert gauges["quarantined"] == 1
-    assert gauges["quarantined_until"] == gauges["quarantined_since"] + PAUSE_SECONDS
+    gauges = roles.scheduler.get_kv_connector_stats().gauges
+    assert gauges[Metric("quarantined")] == 1
+    since, until = Metric("quarantined_since"), Metric("quarantined_until")
+    assert gauges[until] == gauges[since] + PAUSE_SECONDS
     assert roles.scheduler.get_num_new_matched_tokens(request("r"), 0) == (0, False)
     quit_number = roles.scheduler.build_connector_meta(IDLE).session
     paused.begins_anew()
     assert roles.scheduler.build_connector_meta(IDLE).session > quit_number
     stats = roles.scheduler.get_kv_connector_stats()
-    assert {name: stats.data["gauges"][name] for name in gauges} == dict.fromkeys(gauges, 0)
+    assert {metric: stats.gauges[metric] for metric in gauges} == dict.fromkeys(gauges, 0)
     new_connects = roles.scheduler.counters[DAEMON_CONNECTS] - connects
     assert stats.counters[DAEMON_CONNECTS] == new_connects == 1, "what was told is not told again"
     roles.scheduler.on_new_request(request("r"))
@@ -578,8 +579,8 @@ def test_a_worker_that_is_switched_off_maps_the_arena_again(roles: Roles) -> Non
     worker.attach_arena = attach
     paused.attached()
     assert worker.mapped[worker.boot][0] is not arena
-    gauges = roles.scheduler.get_kv_connector_stats().data["gauges"]
-    assert gauges["quarantined"] == 0
+    gauges = roles.scheduler.get_kv_connector_stats().gauges
+    assert gauges[Metric("quarantined")] == 0
 
 
 def declined_at_once(roles: Roles, name: str) -> dict[str, float]:

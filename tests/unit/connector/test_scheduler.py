@@ -78,7 +78,7 @@ class Rig:
             parsed, GEOMETRY, IDENTITY, self.counters, why_computed=why_computed
         )
         self._socket_path = daemon.socket_path
-        self._gauges: dict[str, float] = {}
+        self._gauges: dict[Metric, float] = {}
         until(self._welcomed, "the daemon greets")
         self.report = StepReport
         if attached:
@@ -142,8 +142,8 @@ class Rig:
     def gauge(self, name: str) -> float:
         """One of the role's own gauges, as it was told last."""
         stats = self.side.take_stats()
-        self._gauges.update(stats.data["gauges"] if stats else {})
-        return self._gauges[name]
+        self._gauges.update(stats.gauges if stats else {})
+        return self._gauges[Metric(name)]
 
     def value(self, name: str) -> float:
         """One of the daemon's counters or gauges."""

@@ -77,13 +77,13 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
     from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
     from hybridkv.core.copies import CopyRun, ObjectSpan
     from hybridkv.vllm.hook_guard import FAULTS_MAX, HookGuard
-    from hybridkv.vllm.metrics import Deltas
+    from hybridkv.vllm.metrics import Increments
 
     worker = worker_role()
     map_arena(worker, Broken())
     connector: Any = HybridKVConnector.__new__(HybridKVConnector)
     connector.guard = HookGuard("worker")
-    connector.uncounted = Deltas(connector.guard.counters)
+    connector.uncounted = Increments()
     connector.worker_role, connector.scheduler_role = worker, None
 
     def step(plan: Any) -> tuple[Any, Any]:

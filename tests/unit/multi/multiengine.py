@@ -15,6 +15,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from hybridkv.core.metrics import Metric
+from hybridkv.multi.stats import OWN, OwnStats
 from tests.simulation.configs import base_config, block_hasher, structured_output_manager
 from tests.simulation.layouts import LAYOUTS
 from tests.unit.multi.scripted import SCRIPTS, Script
@@ -183,9 +185,11 @@ class MultiEngine:
         """One child's counts of the choices, summed over all payloads."""
         counts: Counter[str] = Counter()
         for payload in self.payloads:
-            values = dict(payload.get("__selection__", {}).get(name, {}))
-            counts["last_pending"] = values.pop("pending_loads", counts["last_pending"])
-            counts.update(values)
+            own = OwnStats(payload.get(OWN))
+            pending = own.gauges.get(Metric("pending_loads", (name,)), counts["last_pending"])
+            counts["last_pending"] = int(pending)
+            for (family, labels), value in own.counters.items():
+                counts[family] += int(value) if labels == (name,) else 0
         return counts
 
     def _run(self, worker: Any, output: Any) -> KVConnectorOutput:

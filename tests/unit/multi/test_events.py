@@ -14,8 +14,9 @@ from vllm.distributed.kv_events import KVConnectorKVEvents  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 
-from hybridkv.multi.counters import REPORTS_ABSORBED, CounterKey  # noqa: E402
 from hybridkv.multi.messages import ChildEvents, ChildMessage, MultiReport  # noqa: E402
+from hybridkv.multi.metrics import REPORTS_ABSORBED, of_child  # noqa: E402
+from hybridkv.multi.stats import OWN  # noqa: E402
 from hybridkv.vllm.hook_guard import event, fault  # noqa: E402
 from tests.unit.multi.multiengine import MultiEngine, child, hybrid  # noqa: E402
 from tests.unit.multi.scripted import Note, Script, ScriptedError  # noqa: E402
@@ -43,9 +44,9 @@ def test_a_child_that_is_switched_off_withdraws_what_it_announced(rng: random.Ra
     assert engine.connector.take_events() == ["gone"]
     assert engine.connector.take_events() == []
     assert asked == ["first", "second"]
-    events = engine.connector.get_kv_connector_stats().to_dict()["__events__"]
-    assert events["Scripted-2"]["fault_withdraw"] == 1
-    assert "fault_withdraw" not in events["Scripted"]
+    counters = engine.connector.get_kv_connector_stats().to_dict()[OWN]["counters"]
+    assert counters[of_child("Scripted-2", fault("withdraw"))] == 1
+    assert of_child("Scripted", fault("withdraw")) not in counters
 
 
 class UnmergeableNote(Note):
@@ -122,8 +123,8 @@ def test_events_that_cannot_be_merged_end_nothing_and_are_counted(hook: str) -> 
     assert [events and events.names for events in bad.events] == [
         None if hook else ["bad0", "bad1"]
     ]
-    assert engine.connector.counters[CounterKey("bad", fault("kv_events"))] == bool(hook)
-    assert CounterKey("good", fault("kv_events")) not in engine.connector.counters
+    assert engine.connector.counters[of_child("bad", fault("kv_events"))] == bool(hook)
+    assert of_child("good", fault("kv_events")) not in engine.connector.counters
     assert engine.connector.children.all[0].is_alive
 
 
@@ -136,7 +137,7 @@ def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
             kv_connector_worker_meta=MultiReport(
                 [ChildMessage(0, Note(1) if rank else UnmergeableNote()), ChildMessage(1, Note(1))],
                 counters=Counter(
-                    {CounterKey("", REPORTS_ABSORBED): 2, CounterKey("", event(f"only{rank}")): 1}
+                    {of_child("", REPORTS_ABSORBED): 2, of_child("", event(f"only{rank}")): 1}
                 ),
             )
         )
@@ -144,7 +145,7 @@ def test_messages_that_cannot_be_merged_are_lost_and_counted() -> None:
     engine.connector.update_connector_output(output)
     assert [note and note.steps for note in (*bad.notes, *good.notes)] == [None, 2]
     counters = engine.connector.counters
-    assert counters[CounterKey("bad", fault("aggregate"))] == 1
-    assert counters[CounterKey("", event("only0"))] == counters[CounterKey("", event("only1"))] == 1
-    assert counters[CounterKey("", REPORTS_ABSORBED)] == 4
-    assert CounterKey("good", fault("aggregate")) not in counters
+    assert counters[of_child("bad", fault("aggregate"))] == 1
+    assert counters[of_child("", event("only0"))] == counters[of_child("", event("only1"))] == 1
+    assert counters[of_child("", REPORTS_ABSORBED)] == 4
+    assert of_child("good", fault("aggregate")) not in counters

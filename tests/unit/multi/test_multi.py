@@ -22,19 +22,21 @@ from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 from hybridkv.core.errors import ConfigError  # noqa: E402
 from hybridkv.multi.children import HOOK_SECONDS_MAX, ChildState, child_specs  # noqa: E402
-from hybridkv.multi.counters import (  # noqa: E402
+from hybridkv.multi.metrics import (  # noqa: E402
     LOADS_FAILED,
     LOADS_GIVEN_UP,
     REPORTS_ABSORBED,
     SYNC_DECLINED,
-    CounterKey,
+    of_child,
 )
 from hybridkv.multi.ranking import WaitTimes  # noqa: E402
 from hybridkv.multi.scheduler import MultiScheduler  # noqa: E402
+from hybridkv.multi.stats import OWN, OwnStats  # noqa: E402
 from hybridkv.multi.worker import MultiWorker  # noqa: E402
 from hybridkv.vllm.hook_guard import (  # noqa: E402
     FAULTS_MAX,
     PAUSE_SECONDS,
+    QUARANTINED,
     SLOW_HOOKS,
     SLOW_MAX,
     HookGuard,
@@ -299,7 +301,7 @@ def test_a_failed_load_is_not_offered_again_but_another_childs_hit_is(
     engine.run()
     assert [tokens for _, tokens in calls_of(bad, "update_state_after_alloc")] == [2 * HIT, 0, 0]
     assert engine.selection("Scripted-2")["hit_tokens"] == HIT
-    assert engine.connector.counters[CounterKey("", LOADS_FAILED)] == 1
+    assert engine.connector.counters[of_child("", LOADS_FAILED)] == 1
 
 
 SCHEDULER_HOOKS = (
@@ -365,9 +367,9 @@ def test_a_raising_child_ends_nothing(hook: str, is_async: bool, rng: random.Ran
     for _ in range(30):
         engine.step()
     engine.run()
-    faults = {key.metric for key in engine.connector.counters}
+    counters = engine.connector.counters
     supervised = hook.replace("get_block_ids_with_load_errors", "get_transfer_results")
-    assert fault(supervised) in faults or not bad.calls[hook], faults
+    assert of_child("Scripted", fault(supervised)) in counters or not bad.calls[hook], counters
     bad.raises = set()
     last = engine.add(prompt(rng, 300))
     engine.run()
@@ -380,12 +382,9 @@ def test_a_raising_child_ends_nothing(hook: str, is_async: bool, rng: random.Ran
     off = not engine.connector.children.all[0].guard.is_on
     assert ("r9" not in asks) == off, "who is switched off is not asked"
     assert engine.selection("Scripted-2")["hit_tokens"] >= HIT * off
-    events = Counter(
-        event
-        for payload in engine.payloads
-        for event in payload.get("__events__", {}).get("Scripted", {})
-    )
-    assert bool(events["quarantined"]) == off, "/metrics tells who is switched off"
+    quarantined = of_child("Scripted", QUARANTINED)
+    told = any(quarantined in OwnStats(payload.get(OWN)).counters for payload in engine.payloads)
+    assert told == off, "/metrics tells who is switched off"
 
 
 def test_a_child_that_faults_too_often_is_asked_again_after_a_pause(rng: random.Random) -> None:
@@ -409,7 +408,7 @@ def test_a_child_that_faults_too_often_is_asked_again_after_a_pause(rng: random.
         engine.now += PAUSE_SECONDS
         engine.step()
     assert first_state(engine) is ChildState.SERVING
-    faults = CounterKey("Scripted", fault("get_num_new_matched_tokens"))
+    faults = of_child("Scripted", fault("get_num_new_matched_tokens"))
     assert not engine.connector.counters[faults] % FAULTS_MAX
 
 
@@ -429,7 +428,7 @@ def test_a_child_whose_lookups_keep_the_engine_is_asked_twice(rng: random.Random
         engine.run()
     assert slow.calls["get_num_new_matched_tokens"] == SLOW_MAX
     assert engine.selection("Scripted")["hits"] == 5
-    assert engine.connector.counters[CounterKey("Slow", SLOW_HOOKS)] == SLOW_MAX
+    assert engine.connector.counters[of_child("Slow", SLOW_HOOKS)] == SLOW_MAX
 
 
 def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None:
@@ -447,7 +446,7 @@ def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None
     before = engine.now
     engine.run()
     assert engine.now - before >= 0.2
-    assert engine.connector.counters[CounterKey("", LOADS_GIVEN_UP)] == 1
+    assert engine.connector.counters[of_child("", LOADS_GIVEN_UP)] == 1
 
 
 def test_a_load_that_no_worker_was_told_of_fails_at_once(rng: random.Random) -> None:
@@ -456,7 +455,7 @@ def test_a_load_that_no_worker_was_told_of_fails_at_once(rng: random.Random) -> 
     engine = MultiEngine([child(bad)], hybrid(), ranks=2, settle_seconds=30)
     engine.add(prompt(rng))
     engine.run(10)
-    assert engine.connector.counters[CounterKey("", LOADS_GIVEN_UP)] == 1
+    assert engine.connector.counters[of_child("", LOADS_GIVEN_UP)] == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -493,7 +492,7 @@ def test_reports_of_blocks_fail_the_request_and_end_nothing(
     engine.run()
     assert ("r1", HIT) in calls_of(bad, "update_state_after_alloc")
     assert engine.selection("Scripted")["hits"] == 1, "not offered again"
-    assert engine.connector.counters[CounterKey("", LOADS_FAILED)] == (layout is hybrid)
+    assert engine.connector.counters[of_child("", LOADS_FAILED)] == (layout is hybrid)
 
 
 LOADING = (
@@ -521,7 +520,7 @@ def test_a_synchronous_hit_is_declined_where_it_could_not_fail(rng: random.Rando
     engine = MultiEngine([child(sync)], hybrid())
     engine.add(prompt(rng))
     engine.run()
-    assert engine.connector.counters[CounterKey("Scripted", SYNC_DECLINED)] == 1
+    assert engine.connector.counters[of_child("Scripted", SYNC_DECLINED)] == 1
     engine = MultiEngine([child(sync)], single())
     engine.add(prompt(rng))
     engine.run()
@@ -552,7 +551,7 @@ def test_everything_is_reported_once(rng: random.Random) -> None:
     engine.run()
     for _ in range(3):
         engine.step()
-    assert engine.connector.counters[CounterKey("", REPORTS_ABSORBED)] > 8
+    assert engine.connector.counters[of_child("", REPORTS_ABSORBED)] > 8
     assert engine.selection("Scripted")["hits"] == 3
 
 
@@ -583,7 +582,7 @@ def test_reports_of_what_nobody_waits_for_do_not_reach_the_engine() -> None:
         finished_recving={"ghost"}, failed_recving=set(), finished_sending={"ghost"}
     )
     engine.scheduler._update_from_kv_xfer_finished(output)
-    assert engine.connector.counters[CounterKey("", REPORTS_ABSORBED)] == 2
+    assert engine.connector.counters[of_child("", REPORTS_ABSORBED)] == 2
 
 
 def test_preempted_requests_choose_again(rng: random.Random) -> None:
@@ -668,7 +667,7 @@ def test_engine_ids_differ_between_engines_and_children() -> None:
         ({"load_weight": 0}, "load_weight=0 must be a number above 0"),
         ({"load_weight": True}, "load_weight=True must be a number"),
         ({"load_weight": "much"}, 'or "auto"; 1.0 works'),
-        ({"name": "__selection__"}, "name='__selection__'"),
+        ({"name": "__own__"}, "name='__own__'"),
         ({"sub_block_hits": True}, "sub_block_hits is not proven with several connectors"),
         ({"sub_block_hits": "auto"}, "sub_block_hits is not proven with several connectors"),
     ],

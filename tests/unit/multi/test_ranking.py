@@ -1,11 +1,15 @@
 """The choice between connectors, its statistics, and the ledger of what they owe."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from hybridkv.core.metrics import Metric
 from hybridkv.core.speed import DOUBLING_SECONDS, Speed
+from hybridkv.multi.metrics import count_admission
 from hybridkv.multi.ranking import (
     MISS,
     PATIENCE_SECONDS_MAX,
@@ -18,7 +22,7 @@ from hybridkv.multi.ranking import (
     effective_weights,
     patience,
 )
-from hybridkv.multi.stats import ConnectorCounts
+from hybridkv.multi.stats import OwnStats
 from hybridkv.multi.worker import TransferLedger
 
 AT_ONCE = WaitTimes(grace_seconds=0.01, patience_seconds=2.0)
@@ -89,37 +93,32 @@ def test_counts_add_up(first: list, second: list) -> None:
     """What travels in two parts is what travels in one, and a query is a hit, a miss or neither."""
     names = ["a", "b", "c"]
 
-    def counted(admissions: list) -> ConnectorCounts:
-        selection = ConnectorCounts()
+    def counted(admissions: list) -> OwnStats:
+        counters: Counter[Metric] = Counter()
         for answers, chosen, tokens in admissions:
             given = {index: ChildAnswer(matched) for index, matched in answers.items()}
-            selection.count_admission(names, given, chosen, tokens)
-        return selection
+            count_admission(counters, names, given, chosen, tokens)
+        return OwnStats({"counters": counters})
 
     together = counted([*first, *second])
-    merged = ConnectorCounts.from_dict(counted(first).to_dict())
-    merged.aggregate(ConnectorCounts.from_dict(counted(second).to_dict()))
+    merged = OwnStats(counted(first).to_dict()).aggregate(OwnStats(counted(second).to_dict()))
     assert merged.to_dict() == together.to_dict()
-    for counts in together.data.values():
-        assert counts["queries"] >= counts.get("hits", 0) + counts.get("misses", 0)
+    counters = Counter(together.counters)
+
+    def total(family: str, *children: str) -> float:
+        return sum(counters[Metric(family, (name,))] for name in children or names)
+
+    for name in names:
+        assert total("queries", name) >= total("hits", name) + total("misses", name)
     loaded = [tokens for answers, chosen, tokens in [*first, *second] if chosen in answers]
-    assert sum(counts.get("hit_tokens", 0) for counts in together.data.values()) == sum(loaded)
+    assert total("hit_tokens") == sum(loaded)
 
 
 def test_the_last_level_is_the_one_that_counts() -> None:
-    first = ConnectorCounts({"a": {"pending_loads": 3}, "b": {"pending_loads": 1}})
-    then = ConnectorCounts({"a": {"pending_loads": 0}})
-    first.aggregate(then)
-    assert first.to_dict() == {"a": {"pending_loads": 0}, "b": {"pending_loads": 1}}
-    assert then.to_dict() == {"a": {"pending_loads": 0}}, "what is added does not change"
-
-
-def test_counts_below_zero_do_not_arrive() -> None:
-    """Requirements B30."""
-    travelled = {"a": {"hits": -5, "queries": 2, "pending_loads": -1}}
-    assert ConnectorCounts.from_dict(travelled).to_dict() == {
-        "a": {"queries": 2, "pending_loads": 0}
-    }
+    of_a, of_b = (Metric("pending_loads", (name,)) for name in "ab")
+    first, then = OwnStats({"gauges": {of_a: 3, of_b: 1}}), OwnStats({"gauges": {of_a: 0}})
+    assert first.aggregate(then).gauges == {of_a: 0, of_b: 1}
+    assert then.gauges == {of_a: 0}, "what is added does not change"
 
 
 @given(

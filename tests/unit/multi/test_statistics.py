@@ -14,9 +14,17 @@ pytestmark = pytest.mark.engine
 
 pytest.importorskip("vllm")
 
-from hybridkv.multi.stats import MultiKVConnectorStats  # noqa: E402
+from hybridkv.core.metrics import Metric  # noqa: E402
+from hybridkv.multi.metrics import LOADS_GIVEN_UP, of_child, stats_fault  # noqa: E402
+from hybridkv.multi.stats import OWN, MultiKVConnectorStats, OwnStats  # noqa: E402
+from hybridkv.vllm.hook_guard import QUARANTINED  # noqa: E402
 from tests.unit.multi.multiengine import HIT, MultiEngine, child, hybrid, prompt, upto  # noqa: E402
 from tests.unit.multi.scripted import Script, ScriptedError, ScriptedStats  # noqa: E402
+
+
+def own(counters: dict[Metric, int]) -> dict[str, Any]:
+    """MultiConnector's own part of a payload."""
+    return {OWN: OwnStats({"counters": counters}).to_dict()}
 
 
 def metrics_of(config: Any, registry: CollectorRegistry, engines: int = 1) -> Any:
@@ -105,18 +113,11 @@ def test_what_else_was_counted_reaches_prometheus() -> None:
     engine = MultiEngine([child(Script(), name="a"), child(Script(), name="b")], hybrid())
     registry = CollectorRegistry()
     metrics = metrics_of(engine.scheduler.vllm_config, registry, engines=2)
-    payload = {
-        "__events__": {
-            "a": {"quarantined": 1, "down": -3},
-            "": {"loads_given_up": 2},
-            "nobody": {"x": 1},
-        }
-    }
+    payload = own({of_child("a", QUARANTINED): 1, of_child("", LOADS_GIVEN_UP): 2})
     stats = MultiConnector.build_kv_connector_stats(payload)
     both = stats.aggregate(MultiConnector.build_kv_connector_stats(payload))
-    assert both.reduce() == {"events": {"a quarantined": 2, "loads_given_up": 4, "nobody x": 2}}
+    assert both.reduce() == {"own": {"a quarantined": 2, "loads_given_up": 4}}
     metrics.observe(both.to_dict(), 1)
-    metrics.observe(payload, 7)
     shown = {
         (sample.labels["connector"], sample.labels["event"]): sample.value
         for family in registry.collect()
@@ -132,8 +133,8 @@ def test_statistics_never_raise(rng: random.Random) -> None:
     engine = MultiEngine([child(Script(), name="a"), child(Script(), name="b")], hybrid())
     metrics = metrics_of(engine.scheduler.vllm_config, CollectorRegistry())
     for payload in (
-        {"__selection__": {"a": {"hits": -5, "pending_loads": -2}, "nobody": {"hits": 1}}},
-        {"__selection__": 3, "a": {"asked": -1}, "b": {}, "c": 7},
+        own({Metric("hits", ("a",)): -5}),
+        {OWN: 3, "a": {"asked": -1}, "b": {}, "c": 7},
         {"a": {"asked": 1}, "__classes__": {"a": "os:path"}},
         {"a": {"asked": 1}, "__classes__": {"a": "no.such:Thing"}},
     ):
@@ -167,10 +168,10 @@ def test_a_fault_of_a_childs_statistics_travels_with_the_others(method: str) -> 
     stats = MultiKVConnectorStats({"bad": FaultyStats(method), "good": ScriptedStats({"asked": 2})})
     later = MultiKVConnectorStats({name: ScriptedStats({"asked": 3}) for name in ("bad", "good")})
     payload = stats.aggregate(later).to_dict()
-    assert payload["__events__"] == {"bad": {"fault_stats": 1}}
+    assert payload[OWN]["counters"] == {stats_fault("bad"): 1}
     assert payload["good"] == {"asked": 5}
     assert payload.get("bad") == ({"asked": 1} if method == "aggregate" else None)
-    assert stats.reduce()["events"]["bad fault_stats"] == 1
+    assert stats.reduce()["own"] == {"bad fault_stats": 1}
 
 
 def test_a_fault_of_a_childs_statistics_in_the_server_is_counted_at_once() -> None:
@@ -184,19 +185,18 @@ def test_a_fault_of_a_childs_statistics_in_the_server_is_counted_at_once() -> No
         name = "vllm:kv_connector_mc_events_total"
         return registry.get_sample_value(name, {**labels, "event": "fault_stats"})
 
-    payloads: list[Any] = [{"a": {}}, {"__events__": 3}, {"__selection__": {"a": 7}}]
+    payloads: list[Any] = [{"a": {}}, {OWN: 3}, {OWN: {"a": 7}}]
     for payload in (*payloads, {"b": {"asked": 1}}):
         metrics.observe(payload, 1)
     metrics.observe({"a": {}}, 7)
-    assert [faults("a", 1), faults("", 1), faults("b", 1), faults("a", 0)] == [1, 2, None, None]
+    assert [faults("a", 1), faults("", 1), faults("b", 1)] == [1, 2, None]
+    assert faults("a", 0) == 1, "that of an engine that nobody knows"
     registry = CollectorRegistry()
     PromCounter("vllm:scripted_asked", "Another's.", registry=registry)
     metrics_of(engine.scheduler.vllm_config, registry, engines=2)
     assert [faults(name, number) for name in ("a", "b") for number in (0, 1)] == [1] * 4
-    stats = MultiKVConnectorStats.restored(
-        {"a": {"asked": 1}, "__events__": {"a": {"fault_stats": 2}}}
-    )
-    assert stats.reduce()["events"] == {"a fault_stats": 3}, "its class is not named"
+    stats = MultiKVConnectorStats.restored({"a": {"asked": 1}, **own({stats_fault("a"): 2})})
+    assert stats.reduce()["own"] == {"a fault_stats": 3}, "its class is not named"
 
 
 @pytest.mark.parametrize(

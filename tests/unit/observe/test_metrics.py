@@ -1,13 +1,12 @@
 """What /metrics says: all of it described, by Prometheus' rules, and never less than before."""
 
-import ast
 import dataclasses
-import math
+import re
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -15,15 +14,17 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hybridkv import daemon, observe, store, tiers
+from hybridkv import daemon, tiers
 from hybridkv.client.control import ControlClient
 from hybridkv.core.geometry import Geometry, Group, GroupKind
-from hybridkv.daemon import view as showing
-from hybridkv.observe import catalog
+from hybridkv.daemon.handlers import AUDIT_COUNTERS
+from hybridkv.daemon.metrics import DAEMON
+from hybridkv.observe.ceiling import CEILING
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import WebPages
+from hybridkv.store.metrics import STORE
 from hybridkv.tiers.health import ERROR_COUNTERS, MOVE_COUNTERS
-from hybridkv.tiers.promotion import ShortfallKind
+from hybridkv.tiers.metrics import DEMOTION, PROMOTION, TIER
 from hybridkv.wire.messages import (
     Clear,
     Hello,
@@ -46,7 +47,7 @@ from tests.unit.daemon.harness import (
     make_daemon,
 )
 from tests.unit.daemon.tierclient import Client, is_written
-from tests.unit.observe.metric_names import exposed, known
+from tests.unit.observe.metric_names import OF_THE_DAEMON, exposed
 from tests.waiting import DEADLINE_SECONDS, until
 
 PART = 256
@@ -104,52 +105,31 @@ def samples(text: str) -> dict[SampleKey, float]:
 
 
 def test_names_and_help_are_what_prometheus_wants() -> None:
-    for name, described in known().items():
-        assert name.startswith("hybridkv_daemon_")
+    for name, family in OF_THE_DAEMON.items():
         assert not name.endswith("_total"), "the suffix is a counter's own"
-        assert described.help.endswith(".")
-        assert "_seconds" not in name or "econds" in described.help
-        assert "bytes" not in name or "ytes" in described.help
+        assert family.help.endswith(".")
+        assert "_seconds" not in name or "econds" in family.help
+        assert "bytes" not in name or "ytes" in family.help
 
 
-class CountedName(NamedTuple):
-    """The name of a counter in the code."""
-
-    name: str
-    is_start: bool = False  # Whether it is only the beginning of the name.
+_COUNTED = re.compile(r"(\w+)\.counters\[\"(\w+)\"\]")
 
 
-def counted(package: ModuleType) -> Iterator[CountedName]:
-    """Each counter that a module counts by name."""
-    for path in Path(package.__path__[0]).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Subscript)
-                and isinstance(node.value, ast.Attribute)
-                and node.value.attr in ("counters", "labelled")
-            ):
-                match node.slice:
-                    case ast.Tuple([ast.Constant(str(metric)), _]):
-                        assert metric in catalog.LABELLED
-                    case ast.Constant(str(name)):
-                        yield CountedName(name)
-                    case ast.JoinedStr([ast.Constant(str(name)), *_]):
-                        yield CountedName(name, is_start=True)
-
-
-def test_whatever_the_daemon_counts_is_described() -> None:
-    known = {*catalog.PLAIN, *catalog.TIER, *catalog.HISTOGRAM_SUMS}
-    starts = ("objects_", "bytes_")
-    names = [name for package in (daemon, observe, store, tiers) for name in counted(package)]
-    for metric, label in (kind.counter for kind in ShortfallKind):
-        assert metric in (catalog.LABELLED if label else catalog.PLAIN)
-    names += map(CountedName, ERROR_COUNTERS.values())
-    names += (CountedName(name) for counters in MOVE_COUNTERS.values() for name in counters)
+def test_whatever_the_daemon_counts_is_in_a_table() -> None:
+    names = {
+        (owner, name)
+        for package in (daemon, tiers)
+        for path in Path(package.__path__[0]).rglob("*.py")
+        for owner, name in _COUNTED.findall(path.read_text())
+    }
+    of_tiers = {name for owner, name in names if owner == "tier"}
+    of_tiers |= {*ERROR_COUNTERS.values(), *chain(*MOVE_COUNTERS.values())}
+    assert of_tiers <= set(TIER)
+    of_the_daemon = {name for owner, name in names if owner in ("state", "daemon")}
+    of_the_daemon |= set(AUDIT_COUNTERS.values())
+    assert of_the_daemon <= set(DAEMON)
+    assert {name for _, name in names} <= {*DAEMON, *TIER}
     assert len(names) > 20
-    for name, is_start in names:
-        assert name in known or (is_start and name in starts), name
-    assert set(showing.SAMPLED) <= {*catalog.PLAIN, *catalog.HISTOGRAM_SUMS}
-    assert set(showing.SAMPLED_OF_TIERS) <= set(catalog.TIER)
 
 
 def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
@@ -179,7 +159,7 @@ def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
             assert key.name not in counters or now[key] >= value, key
         before = now
     assert before[SampleKey("hybridkv_daemon_refused_total", (("code", "hashes"),))] == 8
-    assert before[SampleKey("hybridkv_daemon_requests_total", (("message", "lookup"),))] == 16
+    assert core.view.metric_values().of("requests", "lookup") == 16
     assert before[SampleKey("hybridkv_daemon_loads_failed_total")] == 1
     held = {
         key: value for key, value in before.items() if key.name == "hybridkv_daemon_group_bytes"
@@ -188,16 +168,21 @@ def test_what_a_busy_daemon_says_is_whole_and_never_goes_down() -> None:
     kinds = {dict(key.labels)["kind"] for key in held}
     assert kinds == {"full", "sliding"}
     engines = {
-        dict(key.labels)["engine"] for key in before if key.name == "hybridkv_daemon_session_leases"
+        dict(key.labels)["engine"]
+        for key in before
+        if key.name == "hybridkv_daemon_session_connected"
     }
     assert engines == {HOSTILE, "other"}
 
 
 def test_counters_are_there_before_they_count() -> None:
     now = samples(text_of(make_daemon().view.snapshot(0.0)))
-    for name, described in catalog.PLAIN.items():
-        suffix = "_total" if described.kind == "counter" else ""
-        assert math.isfinite(now[SampleKey(f"hybridkv_daemon_{name}{suffix}")])
+    names = {key.name for key in now}
+    for table in (DAEMON, STORE, PROMOTION, DEMOTION, CEILING):
+        for name, family in table.items():
+            suffix = {"counter": "_total", "histogram": "_sum"}.get(family.kind, "")
+            is_shown = not family.labels and not family.is_debug
+            assert (f"hybridkv_daemon_{name}{suffix}" in names) == is_shown, name
 
 
 def test_two_sessions_of_one_engine_are_one_row() -> None:
@@ -212,12 +197,11 @@ def test_two_sessions_of_one_engine_are_one_row() -> None:
         is_connected=True,
         since=0.0,
     )
-    again = replace(session, leases=3, is_connected=False)
+    again = replace(session, is_connected=False)
     now = samples(
         text_of(dataclasses.replace(make_daemon().view.snapshot(0.0), sessions=(session, again)))
     )
     labels = (("engine", "e"), ("identity", "i"), ("model_name", "m"))
-    assert now[SampleKey("hybridkv_daemon_session_leases", labels)] == 5
     assert now[SampleKey("hybridkv_daemon_session_connected", labels)] == 1
 
 
@@ -231,17 +215,6 @@ def test_a_daemon_that_does_not_answer_is_told_and_nothing_raises(
     body = b"".join(WebPages(Future)(environ, lambda status, headers, *_: statuses.append(status)))
     assert statuses == ["200 OK"]
     assert b"hybridkv_daemon_answering 0.0" in body
-
-
-def test_a_value_that_nobody_described_is_told_all_the_same() -> None:
-    core = make_daemon()
-    core.counters["brand_new"] = 3
-    snapshot = core.view.snapshot(0.0)
-    snapshot.values.update({("tier_odd", "disk"): 1.0, ("tier_odd", "s3"): 2.0})
-    text = text_of(snapshot)
-    assert "hybridkv_daemon_brand_new 3.0" in text
-    assert 'hybridkv_daemon_tier_odd{tier="disk"} 1.0' in text
-    assert text.count("# TYPE hybridkv_daemon_tier_odd ") == 1
 
 
 def test_a_daemon_with_a_tier(tmp_path: Path) -> None:

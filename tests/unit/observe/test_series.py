@@ -5,9 +5,10 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.observe.history import Histogram, Past, Sample, Series
+from hybridkv.core.metrics import Metric
+from hybridkv.observe.history import Histogram, Past, Sample
 
-COLUMNS = (("part", ""), ("whole", ""))
+COLUMNS = (Metric("part"), Metric("whole"))
 
 
 STEPS = st.lists(
@@ -26,7 +27,7 @@ def test_rates_times_their_intervals_are_what_was_counted(
     for seconds, growth, _ in steps:
         at, count = at + seconds, count + growth
         samples.append(Sample(at, (float(count),)))
-    per_second = Past([("count", "")], samples).rates("count")
+    per_second = Past([Metric("count")], samples).rates("count")
     assert len(per_second) == len(steps)
     total = sum(
         rate * (after.at - before.at)
@@ -64,14 +65,8 @@ def test_a_gap_is_one_long_interval() -> None:
     assert Past(COLUMNS, past.samples[:1]).share("part", "whole") is None
 
 
-def test_a_ring_keeps_the_latest() -> None:
-    series = Series(10, 3)
-    assert series.due_at == -math.inf
-    for at in (0, 10, 10, 5, 20, 35):
-        series.append(Sample(at, (at,)))
-    assert [sample.at for sample in series.samples] == [10, 20, 35]
-    assert series.due_at == 45
-    past = Past([("at", "")], series.samples)
+def test_the_past_begins_with_the_last_sample_that_is_old_enough() -> None:
+    past = Past([Metric("at")], [Sample(at, (at,)) for at in (10, 20, 35)])
     assert [sample.at for sample in past.since(34).samples] == [20, 35]
     assert past.since(0).samples[0].at == 10, "the first of all, where none is that old"
 
@@ -84,4 +79,5 @@ def test_buckets_count_what_is_not_above_their_bound(amounts: list[float]) -> No
     assert buckets.cumulative == [
         (bound, sum(amount <= bound for amount in amounts)) for bound in (0.5, 2.0, math.inf)
     ]
+    assert buckets.durations == len(amounts)
     assert math.isclose(buckets.total, sum(amounts))

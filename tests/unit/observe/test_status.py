@@ -8,11 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from hybridkv.core.audit import AuditOutcome
+from hybridkv.core.metrics import Metric
 from hybridkv.core.refusals import Refusal
-from hybridkv.daemon.view import HOUR_SAMPLES, HOUR_STEP_SECONDS, SAMPLED
-from hybridkv.observe.catalog import Values
+from hybridkv.daemon.view import SAMPLES_MAX, STEP_SECONDS
 from hybridkv.observe.history import Sample, Snapshot
-from hybridkv.observe.status import StatusReport, health, verdict
+from hybridkv.observe.status import BRIEF_SAMPLES, StatusReport, health, verdict
 from hybridkv.wire.messages import Found, Lookup, Release, ReportAudit, ReportStale
 from hybridkv.wire.status import SessionStatus, TierRefusal, TierStatus
 from tests.unit.daemon.harness import commit, engine, grant, hashes, lookup, make_daemon
@@ -53,14 +53,9 @@ def snapshot(
 ) -> Snapshot:
     """A daemon whose values were `before` some time ago."""
     empty = make_daemon().view.snapshot(NOW)
-    sample = Sample(NOW - ago, tuple((before or {}).get(name, 0.0) for name in SAMPLED))
-    return dataclasses.replace(
-        empty,
-        values=Values(empty.values | {(name, ""): value for name, value in (now or {}).items()}),
-        hour=(sample,),
-        day=(sample,),
-        sessions=(SESSION,),
-    )
+    numbers = tuple((before or {}).get(metric.family, 0.0) for metric in empty.columns)
+    empty.values.update({Metric(name): value for name, value in (now or {}).items()})
+    return dataclasses.replace(empty, hour=(Sample(NOW - ago, numbers),), sessions=(SESSION,))
 
 
 def test_a_daemon_that_is_well_has_nothing_to_tell() -> None:
@@ -206,31 +201,28 @@ def test_rates_are_those_of_the_last_minute() -> None:
     assert status.minute.per_second["bytes_loaded"] == 1e5
 
 
-def test_a_daemon_keeps_an_hour_and_a_day() -> None:
+def test_a_daemon_keeps_an_hour() -> None:
     core = make_daemon()
     engine(core, 1, SMALL)
     clock = 1000.0
     assert core.wakes_at() <= clock
-    for turn in range(3 * HOUR_SAMPLES):
+    for turn in range(SAMPLES_MAX + 100):
         core.tick(clock)
         lookup(core, 1, turn + 1, 1, 2)
         while core.ceiling.work():
             pass
-        assert core.wakes_at() <= clock + HOUR_STEP_SECONDS
-        clock += HOUR_STEP_SECONDS
+        assert core.wakes_at() <= clock + STEP_SECONDS
+        clock += STEP_SECONDS
     latest = core.view.snapshot(clock)
-    assert len(latest.hour) == HOUR_SAMPLES
+    assert len(latest.hour) == SAMPLES_MAX
     assert latest.hour[-1].at - latest.hour[0].at == 3600
-    assert len(latest.day) == 181
     page = json.loads(encoded(StatusReport(), latest))
     assert page["hour"]["lookups"] == [0.1] * 360
     assert page["hour"]["ages"][0] == 3590
     assert page["hour"]["ages"][-1] == 0
     assert page["hour"]["hit"] == [0.0] * 360
-    assert page["day"]["step_seconds"] == 60
-    brief = json.loads(encoded(StatusReport(is_brief=True), latest))
-    assert brief["hour"]["lookups"] == [0.1] * 90
-    assert "day" not in brief
+    brief = core.view.status(clock)
+    assert brief.hour.lookups == [0.1] * (BRIEF_SAMPLES - 1)
 
 
 def test_the_past_is_made_once_for_each_sample() -> None:

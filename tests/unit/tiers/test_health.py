@@ -148,7 +148,7 @@ def test_what_is_refused_for_a_minute_is_reported_until_it_ends(
     assert not caplog.messages
     store_for(node, 10, new)
     assert line.refusals.keys() == {refusal}
-    assert dict(line.values())["refusing"] == 1.0
+    assert node.daemon.view.metric_values().of("tier_refusing", "disk")
     (problem,) = health(node.daemon.view.snapshot(node.now))[:1]
     assert problem.level == "bad"
     assert "refused objects for 1 min" in problem.text

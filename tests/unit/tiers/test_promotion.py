@@ -308,9 +308,9 @@ def test_a_lookup_waits_only_where_a_tier_can_be_asked_and_not_too_many_wait(
     away = node.lookup(3, lease=9)
     assert not node.promotion.begin(away, 0.0)
     assert away.why == "no tier can be asked at the moment"
-    assert node.promotion.counters == {
-        ShortfallKind.CROWDED.counter: 1,
-        ShortfallKind.TIERS_AWAY.counter: 1,
+    assert node.promotion.shortfalls == {
+        ShortfallKind.CROWDED.reason: 1,
+        ShortfallKind.TIERS_AWAY.reason: 1,
     }
 
 
@@ -324,7 +324,7 @@ def test_a_kind_of_reason_counts_once_and_the_last_reason_is_the_answer() -> Non
     assert lookup.shortfalls[-1] == Shortfall(ShortfallKind.SILENT, {"tier": "s3"})
     assert lookup.why == "s3 does not answer"
     node.promotion.cancel(1)
-    assert node.promotion.counters == {
-        ShortfallKind.CROWDED.counter: 1,
-        ShortfallKind.SILENT.counter: 1,
+    assert node.promotion.shortfalls == {
+        ShortfallKind.CROWDED.reason: 1,
+        ShortfallKind.SILENT.reason: 1,
     }

@@ -207,7 +207,6 @@ STATUS = Status(
         )
     ],
     hour=PAST,
-    day=None,
 )
 
 
@@ -316,7 +315,7 @@ REQUESTS = [
         "1e00000094ac7265706f72745f6175646974a6636d706c2d31a6706173736564a164",
     ),
     Example(Explain(id=5, request_id="cmpl-1"), "1100000093a76578706c61696e05a6636d706c2d31"),
-    Example(Stats(id=6), "0900000093a5737461747306c2"),
+    Example(Stats(id=6), "0a00000094a5737461747306c2c3"),
     Example(ListEngines(id=7), "0f00000092ac6c6973745f656e67696e657307"),
     Example(Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
 ]

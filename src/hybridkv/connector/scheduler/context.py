@@ -12,7 +12,6 @@ from typing import Any
 
 from hybridkv.connector.scheduler.kv_events import NO_GROUP, EventGroup
 from hybridkv.connector.scheduler.weights import WeightsWatch
-from hybridkv.connector.stats import StatsCollector
 from hybridkv.core.audit import AuditBudget
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.metrics import Metric
@@ -22,6 +21,7 @@ from hybridkv.vllm.batch_faults import BatchFaults
 from hybridkv.vllm.block_room import BlockRoom, Retention, retention_of
 from hybridkv.vllm.drafters import Drafter
 from hybridkv.vllm.media import MediaContents
+from hybridkv.vllm.metrics import StatsCollector
 from hybridkv.wire.messages import WireModel
 
 
@@ -75,7 +75,7 @@ class EngineLife:
         self._faults = context.faults
         self.had_unproven_session = False
         """True once a session has computed blocks which may be wrong (`vllm.batch_faults`)."""
-        self.meter = StatsCollector(counters)
+        self.meter = StatsCollector()
         retention = context.retention or [*map(retention_of, geometry.groups)]
         inflight_tokens = context.inflight_tokens or context.step_tokens
         self.room = BlockRoom(retention, context.pool_blocks, inflight_tokens)

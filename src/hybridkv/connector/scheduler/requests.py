@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from hybridkv.connector.messages import LoadPlan
 from hybridkv.connector.metrics import Shed, declined, transition_ignored
 from hybridkv.connector.scheduler.session import DaemonSession
-from hybridkv.connector.stats import StatsCollector
 from hybridkv.core.audit import AuditVerdict
 from hybridkv.core.coverage import lacking
 from hybridkv.core.geometry import Geometry
@@ -33,6 +32,7 @@ from hybridkv.vllm.adapters import Adapter, AdapterWeights
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.hashing import ChunkHashChain, extra_keys_at
 from hybridkv.vllm.media import RequestMedia
+from hybridkv.vllm.metrics import StatsCollector
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")

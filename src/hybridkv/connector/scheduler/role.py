@@ -28,6 +28,7 @@ from hybridkv.connector.scheduler.session import DaemonSession, EngineIdentity
 from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
 from hybridkv.connector.stats import HybridKVStats
 from hybridkv.core.keys import tenant_of
+from hybridkv.core.metrics import Metric
 from hybridkv.shm.access import group_id
 from hybridkv.vllm.drafters import NO_DRAFTER
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
@@ -451,7 +452,9 @@ class SchedulerRole:
             "loads_pending": len(self.room),
             "loads_overdue": self.loads.count_overdue(time.monotonic()),
         }
-        return self.life.meter.take_payload(gauges)
+        named = {Metric(name): value for name, value in gauges.items()}
+        payload = self.life.meter.take_payload(counters, named)
+        return None if payload is None else HybridKVStats(payload)
 
     def on_step_end(self) -> list[KVCacheEvent]:
         """Send the step's messages and take slots, in its last hook. Returns the KV events."""

@@ -2,10 +2,9 @@
 const EVERY_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = ["ca", "cb", "cc", "cd", "ce"];
-const SPANS_MINUTES = [2, 4, 8, 12, 20, 40, 60, 120, 240, 480, 720, 1440];
+const SPANS_MINUTES = [2, 4, 8, 12, 20, 40, 60];
 
 let shown = null;
-let span = "hour";
 let answeredAt = 0;
 const opened = new Set();
 
@@ -120,7 +119,7 @@ function chart(id, ages, stepSeconds, lines, format, options = {}) {
   if (width < 80 || height < 40) return;
   const left = 58, right = 6, above = 10, below = 20;
   const oldest = ages.length ? ages[0] + stepSeconds : 60;
-  const minutes = SPANS_MINUTES.find((one) => one * 60 >= oldest - stepSeconds) || 1440;
+  const minutes = SPANS_MINUTES.find((one) => one * 60 >= oldest - stepSeconds) || 60;
   const all = minutes * 60;
   const most = options.most || scaleTop(lines.flatMap((line) => line.values), options.base || 10);
   const x = (age) => left + (width - left - right) * (1 - age / all);
@@ -191,7 +190,7 @@ function chart(id, ages, stepSeconds, lines, format, options = {}) {
 }
 
 function charts(status) {
-  const past = status[span] || status.hour;
+  const past = status.hour;
   const { ages, step_seconds: step } = past;
   chart("chart-hit", ages, step, [
     { name: "hit", values: past.hit, colour: "ca", area: true },
@@ -367,12 +366,5 @@ function next() {
   else ask();
 }
 
-for (const button of document.querySelectorAll("[data-span]")) {
-  button.addEventListener("click", () => {
-    span = button.dataset.span;
-    for (const other of document.querySelectorAll("[data-span]")) other.setAttribute("aria-pressed", String(other === button));
-    if (shown) charts(shown);
-  });
-}
 window.addEventListener("resize", () => { if (shown) charts(shown); });
 ask();
