@@ -155,7 +155,8 @@ def test_a_hit_is_looked_up_anew_within_its_first_deadline(rig: LoraRig) -> None
     rig.run({})
     asking = rig.arrive()
     assert rig.offered(asking) == STORED * CHUNK
-    rig.side.requests.by_id[asking.request_id].lookup.deadline = 0.0
+    tracked = rig.side.requests.by_id[asking.request_id]
+    tracked.lookup = tracked.lookup._replace(deadline=0.0)
     rig.loaded = {1: NEW}
     rig.run({})
     assert rig.side.offer_hit(asking, 0) == 0

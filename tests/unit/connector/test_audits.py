@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hybridkv.connector.metrics import LOADS_DONE, LOADS_FAILED, audited, declined
-from hybridkv.connector.scheduler.session import EngineIdentity
+from hybridkv.connector.metrics import LOADS_DONE, audited, declined
+from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
 from hybridkv.core.packed import unpack_u64
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.wire.messages import Decline, Found
+from hybridkv.wire.messages import Decline
 from tests.unit.connector.test_scheduler import CHUNK, STORED, Rig, tables
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client
 from tests.waiting import until
@@ -108,15 +108,6 @@ def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(rig: Rig) -> N
     assert not rig.counters[declined(Decline.AUDIT)]
 
 
-def test_the_stored_objects_are_those_of_the_hit(rig: Rig) -> None:
-    request = begun(rig)
-    answer = rig.side.requests.by_id["r"].lookup.answer
-    assert isinstance(answer, Found)
-    slots = [*zip(unpack_u64(answer.offsets), unpack_u64(answer.generations), strict=True)]
-    for pair in compared(rig, request).values():
-        assert (pair.stored.offset, pair.stored.generation) in slots
-
-
 def test_the_next_hits_are_whole_until_the_budget_allows_another_audit(rig: Rig) -> None:
     pairs = compared(rig, begun(rig))
     found(rig, pairs, PASSED, PASSED, PASSED)
@@ -130,24 +121,6 @@ def test_the_next_hits_are_whole_until_the_budget_allows_another_audit(rig: Rig)
     assert rig.offered(third) == SHORTER
     rig.side.on_finished("third")
     rig.side.on_finished("r")
-    released(rig)
-
-
-def test_requests_beside_an_audit_have_their_whole_hits(rig: Rig) -> None:
-    begun(rig)
-    second = rig.request(1, TOKENS, "second")
-    rig.side.on_new_request(second)
-    assert rig.offered(second) == STORED * CHUNK
-
-
-def test_of_two_lookups_at_once_only_one_hit_is_audited(rig: Rig) -> None:
-    names = ("first", "second")
-    both = [rig.request(1, TOKENS, name) for name in names]
-    for request in both:
-        rig.side.on_new_request(request)
-    assert sorted(map(rig.offered, both)) == [SHORTER, STORED * CHUNK]
-    for name in names:
-        rig.side.on_finished(name)
     released(rig)
 
 
@@ -221,16 +194,56 @@ def test_an_object_that_no_rank_wrote_is_not_compared(rig: Rig) -> None:
     assert rig.counters[audited(AuditOutcome.PASSED)] == 1
 
 
-def test_a_request_may_end_before_it_is_compared(rig: Rig) -> None:
-    """It has one token to give; the explanation comes first, and what came of the audit later."""
-    request = begun(rig)
-    runs = computed(rig, request)
+@pytest.mark.parametrize("local", [SHORTER + 1, STORED * CHUNK])
+def test_a_chunk_that_the_engine_has_itself_is_not_audited(rig: Rig, local: int) -> None:
+    """Then nothing of the hit is given up."""
+    request = rig.request(1, TOKENS)
+    rig.side.on_new_request(request)
+    assert rig.offered(request, local) == STORED * CHUNK - local
     rig.side.on_finished("r")
-    reported(rig, done={number: {0} for number in runs})
-    assert rig.side.has_pending_work(), "the engine steps on"
-    found(rig, rig.planned({}).audits, PASSED, PASSED, PASSED)
-    assert rig.counters[audited(AuditOutcome.PASSED)] == 1
     released(rig)
+
+
+def test_workers_that_never_answer_keep_nothing_for_ever(rig: Rig) -> None:
+    from hybridkv.connector.scheduler.audits import AUDIT_SECONDS_MAX
+
+    compared(rig, begun(rig))
+    audit: Any = rig.side.audits.current
+    for item in audit.objects.values():
+        item.sent_at -= AUDIT_SECONDS_MAX + 1
+    reported(rig)
+    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
+    until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
+
+
+def test_a_role_that_follows_goes_on_with_the_budget_and_what_differed(rig: Rig) -> None:
+    from hybridkv.connector.scheduler.audits import Audits
+
+    found(rig, compared(rig, begun(rig)), DIFFERED, PASSED, PASSED)
+    follower = Audits(rig.side.requests, rig.side.audits.budget, IDENTITY)
+    assert follower.is_cut_off
+
+
+def test_prompts_with_images_are_not_audited(rig: Rig) -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+
+    request = rig.request(1, TOKENS)
+    place = PlaceholderRange(offset=STORED * CHUNK, length=1)
+    request.mm_features = [MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", "i", place)]
+    rig.side.on_new_request(request)
+    assert rig.offered(request) == STORED * CHUNK
+    rig.side.on_finished("r")
+    released(rig)
+
+
+def test_audits_may_be_off(daemon: DaemonProcess) -> None:
+    with Client(daemon.socket_path) as client:
+        client.store(1, STORED)
+        rig = Rig(daemon, {"audit": "off"})
+        request = rig.request(1, TOKENS)
+        rig.side.on_new_request(request)
+        assert rig.offered(request) == STORED * CHUNK
+        rig.side.close()
 
 
 def test_a_request_that_ends_before_the_chunk_is_computed_is_not_audited(rig: Rig) -> None:
@@ -264,52 +277,6 @@ def test_an_answer_that_is_read_and_then_not_wanted_is_released(rig: Rig) -> Non
     released(rig)
 
 
-@pytest.mark.parametrize("local", [SHORTER + 1, STORED * CHUNK])
-def test_a_chunk_that_the_engine_has_itself_is_not_audited(rig: Rig, local: int) -> None:
-    """Then nothing of the hit is given up."""
-    request = rig.request(1, TOKENS)
-    rig.side.on_new_request(request)
-    assert rig.offered(request, local) == STORED * CHUNK - local
-    rig.side.on_finished("r")
-    released(rig)
-
-
-def test_an_engine_that_has_all_before_the_chunk_loads_nothing(rig: Rig) -> None:
-    request = rig.request(1, TOKENS)
-    rig.side.on_new_request(request)
-    assert rig.offered(request, SHORTER) == 0
-    rig.side.on_allocated(request, lambda: tables(TOKENS), 0)
-    until(lambda: rig.step({}) and rig.value("leases") == 1, "the hit's lease ends")
-    found(rig, compared(rig, request), PASSED, PASSED, PASSED)
-    rig.side.on_finished("r")
-    released(rig)
-
-
-def test_asking_again_gives_the_same_offer(rig: Rig) -> None:
-    request = rig.request(1, TOKENS)
-    rig.side.on_new_request(request)
-    assert [rig.offered(request) for _ in range(3)] == [SHORTER] * 3
-    assert rig.side.audits.budget.spent_tokens == CHUNK
-
-
-def test_a_preempted_request_is_looked_up_anew(rig: Rig) -> None:
-    request = begun(rig)
-    request.num_preemptions = 1
-    assert rig.offered(request) == STORED * CHUNK
-    rig.side.on_finished("r")
-    released(rig)
-
-
-def test_a_failed_load_ends_the_audit(rig: Rig) -> None:
-    request = rig.request(1, TOKENS)
-    rig.side.on_new_request(request)
-    rig.side.on_allocated(request, lambda: tables(TOKENS), rig.offered(request))
-    rig.step({})
-    rig.step({}, finished=("r",), failed=("r",))
-    released(rig)
-    assert rig.counters[LOADS_FAILED] == 1
-
-
 def test_a_reset_ends_the_audit(rig: Rig) -> None:
     """What is computed from here on may be of other weights."""
     runs = computed(rig, begun(rig))
@@ -324,45 +291,3 @@ def test_with_the_connection_an_audit_is_lost(rig: Rig) -> None:
     rig.side.session.link.drop_connection("a test", 0.0)
     assert rig.side.audits.current is None
     assert not rig.side.stores.unproven
-
-
-def test_workers_that_never_answer_keep_nothing_for_ever(rig: Rig) -> None:
-    from hybridkv.connector.scheduler.audits import AUDIT_SECONDS_MAX
-
-    compared(rig, begun(rig))
-    audit: Any = rig.side.audits.current
-    for item in audit.objects.values():
-        item.sent_at -= AUDIT_SECONDS_MAX + 1
-    reported(rig)
-    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
-    until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
-
-
-def test_a_role_that_follows_goes_on_with_the_budget_and_what_differed(rig: Rig) -> None:
-    from hybridkv.connector.scheduler.audits import Audits
-
-    found(rig, compared(rig, begun(rig)), DIFFERED, PASSED, PASSED)
-    follower = Audits(rig.side.requests, rig.side.audits.budget)
-    assert follower.is_cut_off
-
-
-def test_prompts_with_images_are_not_audited(rig: Rig) -> None:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
-
-    request = rig.request(1, TOKENS)
-    place = PlaceholderRange(offset=STORED * CHUNK, length=1)
-    request.mm_features = [MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", "i", place)]
-    rig.side.on_new_request(request)
-    assert rig.offered(request) == STORED * CHUNK
-    rig.side.on_finished("r")
-    released(rig)
-
-
-def test_audits_may_be_off(daemon: DaemonProcess) -> None:
-    with Client(daemon.socket_path) as client:
-        client.store(1, STORED)
-        rig = Rig(daemon, {"audit": "off"})
-        request = rig.request(1, TOKENS)
-        rig.side.on_new_request(request)
-        assert rig.offered(request) == STORED * CHUNK
-        rig.side.close()

@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
-from hybridkv.connector.metrics import (
-    CHUNKS_ANNOUNCED,
-    CHUNKS_NOT_KEPT,
-    CHUNKS_NOT_SHOWN,
-    CHUNKS_WITHDRAWN,
-)
-from hybridkv.core.keys import HASH_BYTES
+from hybridkv.connector.metrics import CHUNKS_NOT_KEPT, CHUNKS_NOT_SHOWN
+from hybridkv.connector.scheduler.kv_events import KVEventPublisher, PresentObjects
+from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import parse_settings
 from hybridkv.vllm.hook_guard import fault
-from hybridkv.wire.messages import Found, Removed
+from hybridkv.wire.messages import Removed
 from tests.layouts import LAYOUTS
 from tests.unit.connector.requests import make_role
 
@@ -39,8 +35,6 @@ def make_request(
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from hybridkv.connector.scheduler.requests import TrackedRequest
-
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
     hasher = get_request_block_hasher(BLOCK, hash_fn)
@@ -58,7 +52,6 @@ def make_request(
 
 
 def make_events() -> tuple[Any, Counter[Metric]]:
-    from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 
     counters: Counter[Metric] = Counter()
     return KVEventPublisher(GEOMETRY, counters), counters
@@ -66,11 +59,9 @@ def make_events() -> tuple[Any, Counter[Metric]]:
 
 def store(events: Any, tracked: Any, *chunks: int) -> list[Any]:
     """Commit every group's objects of some chunks; returns the events."""
-    from hybridkv.connector.scheduler.stores import StoredObjects
 
-    events.on_committed(
-        [StoredObjects(tracked, index, chunks) for index in range(len(GEOMETRY.groups))]
-    )
+    present = [PresentObjects(index, chunks) for index in range(len(GEOMETRY.groups))]
+    events.on_committed({tracked: present})
     fresh: list[Any] = events.take_new()
     return fresh
 
@@ -85,33 +76,6 @@ def names_of(tracked: Any, first: int, last: int) -> list[Any]:
 def key(tracked: Any, chunk: int) -> bytes:
     name: bytes = tracked.chunk_hashes(GEOMETRY, chunk, 1)
     return name
-
-
-def test_an_event_has_the_engines_hashes_tokens_and_parent() -> None:
-    events, counters = make_events()
-    tokens = [*range(100, 100 + 3 * CHUNK + 5)]
-    tracked = make_request("r", tokens, salt="s", adapter="tuned")
-    (first,) = store(events, tracked, 0, 1)
-    assert (first.medium, first.block_size, first.parent_block_hash, first.group_idx) == (
-        "CPU",
-        BLOCK,
-        None,
-        None,
-    )
-    assert first.block_hashes == names_of(tracked, 0, 2 * BLOCKS)
-    assert first.token_ids == tokens[: 2 * CHUNK]
-    assert (first.lora_id, first.lora_name) == (3, "tuned")
-    assert first.extra_keys == [("tuned", "s"), *[("tuned",)] * (2 * BLOCKS - 1)]
-    assert store(events, tracked, 0, 1) == [], "it is known"
-    (second,) = store(events, tracked, 2)
-    assert second.parent_block_hash == first.block_hashes[-1]
-    assert second.token_ids == tokens[2 * CHUNK : 3 * CHUNK]
-    assert counters == {CHUNKS_ANNOUNCED: 3}
-    events.withdraw_all()
-    (gone,) = events.take_new()
-    assert (gone.medium, gone.group_idx) == ("CPU", None)
-    assert gone.block_hashes == names_of(tracked, 0, 3 * BLOCKS)
-    assert counters[CHUNKS_WITHDRAWN] == 3
 
 
 def test_blocks_that_two_chunks_share_are_announced_once_and_stay_with_the_second() -> None:
@@ -133,94 +97,12 @@ def test_blocks_that_two_chunks_share_are_announced_once_and_stay_with_the_secon
     assert gone.block_hashes == names_of(second_prompt, 0, BLOCKS)
 
 
-def test_a_hit_needs_every_group() -> None:
-    from hybridkv.connector.scheduler.stores import StoredObjects
-
-    events, _ = make_events()
-    tracked = make_request("r", [*range(2 * CHUNK)])
-    events.on_committed([StoredObjects(tracked, 1, (0, 1))])
-    assert events.take_new() == []
-    events.on_committed([StoredObjects(tracked, 0, (1,))])
-    (both,) = events.take_new()
-    assert both.block_hashes == names_of(tracked, 0, 2 * BLOCKS), (
-        "a window of 100 tokens is in the second chunk"
-    )
-    events.on_removed(Removed(0, key(tracked, 1), b"\0"))
-    (gone,) = events.take_new()
-    assert sorted(gone.block_hashes) == sorted(both.block_hashes), (
-        "no hit ends with the first chunk"
-    )
-
-
-def test_what_a_lookup_saw_is_announced() -> None:
-    events, _ = make_events()
-    tracked = make_request("r", [*range(2 * CHUNK + 1)])
-    tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 2)
-    events.on_found(tracked, Found(1, 1, 1, [b"\1\0", b"\1\1"], b"", b""))
-    (seen,) = events.take_new()
-    assert seen.block_hashes == names_of(tracked, 0, BLOCKS)
-    events.on_removed(Removed(0, b"x" * HASH_BYTES + key(tracked, 0), b"\1\x09"))
-    assert events.take_new() == [], "an object that nobody knows, and a group that there is not"
-    events.on_removed(Removed(0, b"", b"", everything=True))
-    (gone,) = events.take_new()
-    assert gone.block_hashes == seen.block_hashes
-
-
 def below(tracked: Any, *places: tuple[int, int], in_tier: bool = True) -> Removed:
     """RAM has these objects, (chunk, group index) each, no more."""
     hashes = b"".join(key(tracked, chunk) for chunk, _ in places)
     return Removed(
         0, hashes, bytes(group for _, group in places), below=bytes([in_tier] * len(places))
     )
-
-
-def test_what_only_a_tier_has_is_announced_as_storage() -> None:
-    events, _ = make_events()
-    tokens = [*range(100, 100 + 3 * CHUNK)]
-    tracked = make_request("r", tokens, salt="s", adapter="tuned")
-    (stored,) = store(events, tracked, 0, 1, 2)
-    events.on_removed(below(tracked, (2, 0), (2, 1), (1, 1)))
-    queued = events.take_new()
-    summary = [(type(event).__name__, event.medium, event.block_hashes) for event in queued]
-    second, third = names_of(tracked, BLOCKS, 2 * BLOCKS), names_of(tracked, 2 * BLOCKS, 3 * BLOCKS)
-    assert summary == [
-        ("BlockStored", "STORAGE", third),
-        ("BlockRemoved", "CPU", third),
-        ("BlockStored", "STORAGE", second),
-        ("BlockRemoved", "CPU", second),
-    ]
-    tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 3)
-    events.on_found(tracked, Found(1, 1, 2, [b"\1\1\0", b"\1\1\0"], b"", b""))
-    stored, removed = events.take_new()
-    assert (stored.medium, stored.block_hashes) == ("CPU", second), "it came up again"
-    assert (removed.medium, removed.block_hashes) == ("STORAGE", second)
-    events.on_removed(below(tracked, (2, 0), in_tier=False))
-    (gone,) = events.take_new()
-    assert (gone.medium, gone.block_hashes) == ("STORAGE", third), "the tier evicted it"
-    events.on_removed(below(tracked, (0, 1), in_tier=False))
-    (gone,) = events.take_new()
-    assert gone.medium == "CPU"
-    assert sorted(gone.block_hashes) == sorted(names_of(tracked, 0, 2 * BLOCKS))
-    assert not events.blocks
-    assert not events.kept_tokens
-
-
-def test_storage_events_say_what_those_of_ram_said() -> None:
-    from hybridkv.connector.scheduler.kv_events import EventGroup
-
-    events, _ = make_events()
-    events.group = EventGroup(1, "full_attention")
-    tracked = make_request("r", [*range(100, 100 + 2 * CHUNK)], salt="s", adapter="tuned")
-    (in_ram,) = store(events, tracked, 0, 1)
-    assert (in_ram.group_idx, in_ram.kv_cache_spec_kind) == (1, "full_attention")
-    events.on_removed(below(tracked, (0, 1)))
-    storage, removed = events.take_new()
-    assert (storage.medium, removed.medium, removed.group_idx) == ("STORAGE", "CPU", 1)
-    storage.medium = "CPU"
-    assert storage == in_ram
-    events.withdraw_all()
-    (gone,) = events.take_new()
-    assert (gone.medium, gone.block_hashes) == ("STORAGE", in_ram.block_hashes)
 
 
 def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(
@@ -263,7 +145,6 @@ def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
 
 def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     """As where vLLM's own functions refuse a request; what the daemon says goes on being heard."""
-    from hybridkv.connector.scheduler.stores import StoredObjects
 
     counters: Counter[Metric] = Counter()
     settings = parse_settings({"server": f"unix://{tmp_path}/none.sock"})
@@ -273,9 +154,8 @@ def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     (stored,) = store(events, tracked, 0)
     broken = make_request("s", [*range(CHUNK)])
     broken.request = SimpleNamespace(num_tokens=CHUNK, block_hashes=[b"h" * 32] * BLOCKS)
-    side.events.update(
-        lambda events: events.on_committed([StoredObjects(broken, index, (0,)) for index in (0, 1)])
-    )
+    present = [PresentObjects(index, (0,)) for index in (0, 1)]
+    side.events.update(lambda events: events.on_committed({broken: present}))
     assert counters[fault("kv_events")] == 1
     (gone,) = side.on_step_end()
     assert set(stored.block_hashes) <= set(gone.block_hashes)
