@@ -23,8 +23,9 @@ from hybridkv.connector.copy.device import CopyList, Lane, Stream, Waitable
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.connector.copy.tables import KernelLaunch
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.packed import SlotRef
 from hybridkv.core.sizes import parse_size
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
 

@@ -317,7 +317,8 @@ class _Bench:
 
     def _deliver(self, plans: StepPlan | NodePlans) -> StepPlan:
         """Give a step's messages to the relays. Returns the first node's plan."""
-        of_nodes = plans.plans if isinstance(plans, NodePlans) else (plans,)
+        nodes = range(len(plans.shares)) if isinstance(plans, NodePlans) else ()
+        of_nodes = [plans.on_node(node) for node in nodes] or [plans]
         self._boots = [plan.boot for plan in of_nodes if plan.boot]
         for relay, plan in zip(self._relays, of_nodes, strict=False):
             if plan.mail is not None:

@@ -25,7 +25,6 @@ from hybridkv.lab.replay import (
     TracePrompt,
     TraceReplay,
     read_trace,
-    unanswered,
 )
 
 BLOCK_TOKENS = {"mooncake-conversation": 512}  # Of a trace; of others 16.
@@ -174,7 +173,7 @@ def print_rules(trace: Path, name: str, settings: Sequence[str]) -> None:
     """Prints a table for one trace and model."""
     block_tokens = BLOCK_TOKENS.get(trace.stem, 16)
     model = MODELS[name].model(block_tokens)
-    prompts = list(unanswered(read_trace(trace, block_tokens)))
+    prompts = read_trace(trace, block_tokens)
     everything = outcome(model, prompts, ALL)
     print(f"{trace.stem}, {name}: {everything.written_bytes / 2**30:.1f} GiB", flush=True)
     for setting in settings:

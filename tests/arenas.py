@@ -4,7 +4,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.arena import SHM_DIR, Arena, create_arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
 

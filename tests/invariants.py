@@ -104,9 +104,9 @@ def check_store(store: Store) -> None:
     for namespace in namespaces:
         _check_namespace(namespace)
     assert set(entries) == {slot for namespace in namespaces for slot in namespace.slots_by_chunk()}
-    check_queue(store.queue, Slot.may_go, entries)
+    check_queue(store.queue, Slot.is_evictable, entries)
     for tenant, queue in store.tenant_queues.items():
-        check_queue(queue, Slot.may_go, [slot for slot in entries if slot.tenant == tenant])
+        check_queue(queue, Slot.is_evictable, [slot for slot in entries if slot.tenant == tenant])
         theirs = [slot for slot in store.slots.values() if slot.tenant == tenant]
         assert 0 < store.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
 
@@ -152,13 +152,13 @@ def _check_entry(entry: IndexEntry, children: int) -> None:
 
 
 def check_queue(
-    queue: EvictionQueue[T], may_go: Callable[[T], bool], wanted: Collection[T]
+    queue: EvictionQueue[T], is_evictable: Callable[[T], bool], wanted: Collection[T]
 ) -> None:
     """Check that the items are `wanted`, that what may go is offered, and all counts."""
     assert queue.items.keys() == set(wanted)
     offered = {entry for heap in queue.heaps for _, entry, _ in heap}
     for item, queued in queue.items.items():
-        assert queued.entry in offered or (not queued.entry and not may_go(item))
+        assert queued.entry in offered or (not queued.entry and not is_evictable(item))
     items = queue.items.values()
     protected = [queued.size for queued in items if queued.stage == PROTECTED]
     assert sum(protected) == queue.protected_bytes

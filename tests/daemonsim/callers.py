@@ -10,7 +10,7 @@ from hybridkv.client.link import Link
 from hybridkv.core.coverage import needed_chunks
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.core.policies import EvictionClass
 from hybridkv.wire.messages import (
     AuditOffer,
@@ -27,7 +27,6 @@ from hybridkv.wire.messages import (
 from tests.daemonsim.oracle import Books, chunk_before
 from tests.daemonsim.sockets import SimProcess
 from tests.daemonsim.system import SECOND, SOCKET_PATH, Delays, System
-from tests.unit.daemon.harness import Ref, pack_refs, unpack_refs
 
 
 class AwaitedReply(NamedTuple):
@@ -41,7 +40,7 @@ class AwaitedReply(NamedTuple):
 class NeededSlot(NamedTuple):
     """A slot that a hit needs."""
 
-    ref: Ref
+    ref: SlotRef
     group_index: int
     chunk: int
 
@@ -49,7 +48,7 @@ class NeededSlot(NamedTuple):
 class WrittenSlot(NamedTuple):
     """A slot that is to be committed."""
 
-    ref: Ref
+    ref: SlotRef
     group_index: int
     chunk_hash: bytes
 
@@ -226,43 +225,40 @@ class Caller:
 
 def needed_slots(geometry: Geometry, found: Found) -> list[NeededSlot]:
     """Return the slots that a hit needs, each with its place in the prompt."""
-    return _slots_of_hit(geometry, found.chunks, found.offsets, found.generations)
+    return _slots_of_hit(geometry, found.depth, found.slots)
 
 
 def audited_slots(geometry: Geometry, offer: AuditOffer) -> list[NeededSlot]:
     """Return the slots of an audit, each with its place in the prompt: those of the chunk that is
     computed, and of the shorter hit before it where the offer has one."""
-    refs = unpack_refs(offer.offsets, offer.generations)
+    refs = [*unpack_slots(offer.slots)]
     compared = [
         NeededSlot(ref, index, offer.chunk) for index, ref in enumerate(refs) if ref.generation
     ]
-    if not offer.shorter_offsets:
+    if not offer.shorter_slots:
         return compared
-    shorter = _slots_of_hit(geometry, offer.chunk, offer.shorter_offsets, offer.shorter_generations)
+    shorter = _slots_of_hit(geometry, offer.chunk, offer.shorter_slots)
     return [*compared, *shorter]
 
 
-def _slots_of_hit(
-    geometry: Geometry, chunks: int, offsets: bytes, generations: bytes
-) -> list[NeededSlot]:
+def _slots_of_hit(geometry: Geometry, chunks: int, slots: bytes) -> list[NeededSlot]:
     places = [
         (index, chunk)
         for index, group in enumerate(geometry.groups)
         for chunk in (needed_chunks(geometry, group, chunks) if chunks else ())
     ]
-    refs = unpack_refs(offsets, generations)
+    refs = [*unpack_slots(slots)]
     return [NeededSlot(ref, index, chunk) for ref, (index, chunk) in zip(refs, places, strict=True)]
 
 
 def commit_of(slots: Iterable[WrittenSlot]) -> Commit:
     """Return a commit of slots. Classes and tenants come from the chunks' hashes."""
     slots = list(slots)
-    packed = pack_refs(slot.ref for slot in slots)
+    packed = pack_slots(slot.ref for slot in slots)
     hashes = [slot.chunk_hash for slot in slots]
     assert all(len(chunk_hash) == HASH_BYTES for chunk_hash in hashes)
     return Commit(
-        offsets=packed.offsets,
-        generations=packed.generations,
+        slots=packed,
         groups=pack_u64([slot.group_index for slot in slots]),
         hashes=b"".join(hashes),
         parents=b"".join(map(chunk_before, hashes)),

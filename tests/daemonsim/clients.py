@@ -11,6 +11,7 @@ from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import SlotShape, slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.packed import SLOT_BYTES, SlotRef, pack_slots, unpack_slots
 from hybridkv.shm.arena import LOCKS_FROM
 from hybridkv.wire.messages import (
     GREETING_NEVER,
@@ -56,14 +57,14 @@ from tests.daemonsim.oracle import (
 )
 from tests.daemonsim.sockets import SimProcess
 from tests.daemonsim.system import ArenaFile
-from tests.unit.daemon.harness import Ref, engine_hello, pack_refs, unpack_refs
+from tests.unit.daemon.harness import engine_hello
 
 
 @dataclass(eq=False)
 class Storing:
     """An object that workers are writing."""
 
-    ref: Ref
+    ref: SlotRef
     shape: SlotShape
     group_index: int
     chunk: int
@@ -99,7 +100,7 @@ class Audit(NamedTuple):
 class LoadItem(NamedTuple):
     """An object that workers are to load."""
 
-    ref: Ref
+    ref: SlotRef
     group_index: int
     chunk: int
     name: Name
@@ -115,7 +116,7 @@ class OwnCommit(NamedTuple):
 class OldSlot(NamedTuple):
     """A slot that this session had."""
 
-    ref: Ref
+    ref: SlotRef
     group_index: int
 
 
@@ -147,7 +148,7 @@ class StepReport:
     """By the number of a store: True where this rank wrote its part."""
     loads: dict[int, bool] = field(default_factory=dict)
     """By lease: True where this rank has loaded its parts."""
-    condemned: list[Ref] = field(default_factory=list)
+    condemned: list[SlotRef] = field(default_factory=list)
 
 
 class Scheduler(Client):
@@ -257,7 +258,7 @@ class Scheduler(Client):
 
     def _want(self, size: int, parts: int, count: int) -> None:
         if not self._calls.ask(lambda number: Reserve(number, size, parts, count), Reserved):
-            self.credits.on_granted((size, parts), b"", b"", self.scene.system.seconds())
+            self.credits.on_granted((size, parts), b"", self.scene.system.seconds())
 
     def _poll(self) -> None:
         self._answers = self._calls.poll()
@@ -315,7 +316,7 @@ class Scheduler(Client):
                 return
             asked = self._asked.pop(reply.lease)
             self.scene.books.found(
-                self.geometry, asked.identity, asked.hashes, reply.masks, reply.chunks
+                self.geometry, asked.identity, asked.hashes, reply.masks, reply.depth
             )
             self._prove(asked, reply)
             self._take_audit(asked, reply)
@@ -329,11 +330,9 @@ class Scheduler(Client):
             self._store(asked, reply, stores)
 
     def _granted(self, granted: Reserved) -> None:
-        refs = unpack_refs(granted.offsets, granted.generations)
+        refs = [*unpack_slots(granted.slots)]
         shape = granted.part_bytes, granted.parts
-        self.credits.on_granted(
-            shape, granted.offsets, granted.generations, self.scene.system.seconds()
-        )
+        self.credits.on_granted(shape, granted.slots, self.scene.system.seconds())
         # In a new arena, under a clock that was set back, the name of a slot may occur again.
         self._old_slots = deque(
             (old for old in self._old_slots if old.ref not in refs), self._old_slots.maxlen
@@ -342,11 +341,11 @@ class Scheduler(Client):
 
     def _prove(self, asked: AskedLookup, found: Found) -> None:
         """Every slot of an answer has exactly the bytes of its name."""
-        self.scene.counts["chunks_hit"] += found.chunks
+        self.scene.counts["chunks_hit"] += found.depth
         self.scene.counts["chunks_from_tiers"] += sum(found.tiers.values())
-        assert sum(found.tiers.values()) <= found.chunks
+        assert sum(found.tiers.values()) <= found.depth
         self._prove_slots(asked, needed_slots(self.geometry, found))
-        self.scene.counts["slots_proven"] += len(found.offsets) // 8
+        self.scene.counts["slots_proven"] += len(found.slots) // SLOT_BYTES
 
     def _prove_slots(self, asked: AskedLookup, slots: list[NeededSlot]) -> None:
         welcome = self._calls.link.welcome
@@ -375,7 +374,7 @@ class Scheduler(Client):
         if offer is None:
             return
         assert offer.lease == asked.audit_lease, "an audit that nobody asked for"
-        assert offer.chunk in (found.chunks, found.chunks - 1)
+        assert offer.chunk in (found.depth, found.depth - 1)
         self._audits[offer.lease] = Audit(asked, offer)
         self._prove_slots(asked, audited_slots(self.geometry, offer))
         self._held.append(offer.lease)
@@ -407,7 +406,7 @@ class Scheduler(Client):
                 self.scene.counts["own_writes_read"] += is_there and is_own
 
     def _load(self, asked: AskedLookup, found: Found, loads: dict[int, list[LoadItem]]) -> None:
-        if not found.chunks:
+        if not found.depth:
             return
         if self.rng.random() < 0.15:
             self._held.append(found.lease)
@@ -428,7 +427,7 @@ class Scheduler(Client):
                 if (found.masks[index][chunk] and self.rng.random() > 0.05) or not shape[0]:
                     continue
                 packed = self.credits.take_slots(shape, 1)
-                for ref in unpack_refs(packed.offsets, packed.generations):
+                for ref in [*unpack_slots(packed)]:
                     self._numbers += 1
                     stores[self._numbers] = Storing(
                         ref=ref,
@@ -455,8 +454,8 @@ class Scheduler(Client):
                 del self._storing[number]
                 (spoilt if storing.is_unstored or storing.is_spoilt else ready).append(storing)
         if report.condemned:
-            packed = pack_refs(report.condemned)
-            self._calls.tell(ReportCorrupt(packed.offsets, packed.generations))
+            packed = pack_slots(report.condemned)
+            self._calls.tell(ReportCorrupt(packed))
         for lease, is_good in report.loads.items():
             if lease not in self.loading:
                 continue
@@ -469,8 +468,8 @@ class Scheduler(Client):
                 self._calls.tell(Release(lease, 0 if failed else 1, 1, failed))
                 self._calls.tell(ReportRequest(f"request {lease}", RequestExplanation(lease, 0)))
         if spoilt:
-            packed = pack_refs(storing.ref for storing in spoilt)
-            self._calls.tell(Free(packed.offsets, packed.generations))
+            packed = pack_slots(storing.ref for storing in spoilt)
+            self._calls.tell(Free(packed))
         if ready:
             self._commit(ready)
 
@@ -499,8 +498,8 @@ class Scheduler(Client):
             self._calls.tell(commit_of([WrittenSlot(ref, group_index, chunk_hash)] * 2))
             self.scene.counts["commits_late"] += 1
         if "twice" in habits and self.rng.random() < 0.5:
-            packed = pack_refs([ref, ref])
-            self._calls.tell(Free(packed.offsets, packed.generations))
+            packed = pack_slots([ref, ref])
+            self._calls.tell(Free(packed))
             lease = self.rng.randrange(self._leases + 2)
             if (
                 lease not in self._asked
@@ -695,7 +694,7 @@ class Worker(Client):
         assert not is_leased, f"a load under a living lease failed: {error}"
         if error == "bytes" and self.scene.books.is_exact:
             assert not load.is_there(), "other bytes under the generation of what was stored"
-        report.condemned.append(Ref(load.offset, load.generation))
+        report.condemned.append(SlotRef(load.offset, load.generation))
         report.loads[lease] = False
         del self._loads[lease]
 

@@ -16,8 +16,7 @@ import xxhash
 from hybridkv.core.coverage import SlotShape, largest_hit, needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import unpack_u64
-from hybridkv.daemon.handlers import resident_chunks
+from hybridkv.core.packed import unpack_slots
 from hybridkv.shm import slots as signatures
 from hybridkv.shm.slots import (
     CHECKSUM_BYTES,
@@ -471,13 +470,13 @@ class Protocol(Witness):
             lookup.hashes[at : at + HASH_BYTES] for at in range(0, len(lookup.hashes), HASH_BYTES)
         ][: BATCH_MAX // len(geometry.groups)]
         is_asked = [len(mask) for mask in found.masks] == [len(hashes)] * len(geometry.groups)
-        self._expect(is_asked and found.chunks <= len(hashes), "what nobody asked for is found")
+        self._expect(is_asked and found.depth <= len(hashes), "what nobody asked for is found")
         if found.tail or not self._books.is_exact:
             return
         needed = [
             (identity, group.gid, hashes[chunk], SlotState.COMMITTED)
             for group in geometry.groups
-            for chunk in (needed_chunks(geometry, group, found.chunks) if found.chunks else ())
+            for chunk in (needed_chunks(geometry, group, found.depth) if found.depth else ())
         ]
         named = [
             header and (header.namespace, header.gid, header.chunk_hash, header.state)
@@ -488,7 +487,7 @@ class Protocol(Witness):
 
 def _headers(file: ArenaFile, reply: Found | Reserved) -> Iterator[tuple[int, SlotHeader | None]]:
     """Yield the generation of each slot that a reply names, and its header if it has that one."""
-    names = zip(unpack_u64(reply.offsets), unpack_u64(reply.generations), strict=True)
+    names = unpack_slots(reply.slots)
     for offset, generation in names:
         header = unpack_header(bytes(file.bytes[offset : offset + HEADER_BYTES]))
         is_there = header is not None and header.generation == generation
@@ -556,10 +555,8 @@ class Waits(Witness):
                 self._direct = ReplyKey(number, reply.id)
                 assert isinstance(request, Lookup)
                 session = server.daemon.sessions.connections[number].session
-                resident = resident_chunks(session.namespace, session.geometry, request.hashes)
-                self._expect(
-                    resident.masks == reply.masks, "an answer says what was so a moment ago"
-                )
+                masks = session.namespace.present(request.hashes).masks
+                self._expect(masks == reply.masks, "an answer says what was so a moment ago")
             return reply
 
         def on_reply(peer: Any, reply: Reply) -> None:
@@ -623,7 +620,7 @@ class Waits(Witness):
             return
         session = server.daemon.sessions.connections[peer.number].session
         if wait.drops == _drops(server, session.namespace):
-            self._expect(found.chunks >= wait.hit, "waiting cost the hit that there was")
+            self._expect(found.depth >= wait.hit, "waiting cost the hit that there was")
         lease = session.leases.get(found.lease)
         slots = lease.slots if lease is not None else ()
         is_own = all(slot.entry.namespace is session.namespace for slot in slots)

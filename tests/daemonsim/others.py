@@ -115,7 +115,7 @@ class Seeker(Client):
         identity, prompt = self._todo[0]
         hashes = prompt_hashes(prompt)
         books = self.scene.books
-        books.found(self._geometry, identity, hashes, found.masks, found.chunks)
+        books.found(self._geometry, identity, hashes, found.masks, found.depth)
         welcome = self._calls.link.welcome
         assert welcome is not None
         file = self.scene.system.paths[welcome.arena_path]
@@ -146,14 +146,14 @@ class Seeker(Client):
         )
         self._tries += 1
         self._has_no_room |= found.why.startswith("RAM has room for ")
-        if found.chunks < expected and self._tries < self.TRIES:
+        if found.depth < expected and self._tries < self.TRIES:
             return
-        if self._has_no_room and found.chunks < expected:
+        if self._has_no_room and found.depth < expected:
             # One lookup's room may be at the cost of another one, in any try.
             self.scene.counts["seeks_without_room"] += 1
         else:
-            assert found.chunks >= expected, (
-                f"{found.chunks} of {expected} chunks come up: {found.why}"
+            assert found.depth >= expected, (
+                f"{found.depth} of {expected} chunks come up: {found.why}"
             )
             self.scene.counts["seeks"] += 1
             self.scene.counts["chunks_expected"] += expected
@@ -213,7 +213,7 @@ class Liars(Client):
             self._liar.on_reply(line.peer, reply)
             kind = reply.code if isinstance(reply, Error) else type(reply).__name__
             self.scene.counts[f"liar_heard_{kind}"] += 1
-            self.scene.counts["liar_hits"] += isinstance(reply, Found) and reply.chunks > 0
+            self.scene.counts["liar_hits"] += isinstance(reply, Found) and reply.depth > 0
 
     def _hang_up(self, kind: int) -> None:
         self._lines.pop(kind).sock.close()

@@ -16,7 +16,7 @@ import torch
 from hybridkv.connector.copy.device import CopyList
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
-from hybridkv.core.copies import SlotRef
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
 from tests.arenas import whole_object
 from tests.devicesim.device import ENGINE, Event, SimulatedDevice

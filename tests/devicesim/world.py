@@ -17,8 +17,9 @@ from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
 from hybridkv.connector.copy.staging import CopySizes
 from hybridkv.connector.metrics import COPIES_UNPINNED, Shed, stores_shed
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, slot_bytes
 from tests.devicesim.device import COMPUTE, ENGINE, MODEL, STRANGER, Habits, SimulatedDevice

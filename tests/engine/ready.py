@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from hybridkv.core.packed import U64
+from hybridkv.core.packed import SLOT_BYTES
 from tests.waiting import until
 
 SLOTS = 12  # More than the chunks of a test's first prompt, and fewer than a small arena has.
@@ -35,7 +35,7 @@ def _await(role: Any) -> None:
         if is_greeted:
             role.reserve_slots(time.monotonic())
         pools = role.stores.credits.pools.values()
-        is_full = all(len(pool.offsets) // U64 >= min(SLOTS, pool.target) for pool in pools)
+        is_full = all(len(pool.tickets) // SLOT_BYTES >= min(SLOTS, pool.target) for pool in pools)
         is_vain = not is_greeted and (not link.is_served or time.monotonic() > deadline)
         return is_vain or (is_greeted and is_full)
 

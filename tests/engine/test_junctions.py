@@ -8,6 +8,7 @@ import pytest
 from hybridkv.cli.main import main
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
+from hybridkv.lab.models import V2_RUNNER_ENV
 from tests.engine.support import answer, engine, forget, prompt, stats
 from tests.forked_daemon import ForkedDaemon
 
@@ -96,6 +97,27 @@ def test_the_third_prompt_with_a_shared_prefix_hits_it(
     assert 0 < again[1]["cached_tokens"] <= len(SYSTEM)
     assert [answer(result) for result in again[3:]] == [answer(result) for result in again[:3]]
     assert not stats(daemon.socket_path).get("loads_failed")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("model", ["lfm2", "qwen3next"])
+def test_the_v2_model_runner_hits_it_too(
+    model: str, daemon: DaemonProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter, which a process reads at its start. It takes minutes."""
+    monkeypatch.setenv(V2_RUNNER_ENV, "1")
+    with engine(model, tmp_path / "own.log", None, kind=EngineProcess) as running:
+        own = [running.generate(text, max_tokens=4)[0] for text in FIRST]
+    server, log_path = daemon.socket_path, tmp_path / "e.log"
+    with engine(model, log_path, server, extra=PARANOID, kind=EngineProcess) as running:
+        loaded = [outside(running, text) for text in FIRST]
+    hits = [result["cached_tokens"] for result in own]
+    assert hits == [0, 0, hits[2], 0]
+    assert len(SYSTEM) < hits[2] <= len(SYSTEM) + len(DOCUMENT)
+    assert [result["cached_tokens"] for result in loaded] == hits
+    assert [answer(result) for result in loaded] == [answer(result) for result in own]
+    assert "Using V2 Model Runner" in log_path.read_text()
 
 
 @pytest.mark.soak

@@ -34,7 +34,7 @@ from msgspec.structs import replace
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.core.coverage import part_bytes
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SLOT_BYTES, SlotRef, pack_slots, pack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import ending_with_parent
@@ -45,7 +45,6 @@ from hybridkv.tiers.record import is_encoded
 from hybridkv.wire import messages as wire
 from tests.seeds import Options, Program, main
 from tests.unit.daemon import tierclient
-from tests.unit.daemon.harness import Ref
 from tests.unit.daemon.tierclient import DISK, GEOMETRY, hashes, object_files, real_bytes
 from tests.waiting import DEADLINE_SECONDS, until
 
@@ -341,7 +340,7 @@ class Client(tierclient.Client):
                 # Whether a dying daemon heard what becomes of a slot is not known.
                 slots = [self.kept.pop() for _ in self.kept[: rng.randrange(1, 6)]]
                 if step == "free":
-                    self.abandon([Ref(slot.offset, slot.generation) for slot in slots])
+                    self.abandon([SlotRef(slot.offset, slot.generation) for slot in slots])
                 else:
                     names, parents = (rng.choices(NAMES, k=len(slots)) for _ in range(2))
                     self._commit(slots, names, parents)
@@ -355,11 +354,10 @@ class Client(tierclient.Client):
     def _commit(self, slots: list[WriteSlot], names: list[bytes], parents: list[bytes]) -> None:
         """Write objects of `names` into slots and commit them."""
         for slot, name in zip(slots, names, strict=True):
-            ref = Ref(slot.offset, slot.generation)
+            ref = SlotRef(slot.offset, slot.generation)
             self.fill(ref, slot.group_index, name, SIZES[slot.group_index], 1)
         commit = wire.Commit(
-            offsets=pack_u64([slot.offset for slot in slots]),
-            generations=pack_u64([slot.generation for slot in slots]),
+            slots=pack_slots((slot.offset, slot.generation) for slot in slots),
             groups=pack_u64([slot.group_index for slot in slots]),
             hashes=b"".join(names),
         )
@@ -385,7 +383,7 @@ class Client(tierclient.Client):
         self._counts["hits"] += found.chunks
         if found.chunks and self._rng.random() < 0.2:
             self._counts["condemned"] += 1
-            self.tell(wire.ReportCorrupt(found.offsets[:8], found.generations[:8]))
+            self.tell(wire.ReportCorrupt(found.slots[:SLOT_BYTES]))
         self._leases.append(lease)
         if self._rng.random() < 0.8:
             self.release(self._leases.pop())

@@ -33,10 +33,10 @@ from hybridkv.client.credits import SlotCredits
 from hybridkv.client.link import Link
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import BadSlotError, PartLayout
-from hybridkv.core.copies import CopyOp, CopyRun, SlotRef, plan_load, storable_spans
+from hybridkv.core.copies import CopyOp, CopyRun, plan_load, storable_spans
 from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SLOT_BYTES, SlotRef, pack_slots, pack_u64
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.slots import (
@@ -227,11 +227,9 @@ class Engine:
             for group in GROUPS
         ]
         found = self._look_up(hashes)
-        if found.chunks:
-            local = self.rng.choice((0, 0, self.rng.randrange(found.chunks * 2) * 64))
-            runs = plan_load(
-                GEOMETRY, found.chunks, local, tables, found.offsets, found.generations
-            )
+        if found.depth:
+            local = self.rng.choice((0, 0, self.rng.randrange(found.depth * 2) * 64))
+            runs = plan_load(GEOMETRY, found.depth, local, tables, found.slots)
             late = self.rng.random() < LATE_SHARE
             if late:
                 self._send(Release(found.lease))
@@ -239,7 +237,7 @@ class Engine:
                     self._release(self._look_up(prompt_hashes(self.rng.randrange(PROMPTS))))
             self._load([op for run in runs for op in run.ops()], hashes, late)
             if self.rng.random() < 0.02:
-                self._send(ReportCorrupt(found.offsets[:U64], found.generations[:U64]))
+                self._send(ReportCorrupt(found.slots[:SLOT_BYTES]))
             if not late:
                 self._release(found)
         self._store(hashes, found.masks, tables)
@@ -276,9 +274,8 @@ class Engine:
             )
             for span in spans:
                 shape = span.count * group.block_bytes, GEOMETRY.parts(group)
-                offsets, generations = self.credits.take_slots(shape, span.objects)
-                if offsets:
-                    runs.append(CopyRun(span.part(0, len(offsets) // U64), offsets, generations))
+                if slots := self.credits.take_slots(shape, span.objects):
+                    runs.append(CopyRun(span.part(0, len(slots) // SLOT_BYTES), slots))
         ops = [op for run in runs for op in run.ops()]
         for op in ops:
             self._poison(op)
@@ -295,17 +292,13 @@ class Engine:
         cut = self.rng.randrange(len(ops) + 1) if self.rng.random() < 0.1 else len(ops)
         self._commit(ops[:cut], hashes)
         if ops[cut:]:
-            names = [op.slot for op in ops[cut:]]
-            self._send(
-                Free(pack_u64([s.offset for s in names]), pack_u64([s.generation for s in names]))
-            )
-            self.counts.add("abandoned", len(names))
+            self._send(Free(pack_slots(op.slot for op in ops[cut:])))
+            self.counts.add("abandoned", len(ops) - cut)
 
     def _commit(self, ops: Sequence[CopyOp], hashes: Sequence[bytes]) -> None:
         self._send(
             Commit(
-                pack_u64([op.slot.offset for op in ops]),
-                pack_u64([op.slot.generation for op in ops]),
+                pack_slots(op.slot for op in ops),
                 pack_u64([op.group_index for op in ops]),
                 b"".join(hashes[op.chunk] for op in ops),
             )
@@ -338,11 +331,11 @@ class Engine:
         self._until(lambda: lease in self.found)
         found = self.found.pop(lease)
         self.counts.add("lookups")
-        self.counts.add("hits", found.chunks > 0)
+        self.counts.add("hits", found.depth > 0)
         return found
 
     def _release(self, found: Found) -> None:
-        if found.chunks:
+        if found.depth:
             self._send(Release(found.lease))
 
     def _refill(self) -> None:
@@ -361,9 +354,7 @@ class Engine:
                     self.found[reply.lease] = reply
                 else:
                     assert isinstance(reply, Reserved), reply
-                    self.credits.on_granted(
-                        (reply.part_bytes, reply.parts), reply.offsets, reply.generations, now
-                    )
+                    self.credits.on_granted((reply.part_bytes, reply.parts), reply.slots, now)
             if done():
                 return
             assert now < deadline, "no answer"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from hybridkv.client.control import ControlClient
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SLOT_BYTES, pack_u64
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.codec import encode
@@ -85,15 +85,14 @@ def stocked(daemon: DaemonProcess) -> DaemonProcess:
     """A daemon that has some objects and has reserved all of its arena."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     with ControlClient(daemon.socket_path, hello=engine_hello("stock")) as engine:
-        offsets, generations, reserved_bytes = b"", b"", 0
+        slots, reserved_bytes = b"", 0
         while reserved_bytes < engine.welcome.slots_bytes:
             assert time.monotonic() < deadline
-            reply = engine.call(Reserve(2, PART, 1, OBJECTS - len(unpack_u64(offsets))))
+            reply = engine.call(Reserve(2, PART, 1, OBJECTS - len(slots) // SLOT_BYTES))
             assert isinstance(reply, Reserved)
-            offsets += reply.offsets
-            generations += reply.generations
+            slots += reply.slots
             reserved_bytes = reply.reserved_bytes
-        engine.tell(Commit(offsets, generations, pack_u64([0] * OBJECTS), HASHES))
+        engine.tell(Commit(slots, pack_u64([0] * OBJECTS), HASHES))
         assert engine.stats().values["objects"] == OBJECTS
     return daemon
 

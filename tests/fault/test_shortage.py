@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
-from hybridkv.core.packed import unpack_u64
+from hybridkv.core.packed import SLOT_BYTES
 from hybridkv.core.sizes import parse_size
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.daemon.loop import RESERVE_AHEAD_BYTES, RESERVE_STEP_BYTES, DaemonServer, ServeOptions
@@ -176,7 +176,7 @@ def test_a_worker_that_the_next_daemon_cannot_watch_keeps_its_slots(
 def got_slots(engine: ControlClient) -> bool:
     granted = engine.call(Reserve(3, PART, 1, SLOTS))
     assert isinstance(granted, Reserved)
-    return len(unpack_u64(granted.offsets)) == SLOTS
+    return len(granted.slots) // SLOT_BYTES == SLOTS
 
 
 @pytest.fixture

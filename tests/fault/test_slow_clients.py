@@ -52,7 +52,7 @@ class Other:
         self._leases = 0
         granted = engine.call(Reserve(2, PART, 1, OBJECTS))
         assert isinstance(granted, Reserved)
-        engine.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * OBJECTS), HASHES))
+        engine.tell(Commit(granted.slots, pack_u64([0] * OBJECTS), HASHES))
         self.look_up()
 
     def look_up(self) -> float:

@@ -22,6 +22,7 @@ import pytest
 
 from hybridkv.client.start_daemon import EXIT_ALREADY_SERVED, daemon_command
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.packed import SlotRef
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import DaemonProcess
@@ -31,7 +32,6 @@ from hybridkv.tiers.record import RecordName
 from tests.fault.fuse import FaultyFs, Op, mounted
 from tests.fault.test_shortage import pid_of
 from tests.forked_daemon import ForkedDaemon
-from tests.unit.daemon.harness import Ref
 from tests.unit.daemon.tierclient import (
     DISK,
     GEOMETRY,
@@ -583,7 +583,7 @@ def test_what_comes_late_is_written_over_nothing(
         until(lambda: client.values()["lookups_waiting"] == 0, "all were answered, or are gone")
         until(lambda: value(daemon, "breaker_open") == 1, "it is known to hang")
         assert client.values()["bytes_writing"] == reading, "whoever may write there, has it"
-        slots: list[Ref] = []
+        slots: list[SlotRef] = []
         until(lambda: not grown(client, slots, size, parts), "all that is granted")
         assert len(slots) > 3
         with Client(daemon.socket_path, name="more") as neighbour:
@@ -616,7 +616,7 @@ def start(offset: int) -> int:
     return offset + payload_offset(1)
 
 
-def grown(client: Client, slots: list[Ref], size: int, parts: int) -> bool:
+def grown(client: Client, slots: list[SlotRef], size: int, parts: int) -> bool:
     granted = client.want(size, parts, 8)
     slots += granted
     return bool(granted)

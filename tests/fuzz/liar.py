@@ -12,7 +12,7 @@ import msgspec
 from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     MESSAGE_BYTES_MAX,
@@ -153,13 +153,6 @@ KINDS = (
 )
 
 
-class SlotName(NamedTuple):
-    """The offset and generation by which messages name a slot."""
-
-    offset: int
-    generation: int
-
-
 class GrantedSlot(NamedTuple):
     """A slot that was granted to a peer, or one that it only claims: of 0 bytes."""
 
@@ -228,7 +221,7 @@ class Liar:
         """Lying workers also claim to belong to the engines `engine_ids`, which do not lie."""
         self._rng = rng
         self._engine_ids = engine_ids
-        self._slots: deque[SlotName] = deque([SlotName(0, 1)], maxlen=256)
+        self._slots: deque[SlotRef] = deque([SlotRef(0, 1)], maxlen=256)
         """Slots that any peer has heard of, for every peer to name."""
         self._frames: deque[bytes] = deque([encode(Stats(1))], maxlen=64)
         self._role_makers: list[Callable[[Peer], Request]] = [
@@ -304,7 +297,7 @@ class Liar:
         if isinstance(reply, Welcome):
             peer.state = peer.role
         elif isinstance(reply, Found):
-            if reply.chunks:
+            if reply.depth:
                 peer.leases.append(reply.lease)
                 self._slots.extend(_slot_names(reply)[:4])
         elif isinstance(reply, Pending):
@@ -318,7 +311,7 @@ class Liar:
 
     def learn_slot(self, offset: int, generation: int) -> None:
         """Learn the name of a slot of any client."""
-        self._slots.append(SlotName(offset, generation))
+        self._slots.append(SlotRef(offset, generation))
 
     # True messages
 
@@ -438,15 +431,9 @@ class Liar:
                 slots.append(GrantedSlot(rng.choice(NUMBERS), rng.choice(NUMBERS), 0))
         return slots
 
-    def _offsets(self, slots: Sequence[GrantedSlot | SlotName]) -> bytes:
-        return self._packed([slot.offset for slot in slots])
-
-    def _generations(self, slots: Sequence[GrantedSlot | SlotName]) -> bytes:
-        return self._packed([slot.generation for slot in slots])
-
-    def _packed(self, numbers: list[int]) -> bytes:
-        """Returns packed numbers, which may be cut off anywhere."""
-        packed = pack_u64(numbers)
+    def _packed(self, slots: Sequence[GrantedSlot | SlotRef]) -> bytes:
+        """Returns packed slots, which may be cut off anywhere."""
+        packed = pack_slots((slot.offset, slot.generation) for slot in slots)
         return (
             packed if self._rng.random() < 0.97 else packed[: self._rng.randrange(len(packed) + 1)]
         )
@@ -466,8 +453,7 @@ class Liar:
         if rng.random() < 0.3:
             groups = groups[:1]
         commit = Commit(
-            offsets=self._offsets(slots),
-            generations=self._generations(slots),
+            slots=self._packed(slots),
             groups=pack_u64(groups),
             hashes=hashes,
             tokens=rng.randrange(999),
@@ -487,11 +473,11 @@ class Liar:
 
     def _free(self, peer: Peer) -> Free:
         slots = self._take_slots(peer, 0.3)
-        return Free(self._offsets(slots), self._generations(slots))
+        return Free(self._packed(slots))
 
     def _report_corrupt(self, peer: Peer) -> ReportCorrupt:
         slots = [self._rng.choice(self._slots) for _ in range(self._rng.randrange(3))]
-        return ReportCorrupt(self._offsets(slots), self._generations(slots))
+        return ReportCorrupt(self._packed(slots))
 
     def _release(self, peer: Peer) -> Release:
         rng = self._rng
@@ -621,5 +607,5 @@ def _framed(body: bytes) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def _slot_names(reply: Found | Reserved) -> list[SlotName]:
-    return list(map(SlotName, unpack_u64(reply.offsets), unpack_u64(reply.generations)))
+def _slot_names(reply: Found | Reserved) -> list[SlotRef]:
+    return list(unpack_slots(reply.slots))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hybridkv.client.control import ControlClient
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SLOT_BYTES, pack_u64, unpack_slots
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotState, unpack_header
@@ -74,13 +74,11 @@ class ProcessFuzz:
             self._check_held(good, found, SlotState.COMMITTED, SlotState.DROPPED)
             self._check_held(good, granted, SlotState.WRITING)
             good.tell(Release(1))
-            good.tell(
-                Commit(granted.offsets, granted.generations, pack_u64([0, 0]), _hashes(100, 2))
-            )
+            good.tell(Commit(granted.slots, pack_u64([0, 0]), _hashes(100, 2)))
             again = good.call(Lookup(3, 2, _hashes(100, 2)))
             assert isinstance(again, Found)
             assert again.chunks == 2, "read your writes"
-            assert again.offsets == granted.offsets
+            assert again.slots == granted.slots
             values = good.stats().values
         assert "refused_internal" not in values
         assert self._daemon.process is not None
@@ -102,9 +100,7 @@ class ProcessFuzz:
         A leased object may be dropped.
         """
         arena = attach_arena(Path(good.welcome.arena_path), good.welcome.arena_bytes)
-        for offset, generation in zip(
-            unpack_u64(names.offsets), unpack_u64(names.generations), strict=True
-        ):
+        for offset, generation in unpack_slots(names.slots):
             header = unpack_header(bytes(arena.memory[offset : offset + HEADER_BYTES]))
             assert header is not None
             assert header.state in states
@@ -183,13 +179,11 @@ def _grant(good: ControlClient, count: int) -> Reserved:
     while True:
         granted = good.call(Reserve(4, PART, 1, count))
         assert isinstance(granted, Reserved)
-        if len(unpack_u64(granted.offsets)) == count:
+        if len(granted.slots) // SLOT_BYTES == count:
             return granted
         assert time.monotonic() < deadline
 
 
 def _store(good: ControlClient, count: int, first: int) -> None:
     granted = _grant(good, count)
-    good.tell(
-        Commit(granted.offsets, granted.generations, pack_u64([0] * count), _hashes(first, count))
-    )
+    good.tell(Commit(granted.slots, pack_u64([0] * count), _hashes(first, count)))

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hybridkv.core.coverage import SlotShape, slot_shapes
 from hybridkv.core.geometry import Geometry, Group, GroupKind
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import RemovedObject
@@ -48,7 +48,7 @@ from hybridkv.wire.messages import (
 from tests.chance import examples
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS, wide
-from tests.unit.daemon.harness import Ref, engine_hello, make_welcome, pack_refs, unpack_refs
+from tests.unit.daemon.harness import engine_hello, make_welcome
 
 PAGES = 48
 ARENA = PAGES * SLOT_ALIGN
@@ -68,7 +68,7 @@ class Name(NamedTuple):
 class Written(NamedTuple):
     """A slot, and the object that it is to become."""
 
-    ref: Ref
+    ref: SlotRef
     group_index: int
     chunk_hash: bytes
 
@@ -139,7 +139,7 @@ def read_by(geometry: Geometry, group: Group, chunks: int) -> tuple[int, ...]:
 class Object:
     """A slot with an object. `name` is None once only readers keep it."""
 
-    ref: Ref
+    ref: SlotRef
     size: int
     name: Name | None
     readers: int = 0
@@ -153,7 +153,7 @@ class Held:
     identity: bytes
     geometry: Geometry
     leases: dict[int, list[Object]] = field(default_factory=dict)
-    writing: dict[Ref, SlotShape] = field(default_factory=dict)
+    writing: dict[SlotRef, SlotShape] = field(default_factory=dict)
     """Shape of each slot that is granted and not committed."""
     believed: set[RemovedObject] | None = None
     """The objects that an engine believes to be there, if it watches."""
@@ -204,11 +204,11 @@ class DaemonMachine(RuleBasedStateMachine):
         self.numbers = 0
         self.sessions: list[Held] = []
         self.index: dict[Name, Object] = {}
-        self.unread: dict[Ref, Object] = {}
+        self.unread: dict[SlotRef, Object] = {}
         """Named objects that nobody reads."""
         self.leaving: set[Object] = set()
         """Nameless objects that a session still reads."""
-        self.retired: list[Ref] = []
+        self.retired: list[SlotRef] = []
         self.generations: set[int] = set()
         self.known: set[bytes] = set()
         self.identities = identities
@@ -343,7 +343,7 @@ class DaemonMachine(RuleBasedStateMachine):
             at = offset + size
         return runs
 
-    def want(self, number: int, held: Held, shape: SlotShape, count: int) -> list[Ref]:
+    def want(self, number: int, held: Held, shape: SlotShape, count: int) -> list[SlotRef]:
         part_bytes, parts = shape
         size = slot_bytes(part_bytes, parts)
         bound = min(
@@ -357,7 +357,7 @@ class DaemonMachine(RuleBasedStateMachine):
         assert isinstance(granted, Reserved)
         assert granted.reserved_bytes == self.limit
         evicted = self.daemon.store.evicted - evicted
-        refs = unpack_refs(granted.offsets, granted.generations)
+        refs = [*unpack_slots(granted.slots)]
         if fits >= allowed or self.limit < ARENA:
             assert (len(refs), evicted) == (min(fits, allowed), 0), (
                 "evicted without need, or granted too little"
@@ -416,14 +416,13 @@ class DaemonMachine(RuleBasedStateMachine):
             # A connector sends once what all objects have in common.
             indices, tenants = indices[:1], tenants[:1]
             parents = parents[:1]
-        packed = pack_refs(written.ref for written in batch)
+        packed = pack_slots(written.ref for written in batch)
         has_parents, has_classes = mix.random() < 0.9, mix.random() < 0.5
         classes = mix.choices(list(EvictionClass), k=len(batch)) if has_classes else []
         reply = self.daemon.handle(
             number,
             Commit(
-                offsets=packed.offsets,
-                generations=packed.generations,
+                slots=packed,
                 groups=pack_u64(indices),
                 hashes=b"".join(written.chunk_hash for written in batch),
                 parents=b"".join(parents) if has_parents else b"",
@@ -501,7 +500,7 @@ class DaemonMachine(RuleBasedStateMachine):
         mix.shuffle(batch)
         self.commit(number, held, batch[leave_out:], mix)
 
-    def any_ref(self, mix: random.Random) -> Ref:
+    def any_ref(self, mix: random.Random) -> SlotRef:
         """A slot of anybody, of an earlier life, or of nobody."""
         everything = [
             *(ref for held in self.sessions for ref in held.writing),
@@ -509,9 +508,9 @@ class DaemonMachine(RuleBasedStateMachine):
             *self.retired[-5:],
         ]
         if not everything or mix.random() < 0.1:
-            return Ref(mix.randrange(PAGES) * SLOT_ALIGN, mix.randrange(1 << 33))
+            return SlotRef(mix.randrange(PAGES) * SLOT_ALIGN, mix.randrange(1 << 33))
         offset, generation = mix.choice(everything)
-        return Ref(offset, generation + mix.choice((0, 0, 0, 1)))
+        return SlotRef(offset, generation + mix.choice((0, 0, 0, 1)))
 
     @rule(pick=st.integers(0, 99), mix=st.randoms(use_true_random=False), size=st.integers(0, 6))
     def commit_anything(self, pick: int, mix: random.Random, size: int) -> None:
@@ -537,8 +536,8 @@ class DaemonMachine(RuleBasedStateMachine):
             return
         number, held = chosen
         refs = [self.any_ref(mix) for _ in range(size)] + list(held.writing)[:2]
-        packed = pack_refs(refs)
-        self.daemon.handle(number, Free(packed.offsets, packed.generations))
+        packed = pack_slots(refs)
+        self.daemon.handle(number, Free(packed))
         for ref in refs:
             if held.writing.pop(ref, None) is not None:
                 self.retired.append(ref)
@@ -589,7 +588,7 @@ class DaemonMachine(RuleBasedStateMachine):
             for at in (read_by(geometry, group, hit) if hit else ())
         ]
         objects = [self.index[name] for name in names]
-        refs = unpack_refs(found.offsets, found.generations)
+        refs = [*unpack_slots(found.slots)]
         assert refs == [thing.ref for thing in objects]
         if hit:
             held.leases[lease] = objects
@@ -647,8 +646,8 @@ class DaemonMachine(RuleBasedStateMachine):
         if chosen is None:
             return
         refs = [self.any_ref(mix) for _ in range(size)]
-        packed = pack_refs(refs)
-        self.daemon.handle(chosen[0], ReportCorrupt(packed.offsets, packed.generations))
+        packed = pack_slots(refs)
+        self.daemon.handle(chosen[0], ReportCorrupt(packed))
         for thing in [thing for thing in self.index.values() if thing.ref in refs]:
             self.lose_name(thing)
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hybridkv.core.coverage import needed_chunks, part_bytes
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.loop import FinishedJob
@@ -54,7 +54,7 @@ from tests.chance import examples
 from tests.invariants import check_daemon
 from tests.model.test_daemon import CHUNKS, GEOMETRIES, PARENTS, PROMPTS, prompt_hashes
 from tests.unit.daemon.dict_tier import DictTier
-from tests.unit.daemon.harness import Ref, engine_hello, make_welcome, unpack_refs
+from tests.unit.daemon.harness import engine_hello, make_welcome
 
 URLS = (
     "sim://?write=through",
@@ -127,7 +127,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.numbers = 0
         self.written: set[ObjectName] = set()
         """Every object that was ever stored."""
-        self.spoilt: set[Ref] = set()
+        self.spoilt: set[SlotRef] = set()
         """Objects whose bytes were changed in RAM."""
         self.promoted = 0
         for prompt in range(stocked):
@@ -260,9 +260,9 @@ class TiersMachine(RuleBasedStateMachine):
                     continue
                 granted = self.daemon.handle(engine.number, Reserve(9, size, parts, 1), self.now)
                 assert isinstance(granted, Reserved)
-                if not granted.offsets:
+                if not granted.slots:
                     continue
-                ((offset, generation),) = unpack_refs(granted.offsets, granted.generations)
+                ((offset, generation),) = [*unpack_slots(granted.slots)]
                 slot = self.memory[offset : offset + slot_bytes(size, parts)]
                 whole = content(engine.identity, index, chunk_hash, size * parts)
                 slot[payload_offset(parts) : payload_offset(parts) + len(whole)] = whole
@@ -270,8 +270,7 @@ class TiersMachine(RuleBasedStateMachine):
                     sign(slot, part_digests(slot, size, parts), generation)
                 self.written.add(ObjectName(engine.identity, index, chunk_hash))
                 commit = Commit(
-                    granted.offsets,
-                    granted.generations,
+                    granted.slots,
                     pack_u64([index]),
                     chunk_hash,
                     parents=PARENTS[chunk_hash],
@@ -323,7 +322,7 @@ class TiersMachine(RuleBasedStateMachine):
             for index, group in enumerate(self.geometry.groups)
             for chunk in (needed_chunks(self.geometry, group, found.chunks) if found.chunks else ())
         ]
-        refs = unpack_refs(found.offsets, found.generations)
+        refs = [*unpack_slots(found.slots)]
         if found.chunks:
             assert found.lease not in engine.leases
             engine.leases.add(found.lease)
@@ -431,14 +430,14 @@ class TiersMachine(RuleBasedStateMachine):
             slot = slots[pick % len(slots)]
             start = payload_offset(slot.parts)
             self.memory[slot.offset + start + at % (slot.part_bytes * slot.parts)] ^= 1
-            self.spoilt.add(Ref(slot.offset, slot.generation))
+            self.spoilt.add(SlotRef(slot.offset, slot.generation))
 
     @rule(pick=PICK, which=PICK)
     def condemn(self, pick: int, which: int) -> None:
         slots = list(self.daemon.store.slots.values())
         if slots:
             slot = slots[which % len(slots)]
-            condemn = ReportCorrupt(pack_u64([slot.offset]), pack_u64([slot.generation]))
+            condemn = ReportCorrupt(pack_slots([(slot.offset, slot.generation)]))
             assert (
                 self.daemon.handle(self.engines[pick % len(self.engines)].number, condemn, self.now)
                 is None

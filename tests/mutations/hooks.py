@@ -87,7 +87,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "off-for-good",
         "a role that was switched off stays off",
-        "HookGuard.begin_anew",
+        "HookGuard.resume",
         "",
         "return",
         ("C15",),
@@ -147,7 +147,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "off-worker-offers-itself",
         "a worker that begins anew offers an arena before it has mapped it again",
-        "WorkerRole.map_anew",
+        "WorkerRole.remap_arena",
         'self.boot = ""',
         "pass",
         ("C15",),

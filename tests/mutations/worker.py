@@ -518,7 +518,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "weights-starve",
         "a step that computes nothing gives no way to a reading of the weights",
-        "EngineWeights.give_way",
+        "EngineWeights.yield_to_reading",
         "reading.thread.join(YIELD_SECONDS)",
         "pass",
         ("D16",),

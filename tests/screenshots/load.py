@@ -18,7 +18,7 @@ from hybridkv.core.coverage import part_bytes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import pack_slots, pack_u64
 from hybridkv.wire.messages import PROTOCOL_VERSION as VERSION
 from hybridkv.wire.messages import (
     Commit,
@@ -208,8 +208,7 @@ class Player(threading.Thread):
                 parent = names[chunk - 1] if chunk else bytes(HASH_BYTES)
                 client.tell(
                     Commit(
-                        offsets=pack_u64([slot.offset]),
-                        generations=pack_u64([slot.generation]),
+                        slots=pack_slots([slot]),
                         groups=pack_u64([index]),
                         hashes=names[chunk],
                         tokens=geometry.chunk_tokens if group.kind is GroupKind.FULL else 0,

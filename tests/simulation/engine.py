@@ -46,7 +46,7 @@ from hybridkv.core.keys import fingerprint
 from hybridkv.shm.arena import Arena
 from hybridkv.vllm.block_room import ROOM_SECONDS
 from hybridkv.vllm.blocks import block_bytes
-from hybridkv.vllm.hook_guard import BEGUN_ANEW
+from hybridkv.vllm.hook_guard import RESUMED
 from hybridkv.vllm.layout import (
     Parallelism,
     WorkerLayout,
@@ -796,7 +796,7 @@ class Engine:
             patience = self._patience + ROOM_SECONDS * bool(self.side.room)
             patience += known.answer_seconds(request.num_tokens) - known.answer_seconds(0)
             is_attached = self.side.session.workers_attached()
-            if watch.question or self.connector.counters.get(BEGUN_ANEW) or not is_attached:
+            if watch.question or self.connector.counters.get(RESUMED) or not is_attached:
                 # A role that begins anew asks for the weights too.
                 patience += known.tier_wait(request.num_tokens).seconds
             if tracked is not None and tracked.lookup.lost:
@@ -816,7 +816,7 @@ class Engine:
             self._asked.pop(request.request_id, None)
         tracked = self.side.requests.by_id.get(request.request_id)
         answer = tracked.lookup.found if tracked else None
-        found = answer.chunks * self.geometry.chunk_tokens if answer else 0
+        found = answer.depth * self.geometry.chunk_tokens if answer else 0
         if tokens:
             kind = (
                 "external"

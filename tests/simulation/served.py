@@ -67,7 +67,7 @@ class Served:
     def has_slots(self) -> bool:
         """Whether a chunk's objects can be stored, as far as the daemon has answered."""
         self.engine.settle()
-        return all(pool.offsets for pool in self.engine.side.stores.credits.pools.values())
+        return all(pool.tickets for pool in self.engine.side.stores.credits.pools.values())
 
     def _can_store(self) -> bool:
         self.engine.step_idle()

@@ -49,7 +49,7 @@ from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.arena import attach_arena
 from hybridkv.shm.slots import committed_slots, payload_offset, short_hash, slot_bytes
-from hybridkv.vllm.hook_guard import BEGUN_ANEW
+from hybridkv.vllm.hook_guard import RESUMED
 from hybridkv.vllm.preflight import NAMED_LATE
 from hybridkv.vllm.proven import SHARED_SIZES, STAGED
 from hybridkv.vllm.versions import minor_version
@@ -103,7 +103,7 @@ COUNTED = {
     "stores_too_large": stores_shed(Shed.TOO_LARGE),
     "states_freed": stores_shed(Shed.STATE_FREED),
     "audits_passed": audited(AuditOutcome.PASSED),
-    "audits_unmade": audited(AuditOutcome.UNMADE),
+    "audits_unmade": audited(AuditOutcome.INCONCLUSIVE),
 }
 """The counters of the engines among the counts of a seed."""
 TAILS_RATE = 0.6
@@ -798,7 +798,7 @@ class _Life:
             for saboteur in engine.saboteurs:
                 assert not saboteur.unexpected, f"hooks faulted: {saboteur.unexpected}"
                 self.counts["hook"] += saboteur.fired
-                self.counts["begun_anew"] += saboteur.guard.counters[BEGUN_ANEW]
+                self.counts["begun_anew"] += saboteur.guard.counters[RESUMED]
             assert not engine.connector.counters.get(audited(AuditOutcome.DIFFERED)), (
                 "a false alarm"
             )

@@ -58,16 +58,16 @@ SHARED_NAMES = (
         "DeviceBench HostBench",
     ),
     SharedNames(
-        "A cache serves the prompts of a trace.",
-        "serve",
-        "ForesightCache TraceReplay UnlimitedCache",
+        "The whole chunks of a lookup, or of its hit.", "chunks", "Found Hit LookupRequest"
     ),
+    SharedNames("The same with the slots of one node for tickets.", "on_node", "CopyRun NodePlans"),
+    SharedNames("A cache serves the prompts of a trace.", "serve", "TraceReplay UnlimitedCache"),
     SharedNames(
         "The daemon's loop calls its parts, and sleeps until the first of them has work.",
         "tick wakes_at",
         "Daemon DaemonView Demotion Promotion TierState",
     ),
-    SharedNames("An EvictionQueue evicts only what may go.", "may_go", "FileIndex Slot"),
+    SharedNames("An EvictionQueue evicts only what may go.", "is_evictable", "FileIndex Slot"),
     SharedNames("An object gives back what it holds, and is used no more.", "close"),
     SharedNames(
         "An event is told to each part that it concerns.",

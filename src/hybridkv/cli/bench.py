@@ -27,7 +27,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SLOT_BYTES, pack_u64
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.lab.codec_bench import measure_codecs
@@ -124,11 +124,10 @@ def _measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:
             # An (unwritten) object of the group for every hash.
             unnamed = memoryview(hashes)
             for granted in reserve(control, _PART_BYTES, len(hashes) // HASH_BYTES):
-                offsets, generations = granted.offsets, granted.generations
-                count = len(unpack_u64(offsets))
+                count = len(granted.slots) // SLOT_BYTES
                 named, unnamed = unnamed[: count * HASH_BYTES], unnamed[count * HASH_BYTES :]
                 indexes = pack_u64([index] * count)
-                control.tell(Commit(offsets, generations, indexes, bytes(named)))
+                control.tell(Commit(granted.slots, indexes, bytes(named)))
         for tokens in LOOKUP_TOKENS:
             seconds, prompt = [], hashes[: tokens // _BLOCK_TOKENS * HASH_BYTES]
             for lease in range(tokens + 1, tokens + LOOKUPS + 1):

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
-from hybridkv.core.packed import U64
+from hybridkv.core.packed import SLOT_BYTES
 from hybridkv.shm.slots import slot_bytes
-from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE, PackedSlots
+from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE
 
 RETRY_SECONDS = 0.02
 """The next request waits this long after the daemon granted fewer slots than it was asked for."""
@@ -26,8 +26,7 @@ class _SlotPool:
     """The slots of one shape that are granted and not taken yet."""
 
     target: int
-    offsets: bytes = b""
-    generations: bytes = b""
+    tickets: bytes = b""
     asked: deque[int] = field(default_factory=deque)
     """The slots of each request that the daemon has not answered yet."""
     retry_at: float = 0.0
@@ -36,8 +35,12 @@ class _SlotPool:
 class SlotCredits:
     """Pools of write slots by shape, as packed arrays (core.packed), refilled when half empty."""
 
-    def __init__(self, targets: Mapping[SlotShape, int]) -> None:
-        """`targets` are the slots that each pool should have, where the arena has room for all."""
+    def __init__(self, targets: Mapping[SlotShape, int], ticket_bytes: int = SLOT_BYTES) -> None:
+        """`targets` are the slots that each pool should have, where the arena has room for all.
+
+        `ticket_bytes` is the size of a ticket (core.packed).
+        """
+        self._ticket_bytes = ticket_bytes
         self._wanted = dict(targets)
         self._fitted_bytes = 0  # The arena's size that the targets fit.
         self.pools = {shape: _SlotPool(target) for shape, target in targets.items()}
@@ -56,36 +59,34 @@ class SlotCredits:
             fitting = count * share_bytes // max(wanted_bytes, share_bytes)
             self.pools[shape].target = max(1, fitting)
 
-    def take_slots(self, shape: SlotShape, count: int) -> PackedSlots:
-        """Take at most `count` slots of `shape` out of their pool, and return them."""
+    def take_slots(self, shape: SlotShape, count: int) -> bytes:
+        """Take at most `count` slots of `shape` out of their pool, and return their tickets."""
         pool = self.pools.get(shape)
         if pool is None:
-            return PackedSlots(b"", b"")
-        cut = count * U64
-        slots = PackedSlots(pool.offsets[:cut], pool.generations[:cut])
-        pool.offsets, pool.generations = pool.offsets[cut:], pool.generations[cut:]
-        return slots
+            return b""
+        cut = count * self._ticket_bytes
+        taken, pool.tickets = pool.tickets[:cut], pool.tickets[cut:]
+        return taken
 
     def credit_requests(self, now: float) -> list[CreditRequest]:
         """Return the requests to send to the daemon now. `on_granted` takes the answers."""
         requests: list[CreditRequest] = []
         for shape, pool in self.pools.items():
-            count = len(pool.offsets) // U64
+            count = len(pool.tickets) // self._ticket_bytes
             if not pool.asked and now >= pool.retry_at and count * 2 <= pool.target:
                 whole, rest = divmod(pool.target - count, CHANGES_MAX)
                 pool.asked.extend([CHANGES_MAX] * whole + [rest] * (rest > 0))
                 requests += [CreditRequest(shape, asked) for asked in pool.asked]
         return requests
 
-    def on_granted(self, shape: SlotShape, offsets: bytes, generations: bytes, now: float) -> None:
+    def on_granted(self, shape: SlotShape, tickets: bytes, now: float) -> None:
         """Add the slots of the daemon's next answer, perhaps fewer than it was asked for."""
         pool = self.pools.get(shape)
         if pool is None:
             return
-        pool.offsets += offsets
-        pool.generations += generations
+        pool.tickets += tickets
         asked = pool.asked.popleft() if pool.asked else 0
-        if len(offsets) < asked * U64:
+        if len(tickets) < asked * self._ticket_bytes:
             pool.retry_at = now + RETRY_SECONDS
 
     @property

@@ -163,7 +163,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Begin this step's loads. They are asynchronous, so vLLM's forward pass need not wait."""
         worker, plan = self.worker_role, self._plan
         if worker is not None and plan is not None:
-            self.guard.begin_anew(worker.map_anew)
+            self.guard.resume(worker.remap_arena)
             self.guard.run_hook(
                 "start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan)
             )
@@ -173,7 +173,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """The plan of this step for this worker. None = there is none."""
         plan, worker = self._connector_metadata, self.worker_role
         if isinstance(plan, NodePlans) and worker is not None:
-            return plan.plans[worker.node]
+            return plan.on_node(worker.node)
         return plan if isinstance(plan, StepPlan) else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -390,7 +390,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Return what is new since the last step, with the counters that workers reported."""
         off_since, off_seconds = self.guard.off_since, self.guard.pause_seconds
         hook = "get_kv_connector_stats"
-        return self._run(hook, lambda role: role.take_stats(off_since, off_seconds), tells=True)
+        return self._run(
+            hook, lambda role: role.take_stats(off_since, off_seconds), shows_counters=True
+        )
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the KV events about the daemon's RAM. This is the last hook of a step.
@@ -399,7 +401,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         replaced here, after its pause, because no request is between its offer and its plan.
         """
         events = self._run("take_events", lambda role: role.on_step_end())
-        self.guard.begin_anew(self._renew)
+        self.guard.resume(self._renew)
         return events
 
     def withdraw(self) -> Iterable[KVCacheEvent]:
@@ -441,12 +443,16 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self.guard.pause(f"a fault in {hook}")
 
     def _run(
-        self, hook: str, work: Callable[[SchedulerRole | NoRole], Result], *, tells: bool = False
+        self,
+        hook: str,
+        work: Callable[[SchedulerRole | NoRole], Result],
+        *,
+        shows_counters: bool = False,
     ) -> Result:
         """Return `work` of the scheduler role, or of its fallback where that fails or is off.
 
-        `work` only calls one method. Whatever else it did would fail for the fallback too. `tells`
-        is that of HookGuard.run_hook.
+        `work` only calls one method. Whatever else it did would fail for the fallback too.
+        `shows_counters` is that of HookGuard.run_hook.
         """
         role = self.scheduler_role
         if role is None:
@@ -455,7 +461,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             hook,
             lambda: role.run_work(work),
             lambda: work(RoleFallback(role, self.guard)),
-            tells=tells,
+            shows_counters=shows_counters,
         )
 
     def _renew(self) -> None:

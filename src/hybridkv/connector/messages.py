@@ -3,15 +3,16 @@
 import operator
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from hybridkv.core.audit import AuditVerdict
-from hybridkv.core.copies import CopyRun, SlotRef
+from hybridkv.core.copies import CopyRun
 from hybridkv.core.metrics import Metric
+from hybridkv.core.packed import SlotRef, on_node
 from hybridkv.vllm.adapters import AdapterWeights
 from hybridkv.vllm.weights import WeightsAnswer
 from hybridkv.wire.messages import Hello, Reply, Request, Welcome
@@ -37,8 +38,7 @@ class ObjectPair:
     group_index: int
     chunk: int
     count: int  # The number of stored blocks in the object.
-    stored: SlotRef
-    computed: SlotRef
+    tickets: bytes  # The stored object's, and that of the computed one (core.packed).
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,54 @@ class StepPlan(base.KVConnectorMetadata):
     """The messages for the node's daemon, where the engine's workers are on several nodes."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """What is one node's own of a step's plan."""
+
+    boot: str  # The life of its daemon. Empty = there is no connection.
+    reserved_bytes: int
+    mail: Mail | None  # The messages for its daemon.
+
+
 @dataclass
 class NodePlans(base.KVConnectorMetadata):
-    """The work of one step where the workers are on several nodes: a plan for each node.
+    """The work of one step where workers are on several nodes: a plan, and what nodes differ in.
 
-    The plans differ in what names the memory of a node: slots, greetings and lives of its daemon.
+    A node's workers find its slots in the tickets, and its daemon's life in place of `boot`.
     """
 
-    plans: tuple[StepPlan, ...]
+    plan: StepPlan
+    boot: str  # The connection with all daemons, as loads have it. Empty = there is none.
+    shares: tuple[NodeShare, ...]
+
+    def on_node(self, node: int) -> StepPlan:
+        """Return the plan of the workers on one node.
+
+        Loads that were planned before a loss of the connection fail, and nothing is stored.
+        """
+        share, nodes = self.shares[node], len(self.shares)
+        loads = {
+            name: replace(
+                load,
+                boot=share.boot if load.boot == self.boot else "",
+                runs=tuple(run.on_node(node, nodes) for run in load.runs),
+            )
+            for name, load in self.plan.loads.items()
+        }
+        stores = {number: run.on_node(node, nodes) for number, run in self.plan.stores.items()}
+        audits = {
+            number: replace(pair, tickets=on_node(pair.tickets, node, nodes))
+            for number, pair in self.plan.audits.items()
+        }
+        return replace(
+            self.plan,
+            boot=share.boot,
+            reserved_bytes=share.reserved_bytes,
+            loads=loads,
+            stores=stores if share.boot else {},
+            audits=audits if share.boot else {},
+            mail=share.mail,
+        )
 
 
 @dataclass

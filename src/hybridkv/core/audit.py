@@ -20,7 +20,7 @@ class AuditOutcome(StrEnum):
 
     PASSED = "passed"  # The engine computed what is stored, within the rounding of its data type.
     DIFFERED = "differed"  # The engine computed other numbers than those stored.
-    UNMADE = "unmade"  # Nothing could be compared.
+    INCONCLUSIVE = "unmade"  # Nothing could be compared.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,15 @@ def worst(verdicts: "list[AuditVerdict]") -> AuditVerdict:
     """Returns a verdict that differs, else the one farthest off that passed.
 
     >>> worst([]).outcome
-    <AuditOutcome.UNMADE: 'unmade'>
+    <AuditOutcome.INCONCLUSIVE: 'unmade'>
     """
-    order = (AuditOutcome.UNMADE, AuditOutcome.PASSED, AuditOutcome.DIFFERED)
+    order = (AuditOutcome.INCONCLUSIVE, AuditOutcome.PASSED, AuditOutcome.DIFFERED)
 
     def rank(verdict: AuditVerdict) -> tuple[int, float]:
         allowed = verdict.error_max or 1.0
         return order.index(verdict.outcome), verdict.error / allowed
 
-    return max(verdicts, key=rank, default=AuditVerdict(AuditOutcome.UNMADE))
+    return max(verdicts, key=rank, default=AuditVerdict(AuditOutcome.INCONCLUSIVE))
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +89,7 @@ class AuditBudget:
 
     def on_outcome(self, identity: bytes, outcome: AuditOutcome) -> None:
         """Count the result of an audit."""
-        if outcome is AuditOutcome.UNMADE:
+        if outcome is AuditOutcome.INCONCLUSIVE:
             self.unmade += 1
             return
         self.judged.add(identity)

@@ -18,7 +18,7 @@ from itertools import compress, count, groupby
 from hybridkv.core.coverage import needed_blocks, needed_chunks, stored_counts
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.packed import U64, unpack_u64
+from hybridkv.core.packed import SlotRef, on_node, unpack_slots
 
 PAYLOAD_VERSION = 2
 """The version of layout and signatures, a part of the identity, as records outlive an upgrade."""
@@ -31,14 +31,6 @@ _ZEROS = re.compile(b"\0+")
 
 class PlanError(HybridKVError):
     """A load cannot be planned. The request is computed instead."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRef:
-    """A slot: the byte offset of its header in the arena, and its generation."""
-
-    offset: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +72,31 @@ class ObjectSpan:
 
 @dataclass(slots=True)
 class CopyRun:
-    """A span and its slots: an offset and a generation for each object (core.packed)."""
+    """A span, and the ticket of each of its objects (core.packed)."""
 
     span: ObjectSpan
-    offsets: bytes
-    generations: bytes
+    tickets: bytes
     skipped: int = 0
     """Stored blocks at the start of the first object that are not copied, nor in `span.blocks`."""
 
     @property
     def objects(self) -> int:
-        """Objects in the run, each with a slot."""
-        return len(self.offsets) // U64
+        """Objects in the run, each with a ticket."""
+        return (len(self.span.blocks) + self.skipped) // self.span.count
+
+    def on_node(self, node: int, nodes: int) -> "CopyRun":
+        """Returns the run with the slots of one of so many nodes for its tickets."""
+        return CopyRun(self.span, on_node(self.tickets, node, nodes), self.skipped)
 
     def copies(self) -> Iterator[CopyOp]:
-        """Yields the copy of each object. Its blocks may be null blocks."""
+        """Yields the copy of each object on the run's node. Its blocks may be null blocks."""
         span = self.span
         blocks = tuple(span.blocks)
         at, first = 0, self.skipped
-        slots = zip(unpack_u64(self.offsets), unpack_u64(self.generations), strict=True)
-        for chunk, (offset, generation) in enumerate(slots, span.first_chunk):
+        for chunk, slot in enumerate(unpack_slots(self.tickets), span.first_chunk):
             stop = at + span.count - first
             yield CopyOp(
-                slot=SlotRef(offset, generation),
+                slot=slot,
                 group_index=span.group_index,
                 chunk=chunk,
                 count=span.count,
@@ -160,13 +154,12 @@ def plan_load(
     hit_chunks: int,
     local_tokens: int,
     tables: Sequence[Sequence[int]],
-    offsets: bytes,
-    generations: bytes,
+    tickets: bytes,
 ) -> tuple[CopyRun, ...]:
     """Returns the copies that restore a hit of `hit_chunks` chunks after `local_tokens` local ones.
 
-    `tables[i]` is the block table of `geometry.groups[i]`. `offsets` and `generations` are the
-    slots of the chunks that `needed_chunks` gives, group by group. Blocks of the local hit are
+    `tables[i]` is the block table of `geometry.groups[i]`. `tickets` are those of
+    the chunks that `needed_chunks` gives, group by group (core.packed). Blocks of the local hit are
     shared with other requests and are never written (C34)::
 
         table    [local hit ....|needed by the hit ....)
@@ -177,10 +170,10 @@ def plan_load(
     runs: list[CopyRun] = []
     boundary = hit_chunks * geometry.chunk_tokens
     needs = [needed_chunks(geometry, group, hit_chunks) for group in geometry.groups]
-    slots = sum(map(len, needs))
-    if len(offsets) != slots * U64 or len(generations) != slots * U64:
-        given = len(offsets) // U64
-        raise PlanError(f"{given} slots for the {slots} objects of a hit of {hit_chunks} chunks")
+    objects, size = sum(map(len, needs)), geometry.ticket_bytes
+    if len(tickets) != objects * size:
+        given = len(tickets) // size
+        raise PlanError(f"{given} slots for the {objects} objects of a hit of {hit_chunks} chunks")
     at, lacks = 0, "the engine has no block for"
     for index, (group, chunks) in enumerate(zip(geometry.groups, needs, strict=True)):
         needed = needed_blocks(group, boundary)
@@ -191,14 +184,14 @@ def plan_load(
         for span in _spans(geometry, index, range(first, chunks.stop), tables[index]):
             end = (span.first_chunk + 1) * geometry.blocks_per_chunk(group)
             skipped = max(0, start - (end - span.count))
-            slot = (at + span.first_chunk - chunks.start) * U64
-            stop = slot + span.objects * U64
+            ticket = (at + span.first_chunk - chunks.start) * size
+            stop = ticket + span.objects * size
             if skipped:
                 span = ObjectSpan(index, span.first_chunk, span.count, span.blocks[skipped:])
             if NULL_BLOCK in (span.blocks[0], span.blocks[-1]):
                 # Looking at every block would double the hook's cost. `ops` looks at all of them.
                 raise PlanError(f"group {group.gid}: {lacks} a chunk of the hit")
-            runs.append(CopyRun(span, offsets[slot:stop], generations[slot:stop], skipped))
+            runs.append(CopyRun(span, tickets[ticket:stop], skipped))
         at += len(chunks)
     return tuple(runs)
 

@@ -128,25 +128,33 @@ def _missing(geometry: Geometry, group: Group, mask: bytes, chunks: int) -> int:
     return missing if missing >= 0 else min(chunks, max(start, len(mask)))
 
 
-class PromptHit(NamedTuple):
-    """The chunks at the start of a prompt that are hit, perhaps with a tail."""
+class Hit(NamedTuple):
+    """The beginning of a prompt that is hit: whole chunks, and perhaps a tail (core.tails).
 
-    chunks: int  # The last of them is a tail where `tail` counts one.
+    A tail has one object of each group, as a chunk has. So a hit of n chunks and a tail reads what
+    a hit of n + 1 chunks reads, but for the last object of each group: that is the tail's.
+    """
+
+    depth: int  # Objects in a row: one for each chunk, and one more for a tail. 0 = a miss.
     tail: int  # The tail that the hit ends with, counted from 1. 0 = it ends with a chunk.
     tokens: int
     starts: tuple[int, ...]
-    """Per group, the first chunk whose object the hit needs. It needs those of all chunks after."""
+    """Per group, the first object in the row that the hit needs. It needs all from there on."""
+
+    @property
+    def chunks(self) -> int:
+        """The whole chunks. A tail is none of them."""
+        return self.depth - bool(self.tail)
 
 
-def whole_hit(geometry: Geometry, chunks: int) -> PromptHit:
+def whole_hit(geometry: Geometry, chunks: int) -> Hit:
     """Returns the hit of `chunks` whole chunks."""
-    starts = needed_starts(geometry, chunks)
-    return PromptHit(chunks, 0, chunks * geometry.chunk_tokens, starts)
+    return Hit(chunks, 0, chunks * geometry.chunk_tokens, needed_starts(geometry, chunks))
 
 
-def needed_starts(geometry: Geometry, chunks: int) -> tuple[int, ...]:
-    """Returns per group the first chunk whose object a hit of `chunks` chunks needs."""
-    return tuple(needed_chunks(geometry, group, chunks).start for group in geometry.groups)
+def needed_starts(geometry: Geometry, depth: int) -> tuple[int, ...]:
+    """Returns per group the first object in the row that a hit of `depth` objects needs."""
+    return tuple(needed_chunks(geometry, group, depth).start for group in geometry.groups)
 
 
 def is_tail_hit(geometry: Geometry, masks: Sequence[bytes], chunk: int) -> bool:
@@ -161,8 +169,8 @@ def is_tail_hit(geometry: Geometry, masks: Sequence[bytes], chunk: int) -> bool:
 
 
 def longest_hit(
-    geometry: Geometry, masks: Sequence[bytes], chunks_max: int, tail: PromptHit | None
-) -> PromptHit:
+    geometry: Geometry, masks: Sequence[bytes], chunks_max: int, tail: Hit | None
+) -> Hit:
     """Returns the largest hit of whole chunks, or the one that ends with a tail if it is longer.
 
     `tail` is a hit whose tail has all objects. None = there is none.
@@ -170,7 +178,7 @@ def longest_hit(
     whole = whole_hit(geometry, largest_hit(geometry, masks, chunks_max))
     if tail is None or tail.tokens <= whole.tokens:
         return whole
-    return tail if is_tail_hit(geometry, masks, tail.chunks - 1) else whole
+    return tail if is_tail_hit(geometry, masks, tail.chunks) else whole
 
 
 class PromptObjects(NamedTuple):
@@ -178,8 +186,8 @@ class PromptObjects(NamedTuple):
 
     geometry: Geometry
     masks: Sequence[bytes]  # Per group, the presence mask of all of them, as in `largest_hit`.
-    resident: PromptHit  # The hit of those that RAM has.
-    longest: PromptHit  # The hit of all of them.
+    resident: Hit  # The hit of those that RAM has.
+    longest: Hit  # The hit of all of them.
     sizes: Sequence[Sequence[int]]
     """Per group, the bytes of RAM that each chunk's object takes, for one period of chunks."""
     seconds: Sequence[Sequence[float]]
@@ -190,7 +198,7 @@ class PromptObjects(NamedTuple):
 class LoadableHit(NamedTuple):
     """A hit that RAM has room for."""
 
-    hits: Sequence[PromptHit]
+    hits: Sequence[Hit]
     """The hit itself, after a shorter one that comes earlier, if RAM has room for both."""
     read_seconds: float  # The time of reading what the hit needs and RAM does not have.
 
@@ -216,15 +224,15 @@ def loadable_hits(objects: PromptObjects, room_bytes: int) -> list[LoadableHit]:
     resident, longest = objects.resident, objects.longest
     if longest.tokens <= resident.tokens:
         return []
-    sizes = HitSizes(geometry, objects.sizes, longest.chunks)
+    sizes = HitSizes(geometry, objects.sizes, longest.depth)
     seconds = [list(accumulate(seconds, initial=0.0)) for seconds in objects.seconds]
-    whole = largest_hit(geometry, masks, longest.chunks - bool(longest.tail))
+    whole = largest_hit(geometry, masks, longest.chunks)
     reach = sizes.largest_fit(masks, whole, resident, room_bytes)
     ends = {largest_hit(geometry, masks, chunks) for chunks in compared_boundaries(reach)}
     loadable = []
     for hit in sorted({longest, *(whole_hit(geometry, end) for end in ends)}):
         if sizes.bytes_of((resident, hit)) <= room_bytes:
-            half = whole_hit(geometry, largest_hit(geometry, masks, hit.chunks // 2))
+            half = whole_hit(geometry, largest_hit(geometry, masks, hit.depth // 2))
             has_room = sizes.bytes_of((resident, half, hit)) <= room_bytes
             hits = (half, hit) if half.tokens > resident.tokens and has_room else (hit,)
             tail_seconds = objects.tail_seconds if hit.tail else 0.0
@@ -244,13 +252,13 @@ class HitSizes:
         """A tail is as large as the objects of a chunk, which have one size where there are any."""
         self._chunk_bytes_max = max(1, sum(map(max, sizes)))
 
-    def bytes_of(self, hits: Sequence[PromptHit]) -> int:
+    def bytes_of(self, hits: Sequence[Hit]) -> int:
         """Returns the bytes of the objects that any of the hits needs. The hits ascend."""
         tail_bytes = sum(self._tail_bytes for hit in hits if hit.tail)
         return needed_sum(self._sums, hits, tail_bytes)
 
     def largest_fit(
-        self, masks: Sequence[bytes], chunks: int, resident: PromptHit, room_bytes: int
+        self, masks: Sequence[bytes], chunks: int, resident: Hit, room_bytes: int
     ) -> int:
         """Returns the largest hit of at most `chunks` chunks that RAM can hold as a whole.
 
@@ -270,9 +278,7 @@ class HitSizes:
         return chunks
 
 
-def needed_sum(
-    sums: Sequence[Sequence[Amount]], hits: Sequence[PromptHit], tails: Amount
-) -> Amount:
+def needed_sum(sums: Sequence[Sequence[Amount]], hits: Sequence[Hit], tails: Amount) -> Amount:
     """Returns the sum over the objects that any of the hits needs. The hits ascend.
 
     `sums` has per group and number n of chunks the sum over the objects of the first n chunks.
@@ -282,7 +288,7 @@ def needed_sum(
     for index, group_sums in enumerate(sums):
         end = 0
         for hit in hits:
-            stop = hit.chunks - bool(hit.tail)
-            total += group_sums[stop] - group_sums[min(stop, max(end, hit.starts[index]))]
-            end = max(end, stop)
+            start = min(hit.chunks, max(end, hit.starts[index]))
+            total += group_sums[hit.chunks] - group_sums[start]
+            end = max(end, hit.chunks)
     return total

@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from hybridkv.core.errors import ConfigError, GeometryError
 from hybridkv.core.findings import Check, Finding, Verdict, fail, judge
+from hybridkv.core.packed import SLOT_BYTES
 
 CHUNK_TOKENS_MIN = 128
 """The fewest tokens of a derived chunk: smaller objects cost lookups more than they add to hits."""
@@ -191,6 +192,11 @@ class Geometry:
     def blocks_per_chunk(self, group: Group) -> int:
         """Blocks of `group` in one chunk."""
         return self.chunk_tokens // group.tokens_per_block
+
+    @property
+    def ticket_bytes(self) -> int:
+        """Bytes of one ticket (core.packed)."""
+        return self.nodes * SLOT_BYTES
 
     def whole_chunks(self, tokens: int) -> int:
         """Chunks wholly inside the first `tokens` tokens."""

@@ -15,12 +15,12 @@ that ends inside chunk m are those of a hit of m + 1 chunks. Nothing here does I
 
 from collections.abc import Callable, Sequence
 
-from hybridkv.core.coverage import PromptHit, is_tail_hit, needed_starts
+from hybridkv.core.coverage import Hit, is_tail_hit, needed_starts
 from hybridkv.core.geometry import Geometry, GroupKind
 
 TAIL_UNITS_MAX = 512
-"""Match units at the end of a prompt whose tails are looked up, which bounds the message: longer
-turns than so many units find the hit by chunks alone."""
+"""Tails that end in so many match units at the end of a prompt are looked up, which limits the
+message. Before them only whole chunks are."""
 
 
 def units_per_chunk(geometry: Geometry) -> int:
@@ -76,11 +76,11 @@ def tail_tokens(geometry: Geometry, first_chunk: int, number: int) -> int:
     return whole + units * geometry.hash_tokens
 
 
-def tail_hit(geometry: Geometry, first_chunk: int, tail: int) -> PromptHit:
+def tail_hit(geometry: Geometry, first_chunk: int, tail: int) -> Hit:
     """Returns the hit that ends with a tail. Tail 1 is the first of `first_chunk`."""
-    chunks = tail_chunk(geometry, first_chunk, tail - 1) + 1
+    depth = tail_chunk(geometry, first_chunk, tail - 1) + 1
     tokens = tail_tokens(geometry, first_chunk, tail - 1)
-    return PromptHit(chunks, tail, tokens, needed_starts(geometry, chunks))
+    return Hit(depth, tail, tokens, needed_starts(geometry, depth))
 
 
 def longest_tail(

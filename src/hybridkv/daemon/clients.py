@@ -22,7 +22,7 @@ from hybridkv.wire.protocol import CLOSING, ErrorCode
 logger = logging.getLogger("hybridkv.daemon")
 
 CONNECTIONS_MAX = 4096
-LAST_WORDS_BYTES_MAX = 4 << 20
+DRAIN_BYTES_MAX = 4 << 20
 """The most that is read from a connection after its process ended. A socket's buffer holds less."""
 RECEIVE_BYTES = 1 << 14  # Read from one client before the next one's turn.
 TURN_SECONDS = 0.002  # The length of one client's turn, because many small requests are also work.
@@ -90,11 +90,11 @@ class ClientSockets:
         processes: ProcessWatcher,
         listener: socket.socket,
         group: int | None = None,
-        counts_users: bool = False,
+        has_user_quotas: bool = False,
     ) -> None:
         self._daemon = daemon
         self._group = group  # Its members are served too.
-        self._counts_users = counts_users  # True where users have quotas.
+        self._counts_users = has_user_quotas  # True where users have quotas.
         self._selector = processes.selector
         self._processes = processes
         self.listener = listener
@@ -171,7 +171,7 @@ class ClientSockets:
         for client in self._clients_of(process):
             # Its last messages, such as a commit, may still be in the socket.
             self.handle_messages(client, math.inf)
-            for _ in range(LAST_WORDS_BYTES_MAX // RECEIVE_BYTES):
+            for _ in range(DRAIN_BYTES_MAX // RECEIVE_BYTES):
                 if client.number not in self.connected or not self._receive(client, math.inf):
                     break
             self.disconnect(client)

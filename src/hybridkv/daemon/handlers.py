@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from hybridkv.core.audit import AuditOutcome
-from hybridkv.core.coverage import largest_hit, needed_chunks, whole_hit
+from hybridkv.core.coverage import Hit, largest_hit, whole_hit
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
-from hybridkv.core.tails import longest_tail, tail_chunk, tail_hit, tail_tokens, units_per_chunk
+from hybridkv.core.packed import NO_SLOT
+from hybridkv.core.tails import longest_tail, tail_chunk, tail_hit, units_per_chunk
 from hybridkv.daemon import slot_requests
 from hybridkv.daemon.sessions import (
     ClientConnection,
@@ -39,24 +39,27 @@ LATEST_MAX = 20
 AUDIT_COUNTERS: Mapping[AuditOutcome, str] = {
     AuditOutcome.PASSED: "audits_passed",
     AuditOutcome.DIFFERED: "audits_differed",
-    AuditOutcome.UNMADE: "audits_unmade",
+    AuditOutcome.INCONCLUSIVE: "audits_unmade",
 }
 
 
-class ResidentChunks(NamedTuple):
-    """The objects that RAM has of the chunks of a lookup, and the hit that they are."""
+class ResidentHit(NamedTuple):
+    """The objects that RAM has of a lookup, and the longest hit that they are."""
 
     masks: list[bytes]  # By group index, a byte for each chunk: 1 where the object is there.
     entries: Sequence[Sequence[Slot | None] | None]
     """By chunk, its objects by group index. None for a chunk without any object."""
-    chunks: int  # The largest hit.
+    hit: Hit
+    tail: Sequence[Slot | None] = ()  # The objects of the hit's tail, by group index.
 
-
-class ResidentTail(NamedTuple):
-    """The longest tail that RAM has after a hit."""
-
-    number: int  # The tail's place in the lookup, from 1 on; 0 = there is none.
-    slots: Sequence[Slot | None]  # Its objects by group index.
+    def needed_slots(self) -> list[Slot]:
+        """Return the slots that the hit needs, group by group, each prefix first."""
+        slots: list[Slot] = []
+        for index, start in enumerate(self.hit.starts):
+            # Every object of a hit is there.
+            row = [entry[index] for entry in self.entries[start : self.hit.chunks]]  # type: ignore[index]
+            slots += [*row, *self.tail[index : index + 1]]  # type: ignore[list-item]
+        return slots
 
 
 class Daemon(DaemonState):
@@ -208,8 +211,8 @@ class Daemon(DaemonState):
         self._check_lookup(connection, lookup)
         # A hit of more chunks might need more slots than fit in a message.
         hashes = lookup.hashes[: BATCH_MAX // len(geometry.groups) * HASH_BYTES]
-        resident = resident_chunks(namespace, geometry, hashes)
-        masks, chunks, asked_chunks = resident.masks, resident.chunks, len(resident.entries)
+        resident = resident_hit(namespace, geometry, hashes, lookup.tails, lookup.tails_from)
+        masks, hit, tails = resident.masks, resident.hit, len(lookup.tails) // HASH_BYTES
         self.counters["lookups"] += 1
         request = LookupRequest(
             connection_id=connection.number,
@@ -221,18 +224,15 @@ class Daemon(DaemonState):
             asked_at=self.now,
             deadline=self.now + lookup.wait_ms / 1e3,
             tokens_per_second=lookup.tokens_per_second,
-            resident=whole_hit(geometry, chunks),
+            resident=hit,
             tails=lookup.tails,
             tails_from=lookup.tails_from,
             audit_lease=lookup.audit_lease,
         )
-        tail, tails = resident_tail(request, masks, chunks).number, len(lookup.tails) // HASH_BYTES
-        if tail:
-            resident_hit = tail_hit(geometry, lookup.tails_from, tail)
-            request = request._replace(resident=resident_hit)
-        last = tail_chunk(geometry, lookup.tails_from, tails - 1) if tail < tails else -1
+        last = tail_chunk(geometry, lookup.tails_from, tails - 1) if hit.tail < tails else -1
         shortfall, known = "", masks
-        if self.tiers and lookup.wait_ms and (chunks < asked_chunks or last >= chunks):
+        is_short = hit.chunks < len(resident.entries) or last >= hit.chunks
+        if self.tiers and lookup.wait_ms and is_short:
             waiting = WaitingLookup(request, ObjectSearch(request, masks))
             if self.promotion.begin(waiting, self.now):
                 target = waiting.target_chunks
@@ -242,7 +242,7 @@ class Daemon(DaemonState):
             if waiting.search.located:
                 # Chunks may have been evicted for objects that then were not read.
                 known = waiting.search.masks()
-                resident = resident_chunks(namespace, geometry, hashes)
+                resident = resident_of(request)
         return self._answer_lookup(request, resident, known, {}, shortfall)
 
     def _check_lookup(self, connection: ClientConnection, lookup: wire.Lookup) -> None:
@@ -267,7 +267,7 @@ class Daemon(DaemonState):
         """Answer lookups whose wait for tiers has ended, from what RAM has now."""
         for waiting in ended:
             request = waiting.request
-            resident = resident_chunks(request.namespace, request.geometry, request.hashes)
+            resident = resident_of(request)
             self.waits.add_duration(self.now - request.asked_at)
             known = waiting.search.masks()
             found = self._answer_lookup(request, resident, known, waiting.origins, waiting.why)
@@ -277,7 +277,7 @@ class Daemon(DaemonState):
     def _answer_lookup(
         self,
         request: LookupRequest,
-        resident: ResidentChunks,
+        resident: ResidentHit,
         known_masks: Sequence[bytes],
         origins: Mapping[int, str],
         shortfall: str,
@@ -287,46 +287,37 @@ class Daemon(DaemonState):
         `known_masks` are the presence masks of what RAM or a tier is known to have. `origins` are
         the tiers from which chunks came for it. `shortfall` is why no more came.
         """
-        masks, entries, chunks = resident
         session = self.sessions.connections[request.connection_id].session
         geometry, identity = session.geometry, session.namespace.identity
-        if request.namespace is not session.namespace:
+        is_current = request.namespace is session.namespace
+        if not is_current:
             # The engine has other weights by now.
-            masks, chunks = [bytes(len(mask)) for mask in masks], 0
-        whole_chunks = chunks
-        tokens, tail = chunks * geometry.chunk_tokens, 0
-        outgrown: Iterable[Slot] = ()
-        if request.tails and request.namespace is session.namespace:
-            tail, tail_slots = resident_tail(request, masks, chunks)
-        if tail:
-            chunks = tail_chunk(geometry, request.tails_from, tail - 1) + 1
-            tokens = tail_tokens(geometry, request.tails_from, tail - 1)
-            entries = [*entries[: chunks - 1], tail_slots]
-            if tail < len(request.tails) // HASH_BYTES:
-                # The prompt goes on, and is about to store a tail of its own.
-                outgrown = filter(None, tail_slots)
-            self.counters["tails_hit"] += 1
-        tiers = self._count_origins(origins, chunks)
-        slots = hit_slots(geometry, entries, chunks)
+            nothing = [bytes(len(mask)) for mask in resident.masks]
+            resident = ResidentHit(nothing, resident.entries, whole_hit(geometry, 0))
+        hit = resident.hit
+        # A prompt that goes on after a tail is about to store a tail of its own.
+        goes_on = hit.tail < len(request.tails) // HASH_BYTES
+        self.counters["tails_hit"] += bool(hit.tail)
+        tiers = self._count_origins(origins, hit.depth)
+        slots = resident.needed_slots()
         lease = None
-        if chunks:
+        if hit.depth:
             self.demotion.queue_hit(slots)
-            self.store.pin(slots, outgrown)
+            self.store.pin(slots, filter(None, resident.tail) if goes_on else ())
             lease = Lease(slots, request.asked_at, request.tokens_per_second, opened_at=self.now)
-            lease.lookup = CountedLookup(request, known_masks, whole_chunks, chunks, tokens)
+            lease.lookup = CountedLookup(request, known_masks, hit)
             session.leases[request.lease] = lease
-        elif request.namespace is session.namespace:
-            self._count_lookup(CountedLookup(request, known_masks))
+        elif is_current:
+            self._count_lookup(CountedLookup(request, known_masks, hit))
         audit = None
-        if request.audit_lease and not tail and request.namespace is session.namespace:
-            audit = self._offer_audit(session, request, ResidentChunks(masks, entries, chunks))
-        packed = slot_requests.pack_slots(slots)
+        if request.audit_lease and not hit.tail and is_current:
+            audit = self._offer_audit(session, request, resident)
         if self.spans is not None:
             facts: dict[str, str | int] = {
                 "engine": session.engine_id,
                 "identity": identity.hex()[:12],
-                "asked_tokens": len(entries) * geometry.chunk_tokens,
-                "hit_tokens": tokens,
+                "asked_tokens": request.chunks * geometry.chunk_tokens,
+                "hit_tokens": hit.tokens,
                 "why": shortfall,
                 **{f"chunks_from_{name}": count for name, count in tiers.items()},
             }
@@ -336,40 +327,41 @@ class Daemon(DaemonState):
         return wire.Found(
             id=request.id,
             lease=request.lease,
-            chunks=chunks,
-            masks=masks,
-            offsets=packed.offsets,
-            generations=packed.generations,
+            depth=hit.depth,
+            masks=resident.masks,
+            slots=slot_requests.name_slots(slots),
             tiers=tiers,
             why=shortfall[: wire.FACT_MAX],  # An error's text may be of any length.
-            tail=tail,
+            tail=hit.tail,
             audit=audit,
             junctions=self.branches.junctions(
-                request.geometry, known_masks, request.hashes, chunks, request.namespace.goes_on
+                request.geometry, known_masks, request.hashes, hit.depth, request.namespace.goes_on
             ),
         )
 
-    def _count_origins(self, origins: Mapping[int, str], chunks: int) -> dict[str, int]:
+    def _count_origins(self, origins: Mapping[int, str], depth: int) -> dict[str, int]:
         """Return the number of a hit's chunks that came up for it, by tier, and count them."""
         tiers: dict[str, int] = {}
         for chunk, name in sorted(origins.items()):
-            if chunk < chunks:
+            if chunk < depth:
                 tiers[name] = tiers.get(name, 0) + 1
                 self.labelled["tier_chunks_hit", name] += 1
         return tiers
 
     def _offer_audit(
-        self, session: Session, request: LookupRequest, resident: ResidentChunks
+        self, session: Session, request: LookupRequest, resident: ResidentHit
     ) -> wire.AuditOffer | None:
         """Open the audit's lease on objects that can be compared. None where there are none.
 
         These are the objects of the hit's last chunk, if the chunks before it are a hit too. Else
         they are those of the first chunk after the hit, which the engine computes anyway.
         """
-        masks, entries, chunks = resident
-        geometry = session.geometry
+        masks, entries, hit, _ = resident
+        geometry, chunks = session.geometry, hit.chunks
         is_last = chunks > 0 and largest_hit(geometry, masks, chunks - 1) == chunks - 1
-        shorter = hit_slots(geometry, entries, chunks - 1) if is_last else []
+        shorter = (
+            resident._replace(hit=whole_hit(geometry, chunks - 1)).needed_slots() if is_last else []
+        )
         chunk = chunks - is_last
         entry = entries[chunk] if chunk < len(entries) else None
         compared = [slot for slot in entry or () if slot is not None]
@@ -381,14 +373,11 @@ class Daemon(DaemonState):
         session.leases[request.audit_lease] = Lease(
             leased, request.asked_at, request.tokens_per_second
         )
-        packed_shorter = slot_requests.pack_slots(shorter)
         return wire.AuditOffer(
             lease=request.audit_lease,
             chunk=chunk,
-            offsets=pack_u64([slot.offset if slot is not None else 0 for slot in entry]),
-            generations=pack_u64([slot.generation if slot is not None else 0 for slot in entry]),
-            shorter_offsets=packed_shorter.offsets,
-            shorter_generations=packed_shorter.generations,
+            slots=slot_requests.name_slots(slot or NO_SLOT for slot in entry),
+            shorter_slots=slot_requests.name_slots(shorter),
         )
 
     def _count_lookup(self, lookup: CountedLookup) -> None:
@@ -397,18 +386,19 @@ class Daemon(DaemonState):
         geometry, identity = request.geometry, request.namespace.identity
         self.counters["chunks_asked"] += request.chunks
         self.counters["tokens_asked"] += request.chunks * geometry.chunk_tokens
-        self.counters["lookups_hit"] += bool(lookup.chunks)
-        self.counters["chunks_hit"] += lookup.chunks
-        self.counters["tokens_hit"] += lookup.tokens
+        self.counters["lookups_hit"] += bool(lookup.hit.depth)
+        self.counters["chunks_hit"] += lookup.hit.depth
+        self.counters["tokens_hit"] += lookup.hit.tokens
         self.ceiling.on_answered(
-            identity, geometry, request.hashes, lookup.masks, lookup.whole_chunks
+            identity, geometry, request.hashes, lookup.masks, lookup.hit.chunks
         )
 
     def _release(self, connection: ClientConnection, release: wire.Release) -> None:
         for waiting in self.promotion.cancel(connection.number, release.lease):
             # A lookup whose answer nobody needs any more is in no sum.
             if release.unused:
-                self._count_lookup(CountedLookup(waiting.request, waiting.search.masks()))
+                masks, miss = waiting.search.masks(), whole_hit(waiting.request.geometry, 0)
+                self._count_lookup(CountedLookup(waiting.request, masks, miss))
                 self.counters["lookups_unused"] += 1
         lease = connection.session.leases.pop(release.lease, None)
         if lease is not None:
@@ -425,7 +415,7 @@ class Daemon(DaemonState):
             self.counters["lookups_unused"] += is_unused
         if release.tokens or release.failed:
             for slot in lease.slots:
-                slot.is_doubted = release.failed
+                slot.replace_on_store = release.failed
             seconds = self.now - lease.asked_at
             self.saved.add_load(release.tokens, lease.tokens_per_second, seconds)
         self.store.unpin(lease.slots)
@@ -490,50 +480,38 @@ class Daemon(DaemonState):
         return wire.Explained(explain.id, latest, known.identity, known.explanation, others)
 
 
-def resident_chunks(namespace: Namespace, geometry: Geometry, hashes: bytes) -> ResidentChunks:
-    """Return the objects that RAM has of chunks, given their hashes, and the hit that they are."""
+def resident_of(request: LookupRequest) -> ResidentHit:
+    """Return what RAM has now of a lookup."""
+    return resident_hit(
+        request.namespace, request.geometry, request.hashes, request.tails, request.tails_from
+    )
+
+
+def resident_hit(
+    namespace: Namespace, geometry: Geometry, hashes: bytes, tails: bytes, tails_from: int
+) -> ResidentHit:
+    """Return what RAM has of chunks, given their hashes, and of tails (as in wire.Lookup)."""
     masks, entries = namespace.present(hashes)
-    return ResidentChunks(masks, entries, largest_hit(geometry, masks, len(entries)))
-
-
-def hit_slots(
-    geometry: Geometry, entries: Sequence[Sequence[Slot | None] | None], chunks: int
-) -> list[Slot]:
-    """Return the slots that a hit of `chunks` chunks needs, group by group."""
-    slots: list[Slot] = []
-    for index, group in enumerate(geometry.groups) if chunks else ():
-        need = needed_chunks(geometry, group, chunks)
-        # Every entry of a hit is whole.
-        slots += [entry[index] for entry in entries[need.start : need.stop]]  # type: ignore[index, misc]
-    return slots
-
-
-def resident_tail(request: LookupRequest, masks: Sequence[bytes], chunks: int) -> ResidentTail:
-    """Return the longest tail that RAM has after a hit of `chunks` chunks.
-
-    `masks` are those of whole chunks.
-    """
-    count = len(request.tails) // HASH_BYTES
-    if not count:
-        return ResidentTail(0, ())
-    geometry, entries = request.geometry, request.namespace.entries
+    chunks = largest_hit(geometry, masks, len(entries))
+    names = [tails[at : at + HASH_BYTES] for at in range(0, len(tails), HASH_BYTES)]
     chunks_max = BATCH_MAX // len(geometry.groups)
 
     def objects(number: int) -> Sequence[Slot | None]:
-        entry = entries.get(request.tails[number * HASH_BYTES : (number + 1) * HASH_BYTES])
+        entry = namespace.entries.get(names[number])
         return () if entry is None else entry.slots
 
     def is_whole(number: int) -> bool:
-        slots = objects(number)
-        is_short = tail_chunk(geometry, request.tails_from, number) < chunks_max
-        return bool(slots) and all(slots) and is_short
+        is_short = tail_chunk(geometry, tails_from, number) < chunks_max
+        return is_short and bool(objects(number)) and all(objects(number))
 
     tail = longest_tail(
         geometry=geometry,
         masks=masks,
         chunks=chunks,
-        first_chunk=request.tails_from,
-        count=count,
+        first_chunk=tails_from,
+        count=len(names),
         is_whole=is_whole,
     )
-    return ResidentTail(tail, objects(tail - 1) if tail else ())
+    if not tail:
+        return ResidentHit(masks, entries, whole_hit(geometry, chunks))
+    return ResidentHit(masks, entries, tail_hit(geometry, tails_from, tail), objects(tail - 1))

@@ -236,7 +236,7 @@ class DaemonServer:
             processes=self.processes,
             listener=listener,
             group=options.group,
-            counts_users=options.user_quota_bytes is not None,
+            has_user_quotas=options.user_quota_bytes is not None,
         )
         self._snapshots: deque[Future[Snapshot]] = deque()  # Those that other threads wait for.
         self._work: deque[Callable[[], None]] = deque()  # What `run_in_loop` was given.

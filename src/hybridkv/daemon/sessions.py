@@ -6,10 +6,10 @@ scheduler is gone ends when each of the engine's worker processes is gone, or ha
 copies nothing more for the session.
 
 A session that subscribed gets Removed messages. They name the objects of its identity that left
-RAM, and say which of these a tier below has, as far as a tier knows that at once. The latter are
-looked at again, LOOKS_MAX in LOOK_SECONDS, and reported again when no tier has them. While a
-session sends nothing, at most UNHEARD_MAX messages are sent to it, and further objects are queued.
-A queue of more than QUEUE_MAX is replaced by one flag: any object may be gone.
+RAM, and say which of these a tier below has, as far as a tier knows that at once. Every
+LOOK_SECONDS, up to LOOKS_MAX of these are checked again, and reported as removed once no tier has
+them. While a session sends nothing, at most UNANSWERED_MAX messages are sent to it, and further
+objects are queued. A queue of more than QUEUE_MAX is replaced by one flag: any object may be gone.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import chain, islice
 from typing import NamedTuple
 
-from hybridkv.core.coverage import slot_shapes
+from hybridkv.core.coverage import Hit, slot_shapes, whole_hit
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.shm.trailer import PROCESSES_MAX, WorkerProcess
@@ -36,7 +36,7 @@ from hybridkv.wire.protocol import ConnectionState, ErrorCode
 SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
 QUEUE_MAX = 1 << 16
-UNHEARD_MAX = 8
+UNANSWERED_MAX = 8
 BELOW_MAX = 1 << 17  # The most objects of one session that are reported as being in a tier.
 LOOKS_MAX = 2048  # So many of these are looked at again in LOOK_SECONDS.
 LOOK_SECONDS = 1.0
@@ -80,13 +80,11 @@ class CountedLookup(NamedTuple):
 
     request: LookupRequest
     masks: Sequence[bytes]  # By group, a byte for each chunk: 1 where RAM or a tier has the object.
-    whole_chunks: int = 0  # The chunks of the hit without its tail.
-    chunks: int = 0
-    tokens: int = 0
+    hit: Hit
 
     def without_hit(self) -> "CountedLookup":
         """Return the lookup as one whose hit is not used."""
-        return CountedLookup(self.request, self.masks)
+        return self._replace(hit=whole_hit(self.request.geometry, 0))
 
 
 @dataclass(eq=False, slots=True)
@@ -357,7 +355,7 @@ class Subscriber:
     queue: dict[RemovedObject, None] = field(default_factory=dict)
     """Objects that left RAM and are not reported, the oldest first."""
     everything: bool = False  # True after more objects left than the queue takes.
-    unheard: int = 0  # Messages that were sent to the session since its last message.
+    unanswered: int = 0  # Messages that were sent to the session since its last message.
     below: dict[RemovedObject, bytes] = field(default_factory=dict)
     """Objects that were reported as being in a tier, with their keys there.
 
@@ -373,7 +371,7 @@ class Subscriptions:
         self._tiers = tiers
         self._look_at = 0.0  # When tiers are looked at next.
         self.overflows = 0
-        self.untold = 0  # Objects that a tier has, and that were reported as being in none.
+        self.unreported = 0  # Objects that a tier has, and that were reported as being in none.
 
     def __len__(self) -> int:
         """The number of sessions that subscribed."""
@@ -395,7 +393,7 @@ class Subscriptions:
     def on_message(self, connection_id: int) -> None:
         """The session sent a message, so it reads."""
         if self._subscribers and connection_id in self._subscribers:
-            self._subscribers[connection_id].unheard = 0
+            self._subscribers[connection_id].unanswered = 0
 
     def on_object_changed(self, slot: Slot, is_there: bool) -> None:
         """The slot's object has entered the index, or is about to leave it."""
@@ -430,7 +428,9 @@ class Subscriptions:
             for subscriber in self._subscribers.values():
                 self._look_below(subscriber)
         for connection_id, subscriber in self._subscribers.items():
-            while (subscriber.queue or subscriber.everything) and subscriber.unheard < UNHEARD_MAX:
+            while (
+                subscriber.queue or subscriber.everything
+            ) and subscriber.unanswered < UNANSWERED_MAX:
                 yield OutgoingMessage(connection_id, self._next_message(subscriber))
 
     def _next_message(self, subscriber: Subscriber) -> wire.Removed:
@@ -439,7 +439,7 @@ class Subscriptions:
         for removed in objects:
             del subscriber.queue[removed]
         everything, subscriber.everything = subscriber.everything, False
-        subscriber.unheard += 1
+        subscriber.unanswered += 1
         hashes = b"".join(removed.chunk_hash for removed in objects)
         groups = bytes(removed.group_index for removed in objects)
         below = bytes(self._note_below(subscriber, removed) for removed in objects if self._tiers)
@@ -454,7 +454,7 @@ class Subscriptions:
         if not self._is_below(key):
             return False
         if len(subscriber.below) >= BELOW_MAX:
-            self.untold += 1
+            self.unreported += 1
             return False
         subscriber.below[removed] = key
         return True

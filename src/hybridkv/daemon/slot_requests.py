@@ -1,18 +1,18 @@
 """Requests about slots: reserve, commit, free, report corrupt ones, and clear."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import islice
 
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import U64, pack_u64, unpack_u64
+from hybridkv.core.packed import SLOT, U64, SlotRef, unpack_slots, unpack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.daemon.sessions import ClientConnection, RequestError, owner_of
 from hybridkv.daemon.state import DaemonState
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.store.index import NewObject, Slot
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE, PackedSlots
+from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE
 from hybridkv.wire.protocol import ErrorCode
 
 NO_PARENT = bytes(HASH_BYTES)
@@ -42,13 +42,11 @@ def reserve(
     session.writing_bytes += size * len(slots)
     state.counters["slots_granted"] += len(slots)
     state.counters["slots_short"] += wanted - len(slots)
-    packed = pack_slots(slots)
     return wire.Reserved(
         id=request.id,
         part_bytes=request.part_bytes,
         parts=request.parts,
-        offsets=packed.offsets,
-        generations=packed.generations,
+        slots=name_slots(slots),
         reserved_bytes=state.store.extents.limit_bytes,
     )
 
@@ -87,7 +85,7 @@ def _new_objects(
     The slot is None where the session does not hold it. Raises RequestError.
     """
     session = connection.session
-    refs = _unpack_slots(request.offsets, request.generations)
+    refs = _unpack_slots(request.slots)
     count, hashes = len(refs), request.hashes
     if count * HASH_BYTES != len(hashes):
         raise RequestError(ErrorCode.COMMIT, f"{count} slots with {len(hashes)} bytes of hashes")
@@ -119,7 +117,7 @@ def _new_objects(
 def free(state: DaemonState, connection: ClientConnection, request: wire.Free) -> None:
     """Take back the session's write slots that a client did not use. Others are passed over."""
     session = connection.session
-    for offset, generation in _unpack_slots(request.offsets, request.generations):
+    for offset, generation in _unpack_slots(request.slots):
         slot = session.unwritten(offset, generation)
         if slot is not None:
             del session.writing[offset]
@@ -129,7 +127,7 @@ def free(state: DaemonState, connection: ClientConnection, request: wire.Free) -
 
 def report_corrupt(state: DaemonState, _: ClientConnection, request: wire.ReportCorrupt) -> None:
     """Drop objects whose bytes were proven wrong."""
-    for offset, generation in _unpack_slots(request.offsets, request.generations):
+    for offset, generation in _unpack_slots(request.slots):
         slot = state.store.slot_at(offset, generation)
         if slot is not None and slot.state is SlotState.COMMITTED:
             if (entry := slot.entry) is not None:
@@ -149,12 +147,9 @@ def clear(state: DaemonState, _: ClientConnection, request: wire.Clear) -> wire.
     return wire.Done(request.id, len(slots))
 
 
-def pack_slots(slots: Sequence[Slot]) -> PackedSlots:
-    """Return slots as messages name them."""
-    return PackedSlots(
-        offsets=pack_u64([slot.offset for slot in slots]),
-        generations=pack_u64([slot.generation for slot in slots]),
-    )
+def name_slots(slots: Iterable[Slot | SlotRef]) -> bytes:
+    """Return slots as messages name them (core.packed)."""
+    return b"".join([SLOT.pack(slot.offset, slot.generation) for slot in slots])
 
 
 def _cut(hashes: bytes) -> list[bytes]:
@@ -171,9 +166,9 @@ def _for_each(packed: bytes, count: int) -> "array[int]":
     return numbers * count if len(numbers) == 1 else numbers
 
 
-def _unpack_slots(offsets: bytes, generations: bytes) -> list[tuple[int, int]]:
-    """Return (offset, generation) of each slot of a message. Raises RequestError."""
+def _unpack_slots(slots: bytes) -> list[SlotRef]:
+    """Return the slots that a message names. Raises RequestError."""
     try:
-        return list(zip(unpack_u64(offsets), unpack_u64(generations), strict=True))
+        return list(unpack_slots(slots))
     except ValueError as error:
         raise RequestError(ErrorCode.PACKED, f"broken list of slots: {error}") from error

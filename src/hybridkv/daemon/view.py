@@ -113,7 +113,7 @@ class DaemonView:
             "sessions": len(sessions.all),
             "watching": len(state.subscriptions),
             "removals_overflowed": state.subscriptions.overflows,
-            "below_untold": state.subscriptions.untold,
+            "below_untold": state.subscriptions.unreported,
             "leases": sum(len(session.leases) for session in sessions.all),
             "connections": len(sessions.connections),
             "workers_unmapped": sum(

@@ -39,11 +39,11 @@ def measure_codecs(directory: str | None) -> list[dict[str, Any]]:
     if directory is not None:
         found = _records(Path(directory))
         samples = {f"{len(found)} objects of {directory}": found}
-    key = encryption.TierKey(os.urandom(32)) if encryption.is_there() else None
-    named_codings = {"zplanes": Coding(Codec.ZPLANES)} if codings.is_there() else {}
+    key = encryption.TierKey(os.urandom(32)) if encryption.is_installed() else None
+    named_codings = {"zplanes": Coding(Codec.ZPLANES)} if codings.is_installed() else {}
     if key is not None:
         named_codings["none, key"] = Coding(key=key)
-    if codings.is_there() and key is not None:
+    if codings.is_installed() and key is not None:
         named_codings["zplanes, key"] = Coding(Codec.ZPLANES, key)
     return [
         {"objects": description, "codec": name, **_measure(coding, records)}

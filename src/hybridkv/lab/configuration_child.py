@@ -88,7 +88,7 @@ class ServedConfig(NamedTuple):
     """A VllmConfig as one HybridKVConnector sees it."""
 
     vllm_config: Any
-    is_news: Callable[[str], bool]
+    reports_new_finding: Callable[[str], bool]
     """Returns True for a check that says something which no earlier configuration has said."""
 
 
@@ -152,9 +152,9 @@ def inspect(arguments: list[str]) -> ConfigReport:
     if config is None:
         return report
     served = _served_configs(config, is_named, report)
-    for child, is_news in served:
+    for child, reports_new_finding in served:
         findings = preflight.config_findings(child)
-        report.findings += [finding for finding in findings if is_news(finding.check)]
+        report.findings += [finding for finding in findings if reports_new_finding(finding.check)]
     config = served[0].vllm_config
     with contextlib.suppress(ConfigError):
         report.settings = preflight.settings_of(config)

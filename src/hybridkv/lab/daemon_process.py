@@ -15,7 +15,7 @@ from hybridkv.client.start_daemon import RETRY_SECONDS, daemon_command, refusal
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, Group
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import unpack_u64
+from hybridkv.core.packed import SLOT_BYTES
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, Reserve, Reserved, geometry_to_wire
 
@@ -117,5 +117,5 @@ def reserve(control: ControlClient, part_bytes: int, count: int) -> Iterator[Res
     while count > 0:
         granted = control.call(Reserve(7, part_bytes, 1, count))
         assert isinstance(granted, Reserved)
-        count -= len(unpack_u64(granted.offsets))
+        count -= len(granted.slots) // SLOT_BYTES
         yield granted

@@ -20,10 +20,10 @@ from hybridkv.connector.copy.device import Device
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import Copier, PartLayout
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.geometry import Group, GroupKind
-from hybridkv.core.packed import unpack_u64
+from hybridkv.core.packed import SlotRef, unpack_slots
 from hybridkv.core.sizes import format_size
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
 from hybridkv.shm.arena import RAM_BYTES_MIN, Arena, arena_seen, attach_arena
@@ -87,11 +87,9 @@ def measure_path(
         ControlClient(socket_path, 60.0, hello=hello) as control,
     ):
         refs = [
-            SlotRef(offset, generation)
+            slot
             for granted in reserve(control, part_bytes, objects)
-            for offset, generation in zip(
-                unpack_u64(granted.offsets), unpack_u64(granted.generations), strict=True
-            )
+            for slot in unpack_slots(granted.slots)
         ]
         arena = attach_arena(arena_seen(control.welcome.arena_path), control.welcome.arena_bytes)
         # One allocation for all layers, as vLLM has; one block more, for the null block.

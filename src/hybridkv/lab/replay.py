@@ -6,11 +6,7 @@ one after the other, and are stored as soon as they were looked up, as by an eng
 busy.
 """
 
-import heapq
-import itertools
 import mmap
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +15,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from hybridkv.core.coverage import largest_hit, needed_chunks, part_bytes, stored_counts
+from hybridkv.core.coverage import Hit, largest_hit, part_bytes, stored_counts, whole_hit
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -30,8 +26,7 @@ from hybridkv.core.state_boundaries import StateRule, state_ends
 from hybridkv.core.tails import (
     first_tail_chunk,
     longest_tail,
-    tail_chunk,
-    tail_tokens,
+    tail_hit,
     units_per_chunk,
     why_no_tails,
 )
@@ -40,29 +35,18 @@ from hybridkv.store.index import Namespace, NewObject, Slot
 from hybridkv.store.store import Store
 
 BLOCK_TOKENS = 512  # Tokens in a block of the public Mooncake traces.
-SPAN_TOKENS_MAX = 1 << 20
-"""The most tokens of an answer or a block, whose number alone would take time and memory."""
-SESSIONS_AT_ONCE = 32
+BLOCK_TOKENS_MAX = 1 << 20
 CHUNKS_PER_STEP = 64  # Chunks that are stored together, group by group, as after an engine's step.
 PAGES_MIN = 8  # Pages of the smallest object, which rounding distorts by an eighth at most.
 MAP_NORESERVE = 0x4000  # Linux's, which `mmap` lacks. Most of the memory is never touched.
 
 
-Reads = Sequence[Mapping[bytes, Sequence[int]]]
-"""By group: the numbers of the prompts that read an object, in order, by its hash."""
-
-
-class TracePrompt(
-    msgspec.Struct,
-    rename={"tokens": "input_length", "blocks": "hash_ids", "answer_tokens": "output_length"},
-):
+class TracePrompt(msgspec.Struct, rename={"tokens": "input_length", "blocks": "hash_ids"}):
     """One request of a trace: a line of it, as far as it is read."""
 
     tokens: int
     blocks: Sequence[Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]]
     """A number for each started block of its tokens, which names all blocks before it too."""
-    answer_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Tokens of the answer, which a cache stores after the prompt. `blocks` covers them too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +97,9 @@ class LongestHit(NamedTuple):
     """The longest hit of a prompt."""
 
     hits: ReplayHits
-    chunks: int
-    """The whole chunks of the hit."""
+    hit: Hit
     tail: bytes
-    """The name of the tail after these chunks. Empty = none is hit."""
+    """The name of its tail. Empty = it ends with a chunk."""
 
 
 class ReplayModel:
@@ -126,14 +109,11 @@ class ReplayModel:
     are the engine's own chunks, because its states stand at their ends.
     """
 
-    def __init__(
-        self, geometry: Geometry, rule: StateRule, block_tokens: int, with_tails: bool = False
-    ) -> None:
-        """`with_tails`: hits may end inside a chunk, at the geometry's match unit (core.tails)."""
-        assert not (with_tails and why_no_tails(geometry))
+    def __init__(self, geometry: Geometry, rule: StateRule, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.with_tails = with_tails
         recurrent = any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
+        self.with_tails = recurrent and not why_no_tails(geometry)
+        """True where hits may end inside a chunk, at the geometry's match unit (core.tails)."""
         fine = 1 if recurrent else -(-block_tokens // geometry.chunk_tokens)
         self.geometry = replace(geometry, chunk_tokens=geometry.chunk_tokens * fine)
         self._rule = rule
@@ -210,24 +190,6 @@ class ReplayModel:
             objects.append({chunk: size for chunk, size in sizes.items() if size})
         return objects
 
-    def answer_objects(self, prompt: TracePrompt, chunks: int) -> Iterator[ReplayObject]:
-        """Yield the objects that are stored of the prompt's answer, after the prompt's `chunks`."""
-        if not prompt.answer_tokens:
-            return
-        whole = TracePrompt(prompt.tokens + prompt.answer_tokens, prompt.blocks)
-        hashes = self.hashes(whole)
-        for index, sizes in enumerate(self.stored_objects(whole, len(hashes))):
-            for chunk, size in sizes.items():
-                if chunk >= chunks:
-                    before = hashes[chunk - 1] if chunk else b""
-                    yield ReplayObject(index, hashes[chunk], before, size)
-
-    def hit_objects(self, hashes: Sequence[bytes], chunks: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (group index, hash) of the objects that a hit of so many chunks reads."""
-        for index, group in enumerate(self.geometry.groups):
-            for chunk in needed_chunks(self.geometry, group, chunks):
-                yield index, hashes[chunk]
-
     def hit(self, prompt: TracePrompt, masks: Sequence[bytes]) -> ReplayHits:
         """Return the longest hit by chunks. At least one token is always computed."""
         return self._hit(prompt, self.chunks_hit(prompt, masks) * self.geometry.chunk_tokens)
@@ -248,7 +210,7 @@ class ReplayModel:
         `is_whole` returns True for the name of a tail that has all its objects.
         """
         geometry, chunks = self.geometry, self.chunks_hit(prompt, masks)
-        tokens, name = chunks * geometry.chunk_tokens, b""
+        hit, name = whole_hit(geometry, chunks), b""
         if self.with_tails and prompt.tokens > geometry.hash_tokens:
             first = first_tail_chunk(geometry, prompt.tokens)
             units = (prompt.tokens - 1) // geometry.hash_tokens - first * units_per_chunk(geometry)
@@ -262,9 +224,8 @@ class ReplayModel:
                 is_whole=lambda number: is_whole(names[number]),
             )
             if found:
-                tokens, name = tail_tokens(geometry, first, found - 1), names[found - 1]
-                chunks = tail_chunk(geometry, first, found - 1)
-        return LongestHit(self._hit(prompt, tokens), chunks, name)
+                hit, name = tail_hit(geometry, first, found), names[found - 1]
+        return LongestHit(self._hit(prompt, hit.tokens), hit, name)
 
     def _tail_ends(self, first_chunk: int, units: int) -> Iterator[int]:
         """Yield the ends, in tokens, of the tails in so many match units from `first_chunk` on."""
@@ -291,9 +252,8 @@ class UnlimitedCache:
         longest = model.hit_with_tail(
             prompt, masks, lambda name: all(name in seen for seen in self._seen)
         )
-        hit_chunks = longest.chunks + bool(longest.tail)
         junctions = self._branches.junctions(
-            model.geometry, masks, b"".join(hashes), hit_chunks, self._continued.__contains__
+            model.geometry, masks, b"".join(hashes), longest.hit.depth, self._continued.__contains__
         )
         self._continued.update(hashes[:-1])
         tail = model.tail(prompt).name
@@ -307,105 +267,7 @@ class UnlimitedCache:
                 if hashes[chunk] not in seen:
                     seen.add(hashes[chunk])
                     self.stored_bytes += size
-        for generated in model.answer_objects(prompt, len(hashes)):
-            if generated.chunk_hash not in self._seen[generated.group_index]:
-                self._seen[generated.group_index].add(generated.chunk_hash)
-                self.stored_bytes += generated.size_bytes
         return longest.hits
-
-
-def all_reads(model: ReplayModel, prompts: Sequence[TracePrompt]) -> Reads:
-    """Return what a cache that evicts nothing reads of a trace."""
-    reads: list[defaultdict[bytes, list[int]]] = [defaultdict(list) for _ in model.geometry.groups]
-    cache = UnlimitedCache(model)
-    for number, prompt in enumerate(prompts):
-        chunks = cache.serve(prompt).tokens_hit // model.geometry.chunk_tokens
-        for group_index, chunk_hash in model.hit_objects(model.hashes(prompt), chunks):
-            reads[group_index][chunk_hash].append(number)
-    return reads
-
-
-class _KeptObject(NamedTuple):
-    """An object that a ForesightCache keeps."""
-
-    next_read: int  # The number of the next prompt that reads it.
-    size_bytes: int
-
-
-class _EvictionCandidate(NamedTuple):
-    """An object of a ForesightCache in its heap. The smallest candidate is evicted first.
-
-    It is stale unless the object is kept with the same next read.
-    """
-
-    negative_next_read: int
-    negative_chunk: int
-    group_index: int
-    chunk_hash: bytes
-
-
-class ForesightCache:
-    """A cache of `ram_bytes` that knows the whole trace: about the most that any policy could hit.
-
-    It keeps the objects whose next read comes first, and nothing that is never read again.
-    """
-
-    def __init__(self, model: ReplayModel, ram_bytes: int, reads: Reads) -> None:
-        self._model, self._ram_bytes, self._reads = model, ram_bytes, reads
-        pairs = zip(model.geometry.groups, reads, strict=True)
-        self._states = [read for group, read in pairs if group.kind is GroupKind.RECURRENT]
-        self._number = -1  # The number of the last prompt that was served.
-        self._kept: list[dict[bytes, _KeptObject]] = [{} for _ in model.geometry.groups]
-        """By group and hash."""
-        self._heap: list[_EvictionCandidate] = []
-        self.kept_bytes = 0
-
-    def serve(self, prompt: TracePrompt) -> ReplayHits:
-        """Look the next prompt of the trace up, then store it. Returns its hit."""
-        self._number += 1
-        model = self._model
-        hashes = model.hashes(prompt)
-        masks = [bytes(chunk_hash in kept for chunk_hash in hashes) for kept in self._kept]
-        # It knows which states later prompts read.
-        junctions = [
-            chunk + 1
-            for chunk, chunk_hash in enumerate(hashes)
-            if model.keeps_junctions and any(chunk_hash in reads for reads in self._states)
-        ]
-        for group_index, sizes in enumerate(model.stored_objects(prompt, len(hashes), junctions)):
-            kept = self._kept[group_index]
-            for chunk, chunk_hash in enumerate(hashes):
-                is_kept = masks[group_index][chunk]
-                size = kept[chunk_hash].size_bytes if is_kept else sizes.get(chunk, 0)
-                if size:
-                    self._keep(group_index, chunk_hash, chunk, size)
-        return replace(model.hit(prompt, masks), evicted=self._evict())
-
-    def _evict(self) -> int:
-        """Evict objects until the others fit. Returns how many were evicted."""
-        evicted = 0
-        while self.kept_bytes > self._ram_bytes:
-            candidate = heapq.heappop(self._heap)
-            kept = self._kept[candidate.group_index]
-            found = kept.get(candidate.chunk_hash)
-            if found is not None and found.next_read == -candidate.negative_next_read:
-                self.kept_bytes -= found.size_bytes
-                del kept[candidate.chunk_hash]
-                evicted += 1
-        return evicted
-
-    def _keep(self, group_index: int, chunk_hash: bytes, chunk: int, size: int) -> None:
-        """Keep an object until its next read, or drop it if it is never read again."""
-        kept = self._kept[group_index]
-        before = kept.pop(chunk_hash, None)
-        self.kept_bytes -= 0 if before is None else before.size_bytes
-        reads = self._reads[group_index].get(chunk_hash, ())
-        at = bisect_right(reads, self._number)
-        if at < len(reads):
-            kept[chunk_hash] = _KeptObject(reads[at], size)
-            self.kept_bytes += size
-            candidate = _EvictionCandidate(-reads[at], -chunk, group_index, chunk_hash)
-            heapq.heappush(self._heap, candidate)
 
 
 class TraceReplay:
@@ -451,30 +313,28 @@ class TraceReplay:
             for index in range(len(groups))
         ]
         masks = [bytes(slot is not None for slot in group_slots) for group_slots in slots]
-        hits, chunks, tail = model.hit_with_tail(prompt, masks, self._has_tail)
-        outgrown: Iterable[Slot] = ()
+        hits, hit, tail = model.hit_with_tail(prompt, masks, self._has_tail)
+        superseded_tails: Iterable[Slot] = ()
         if hits.tokens_hit:
             if tail:
-                # As the daemon reads it: the tail stands for one chunk more.
                 ends = self._namespace.entries[tail].slots
                 slots = [
-                    [*group_slots[:chunks], end]
+                    [*group_slots[: hit.chunks], end]
                     for group_slots, end in zip(slots, ends, strict=True)
                 ]
-                chunks += 1
                 if tail != model.tail(prompt).name:
-                    outgrown = filter(None, ends)
+                    superseded_tails = filter(None, ends)
             read = [
                 slot
-                for group, group_slots in zip(groups, slots, strict=True)
-                for chunk in needed_chunks(geometry, group, chunks)
-                if (slot := group_slots[chunk]) is not None
+                for start, group_slots in zip(hit.starts, slots, strict=True)
+                for slot in group_slots[start : hit.depth]
+                if slot is not None
             ]
-            store.pin(read, outgrown)
+            store.pin(read, superseded_tails)
             store.unpin(read)
         evicted = store.evicted
         junctions = self._branches.junctions(
-            geometry, masks, b"".join(hashes), chunks, self._namespace.goes_on
+            geometry, masks, b"".join(hashes), hit.depth, self._namespace.goes_on
         )
         objects = model.stored_objects(prompt, len(hashes), junctions)
         self._store_prompt(prompt, hashes, masks, objects, junctions)
@@ -506,9 +366,6 @@ class TraceReplay:
                         before = hashes[chunk - 1] if chunk else b""
                         stored = ReplayObject(index, hashes[chunk], before, sizes[chunk])
                         self.store_object(stored, EvictionClass(classes[index][chunk]))
-        for generated in model.answer_objects(prompt, len(hashes)):
-            if self._namespace.find_slot(generated.chunk_hash, generated.group_index) is None:
-                self.store_object(generated, EvictionClass.GENERATED)
         tail, chunk = model.tail(prompt)
         if tail:
             before = hashes[chunk - 1] if chunk else b""
@@ -530,8 +387,8 @@ def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TraceProm
     is by default its path.
     """
     shown = shown or str(path)
-    if not 1 <= block_tokens <= SPAN_TOKENS_MAX:
-        what = f"--block-tokens {block_tokens} is no number of tokens from 1 to {SPAN_TOKENS_MAX}"
+    if not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
+        what = f"--block-tokens {block_tokens} is no number of tokens from 1 to {BLOCK_TOKENS_MAX}"
         raise ConfigError(what, f"{BLOCK_TOKENS} works")
     prompts: list[TracePrompt] = []
     decoder = msgspec.json.Decoder(TracePrompt)
@@ -552,31 +409,10 @@ def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TraceProm
                 f"{shown}, line {number}: {ids} hash_ids for input_length {tokens}",
                 f"one for every started block of --block-tokens {block_tokens} works",
             )
-        if prompt.answer_tokens > SPAN_TOKENS_MAX:
-            what = f"output_length {prompt.answer_tokens} is longer than any answer"
-            works = f"at most {SPAN_TOKENS_MAX} works"
-            raise ConfigError(f"{shown}, line {number}: {what}", works)
         prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{shown} has no prompt", "a line for each works")
     return prompts
-
-
-def unanswered(prompts: Iterable[TracePrompt]) -> Iterator[TracePrompt]:
-    """Yield the prompts without their answers, which a cache would store."""
-    return (TracePrompt(prompt.tokens, prompt.blocks) for prompt in prompts)
-
-
-def answered(prompts: Iterable[TracePrompt], block_tokens: int) -> Iterator[TracePrompt]:
-    """Yield the prompts with numbers for the blocks of their answers, where the trace has none.
-
-    No prompt goes on with an answer that the trace does not name, so these numbers are new.
-    """
-    numbers = itertools.count(-1, -1)
-    for prompt in prompts:
-        blocks = -(-(prompt.tokens + prompt.answer_tokens) // block_tokens)
-        unnamed = itertools.islice(numbers, max(0, blocks - len(prompt.blocks)))
-        yield TracePrompt(prompt.tokens, (*prompt.blocks, *unnamed), prompt.answer_tokens)
 
 
 def known_tokens(prompts: Iterable[TracePrompt], block_tokens: int) -> list[int]:
@@ -597,33 +433,3 @@ def known_tokens(prompts: Iterable[TracePrompt], block_tokens: int) -> list[int]
             had[number] = max(tokens, had.get(number, 0))
         known.append(min(count, max(0, prompt.tokens - 1)))
     return known
-
-
-def as_sessions(prompts: Sequence[TracePrompt], turns: int, block_tokens: int) -> list[TracePrompt]:
-    """Return the requests as turns of sessions.
-
-    A turn adds the tokens that were new in its request, and its answer is a part of the next turn's
-    prompt. SESSIONS_AT_ONCE sessions take turns until all of them end. Then the next ones begin.
-    Raises ConfigError for no turns or too few requests.
-    """
-    if not 1 <= turns <= len(prompts):
-        what = f"--sessions {turns}: the trace has {len(prompts)} requests"
-        raise ConfigError(what, "30 works" if len(prompts) >= 30 else "1 works")
-    known = known_tokens(prompts, block_tokens)
-    new = [prompt.tokens - had for prompt, had in zip(prompts, known, strict=True)]
-    count = len(prompts) // turns
-    session_prompts: list[TracePrompt] = []
-    request = iter(zip(prompts, new, strict=True))
-    for first in range(0, count, SESSIONS_AT_ONCE):
-        sessions = range(first, min(count, first + SESSIONS_AT_ONCE))
-        lengths = dict.fromkeys(sessions, 0)
-        for _ in range(turns):
-            for session in sessions:
-                prompt, added = next(request)
-                tokens = lengths[session] + added
-                # The next turn's prompt has the answer, in blocks of the same numbers.
-                end = -(-(tokens + prompt.answer_tokens) // block_tokens)
-                blocks = range(session << 32, (session << 32) + end)
-                session_prompts.append(TracePrompt(tokens, blocks, prompt.answer_tokens))
-                lengths[session] = tokens + prompt.answer_tokens
-    return session_prompts

@@ -197,7 +197,7 @@ class ChildConnectors:
     def step_begins(self) -> None:
         """End the pauses that are over: their children are asked again."""
         for child in self.all:
-            child.guard.begin_anew(lambda: None)
+            child.guard.resume(lambda: None)
 
     def count(self, metric: Metric, number: int = 1) -> None:
         """Add to one of MultiConnector's own counters."""

@@ -266,7 +266,7 @@ class MultiScheduler:
         for child in self.children.alive:
             index = child.index
             if index in report.dead:
-                child.guard.end_side("its part in a worker is")
+                child.guard.switch_off_side("its part in a worker is")
                 continue
             lost = "messages of several workers of %s are lost"
             message = child.attempt("aggregate", lost, None, report.message_of, index)

@@ -151,7 +151,7 @@ class MultiWorker:
             collect = partial(self._collect, child, finished_req_ids)
             child.is_silent = not child.attempt(hook, message, False, collect)
             if child.is_silent and child.is_alive:
-                child.guard.end_side("a fault in get_transfer_results")
+                child.guard.switch_off_side("a fault in get_transfer_results")
         if self._ledger.absorbed:
             self.children.count(counters.REPORTS_ABSORBED, self._ledger.absorbed)
             self._ledger.absorbed = 0

@@ -91,7 +91,7 @@ DECLINES: Mapping[Decline, str] = {
 AUDITS: Mapping[AuditOutcome, str] = {
     AuditOutcome.PASSED: "passed: the engine computed what is stored",
     AuditOutcome.DIFFERED: "differed: the engine computed something else",
-    AuditOutcome.UNMADE: "not made: nothing could be compared",
+    AuditOutcome.INCONCLUSIVE: "not made: nothing could be compared",
 }
 """Each outcome of a live audit in words."""
 

@@ -138,33 +138,33 @@ class EvictionQueue(Generic[T]):
         while self.ghost_bytes > self.bound_bytes:
             self.ghost_bytes -= self.ghosts.popitem(last=False)[1]
 
-    def victim(self, may_go: Callable[[T], bool]) -> T | None:
+    def victim(self, is_evictable: Callable[[T], bool]) -> T | None:
         """Return the item to evict next, which stays until `remove`. None where no item may go.
 
-        Items for which `may_go` is false are not considered again before they are offered.
+        Items for which `is_evictable` is false are not considered again before they are offered.
         """
-        found = self._oldest(_INTERIOR, may_go)
+        found = self._oldest(_INTERIOR, is_evictable)
         if found is not None:
             return found
         if self._has_many_answers:
-            found = self._oldest(_GENERATED, may_go)
+            found = self._oldest(_GENERATED, is_evictable)
             if found is not None:
                 return found
         if self._stage_bytes[PROTECTED] > self.bound_bytes // PROTECTED_SHARE:
             # One at a time: after its eviction the prefix before it may go, and is the next.
-            cold = self._oldest(PROTECTED, may_go)
+            cold = self._oldest(PROTECTED, is_evictable)
             if cold is not None:
                 self._move(self.items[cold], _PROBATION)
                 self.offer(cold)
-        unread = [self._oldest(stage, may_go) for stage in (_GENERATED, _PROBATION)]
+        unread = [self._oldest(stage, is_evictable) for stage in (_GENERATED, _PROBATION)]
         oldest = min(
             (item for item in unread if item is not None),
             key=lambda item: self.items[item].tick,
             default=None,
         )
-        return oldest if oldest is not None else self._oldest(PROTECTED, may_go)
+        return oldest if oldest is not None else self._oldest(PROTECTED, is_evictable)
 
-    def _oldest(self, stage: int, may_go: Callable[[T], bool]) -> T | None:
+    def _oldest(self, stage: int, is_evictable: Callable[[T], bool]) -> T | None:
         """Return the least recently used item of a stage that may go."""
         heap = self.heaps[stage]
         while heap:
@@ -173,7 +173,7 @@ class EvictionQueue(Generic[T]):
             if queued is None or queued.entry != entry:
                 heapq.heappop(heap)
                 self.stale -= 1
-            elif not may_go(item):
+            elif not is_evictable(item):
                 heapq.heappop(heap)
                 queued.entry = 0
             elif queued.tick != tick:

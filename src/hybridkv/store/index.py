@@ -27,7 +27,7 @@ class Slot:
     tenant: int = 0  # The tenant whose quota the object counts against, 0 = none.
     eviction_class: EvictionClass = EvictionClass.PROMPT  # A read changes it, see `Store.pin`.
     is_read: bool = False  # True once a lookup hit the object. Interior ones begin anew as unread.
-    is_doubted: bool = False
+    replace_on_store: bool = False
     """True after a load failed in which the object took part. The next store of it replaces it."""
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.
     queued_in: int = 0  # A bit for each tier to which the object waits to be written.
@@ -48,7 +48,7 @@ class Slot:
         """True where every longer hit needs the object as well."""
         return self.entry is not None and self.entry.namespace.prefixes[self.group_index]
 
-    def may_go(self) -> bool:
+    def is_evictable(self) -> bool:
         """Return True where the object may be evicted: nobody reads it, and no child needs it."""
         entry = self.entry
         return entry is not None and not self.pins and not (entry.children and self.is_prefix)

@@ -208,7 +208,7 @@ class Store:
         assert slot.state is SlotState.WRITING
         group_index, chunk_hash, parent, eviction_class, tenant = new
         there = namespace.find_slot(chunk_hash, group_index)
-        is_kept = there is not None and (not there.is_doubted or there.pins > 0)
+        is_kept = there is not None and (not there.replace_on_store or there.pins > 0)
         if is_kept or not self._make_room_of(tenant, slot.size_bytes):
             self.duplicates += is_kept
             self.over_quota += not is_kept
@@ -247,14 +247,14 @@ class Store:
         del self.by_end[slot.offset + slot.size_bytes]
         return self.extents.free(slot.offset, slot.size_bytes)
 
-    def pin(self, slots: Sequence[Slot], outgrown: Iterable[Slot] = ()) -> None:
+    def pin(self, slots: Sequence[Slot], superseded_tails: Iterable[Slot] = ()) -> None:
         """Keep objects where they are until `unpin`, and count them as used.
 
-        `outgrown` are those of them that the reader is about to store longer ones of. The first
+        `superseded_tails` are those of which the reader is about to store longer ones. The first
         reader makes them interior. A second one shows that prompts part there, and protects them.
         """
         self.hold(slots)
-        interior = [slot for slot in outgrown if not slot.is_read]
+        interior = [slot for slot in superseded_tails if not slot.is_read]
         self.queue.mark_used(slots)
         for slot in slots:
             if not slot.is_read or slot.eviction_class is not EvictionClass.PROMPT:
@@ -310,7 +310,9 @@ class Store:
         """
         assert slot.entry is not None
         siblings = filter(None, slot.entry.slots if slot.is_prefix else ())
-        useless = [sibling for sibling in siblings if sibling is not slot and sibling.may_go()]
+        useless = [
+            sibling for sibling in siblings if sibling is not slot and sibling.is_evictable()
+        ]
         for victim in (*useless, slot):
             self.queue.remember(victim, _ghost_key(victim))
             run = self.drop(victim)
@@ -329,7 +331,7 @@ class Store:
             wasted_bytes = self.extents.free_bytes - free_bytes
             if wasted_bytes > EVICTION_WASTE_MAX * size:
                 return False
-            victim = self.queue.victim(Slot.may_go)
+            victim = self.queue.victim(Slot.is_evictable)
             if victim is None:
                 return False
             if self.before_evict is not None and self.before_evict(victim):
@@ -339,7 +341,7 @@ class Store:
                 after = self.slots.get(run.offset + run.size)
                 before = self.by_end.get(run.offset)
                 touching = filter(None, (after, before))
-                neighbour = next((slot for slot in touching if slot.may_go()), None)
+                neighbour = next((slot for slot in touching if slot.is_evictable()), None)
                 if neighbour is None:
                     break
                 run = self._evict(neighbour)
@@ -354,7 +356,7 @@ class Store:
             return True
         while self.tenants[tenant] + size > self.tenant_bytes:
             queue = self.tenant_queues.get(tenant)
-            victim = queue.victim(Slot.may_go) if queue is not None else None
+            victim = queue.victim(Slot.is_evictable) if queue is not None else None
             if victim is None:
                 return False
             self.over_quota += 1
@@ -382,7 +384,7 @@ class Store:
 
     def _offer(self, slot: Slot) -> None:
         """Consider an object for eviction from now on, if it may go."""
-        if slot.may_go():
+        if slot.is_evictable():
             for queue in self._queues_of(slot):
                 queue.offer(slot)
 

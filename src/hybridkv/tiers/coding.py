@@ -92,7 +92,7 @@ def find_zstandard() -> ModuleType | None:
 zstandard = find_zstandard()
 
 
-def is_there() -> bool:
+def is_installed() -> bool:
     """Returns whether the package zstandard is installed."""
     return zstandard is not None
 

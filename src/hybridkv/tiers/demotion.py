@@ -1,8 +1,8 @@
 """Demotion: objects are written to tiers below, when they are stored or before they are evicted.
 
-The objects of an answer are often never read. A tier that gets prompts when they are stored gets
-answers when a lookup hits them, or before they are evicted. Windows inside a prompt, where seldom a
-hit ends (core.eviction_classes), go to tiers when a lookup hits them, and not before.
+Generated text is rarely reused. With `write=through` a tier receives prompts at once, and generated
+text only after its first hit or just before its eviction. Windows inside a prompt, where a hit
+seldom ends (core.eviction_classes), go to tiers after their first hit, and not before.
 
 Tiers do not see the hits of RAM. So each object that is hit is reported to them now and then. A
 tier evicts what is used last, and records that it lost or refused are written again.
@@ -251,7 +251,7 @@ class Demotion:
         """
         assert victim.entry is not None, "a victim is in the index"
         free = [slot for slot in victim.entry.slots if slot is not None and not slot.pins]
-        late = [(slot, tier) for slot in free for tier in self._late_tiers(slot)]
+        late = [(slot, tier) for slot in free for tier in self._tiers_written_on_eviction(slot)]
         # Tiers that do not get the victim: their queue comes too late, or they cannot take it.
         lost = [tier for tier in self.tiers if victim.queued_in & tier.bit]
         for slot, tier in late:
@@ -271,7 +271,7 @@ class Demotion:
                 tier.counters["objects_shed"] += 1
         return victim.pins > 0
 
-    def _late_tiers(self, slot: Slot) -> list[TierState]:
+    def _tiers_written_on_eviction(self, slot: Slot) -> list[TierState]:
         """Returns the tiers to which an object is written before it is evicted."""
         if slot.eviction_class is EvictionClass.UNLIKELY:
             return []

@@ -33,7 +33,7 @@ def _find_library() -> ModuleType | None:
 library = _find_library()
 
 
-def is_there() -> bool:
+def is_installed() -> bool:
     """Returns whether the package cryptography is installed."""
     return library is not None
 

@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from hybridkv.core.coverage import (
-    PromptHit,
+    Hit,
     PromptObjects,
     SlotShape,
     compared_boundaries,
@@ -71,7 +71,7 @@ class LookupRequest(NamedTuple):
     asked_at: float
     deadline: float
     tokens_per_second: int  # How fast the engine computes. 0 = not known.
-    resident: PromptHit  # The hit that RAM alone had at `asked_at`.
+    resident: Hit  # The hit that RAM alone had at `asked_at`.
     tails: bytes = b""  # The names of tails, as in wire.Lookup.
     tails_from: int = 0
     audit_lease: int = 0  # As in wire.Lookup.
@@ -119,12 +119,13 @@ class LookupRequest(NamedTuple):
         chunk_hash = self.hash_of(place.position)
         return self.namespace.find_slot(chunk_hash, place.group_index)
 
-    def needed_places(self, hit: PromptHit) -> Iterator[ObjectPlace]:
+    def needed_places(self, hit: Hit) -> Iterator[ObjectPlace]:
         """Yields the places of the objects that a hit needs."""
         for index, start in enumerate(hit.starts):
             for chunk in range(start, hit.chunks):
-                is_tail = hit.tail and chunk == hit.chunks - 1
-                yield ObjectPlace(index, self.chunks + hit.tail - 1 if is_tail else chunk)
+                yield ObjectPlace(index, chunk)
+            if hit.tail:
+                yield ObjectPlace(index, self.chunks + hit.tail - 1)
 
 
 @dataclass(eq=False)
@@ -141,7 +142,7 @@ class ObjectSearch:
     unknown: dict[ObjectPlace, None] = field(default_factory=dict)
     """Objects that no tier has, as far as is known without asking, and that some may have."""
     asked: list[ObjectPlace] = field(default_factory=list)  # What this round asks tiers about.
-    tail: PromptHit | None = None  # The hit that ends with the tail that was located, if any was.
+    tail: Hit | None = None  # The hit that ends with the tail that was located, if any was.
 
     def __post_init__(self) -> None:
         geometry = self.request.geometry
@@ -202,7 +203,7 @@ class ObjectSearch:
         request, resident = self.request, self.request.resident
         for number in reversed(range(resident.tail, len(request.tails) // HASH_BYTES)):
             position = request.chunks + number
-            if request.chunk_of(position) < resident.chunks - bool(resident.tail):
+            if request.chunk_of(position) < resident.chunks:
                 break
             if request.chunk_of(position) > reach:
                 continue
@@ -261,11 +262,11 @@ class ObjectSearch:
         else:
             hit = self.longest_hit(masks)
             is_longer = hit.tokens > self.request.resident.tokens
-            later = [p for p in unknown if p.position >= hit.chunks or not is_longer]
+            later = [p for p in unknown if p.position >= hit.depth or not is_longer]
             if later:
                 order = sorted(later, key=lambda place: (-place.position, place.group_index))
             else:
-                boundaries = compared_boundaries(hit.chunks)
+                boundaries = compared_boundaries(hit.depth)
                 hits = (whole_hit(self.request.geometry, chunks) for chunks in boundaries)
                 needed = (place for hit in hits for place in self.request.needed_places(hit))
                 order = [place for place in dict.fromkeys(needed) if place in unknown]
@@ -302,7 +303,7 @@ class ObjectSearch:
                 present[index][position] = 1
         return [bytes(mask) for mask in present]
 
-    def longest_hit(self, masks: Sequence[bytes]) -> PromptHit:
+    def longest_hit(self, masks: Sequence[bytes]) -> Hit:
         """Returns the longest hit of what there is, with the located tail if it extends it."""
         return longest_hit(self.request.geometry, masks, self.request.chunks, self.tail)
 
@@ -313,10 +314,10 @@ class ObjectSearch:
         sizes = [
             [slot_bytes(part, parts) if part else 0 for part, parts in row] for row in self._shapes
         ]
-        seconds, tail_seconds = [[0.0] * longest.chunks for _ in sizes], 0.0
+        seconds, tail_seconds = [[0.0] * longest.depth for _ in sizes], 0.0
         for (index, position), tier in self.located.items():
             size = sizes[index][position % len(sizes[index])]
-            if position < longest.chunks:
+            if position < longest.depth:
                 seconds[index][position] = tier.speed.seconds(size, now)
             elif position >= request.chunks:
                 tail_seconds += tier.speed.seconds(size, now)
@@ -330,7 +331,7 @@ class ObjectSearch:
             tail_seconds=tail_seconds,
         )
 
-    def needed_objects(self, hits: Iterable[PromptHit]) -> Iterator[NeededObject]:
+    def needed_objects(self, hits: Iterable[Hit]) -> Iterator[NeededObject]:
         """Yields what the hits need of tiers, hit by hit, each prefix first and a tail last."""
         request = self.request
         places = dict.fromkeys(
@@ -349,7 +350,7 @@ class ObjectSearch:
                 parent=request.hash_of(request.chunk_of(place.position) - 1),
             )
 
-    def resident_slots(self, hits: Iterable[PromptHit]) -> list[Slot]:
+    def resident_slots(self, hits: Iterable[Hit]) -> list[Slot]:
         """Returns the objects in RAM of these hits and of the hit that RAM had, each once.
 
         They are to be held: room for more objects must cost none of them, whoever needs the room.

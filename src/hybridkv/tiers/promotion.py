@@ -22,7 +22,7 @@ from enum import Enum, StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from hybridkv.core.coverage import LoadableHit, PromptHit, loadable_hits
+from hybridkv.core.coverage import Hit, LoadableHit, loadable_hits
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.contract import DamagedError, TierError
@@ -98,7 +98,7 @@ class WaitingLookup:
     story: deque[Wait] = field(default_factory=partial(deque, (), STORY_MAX))
     """What it has waited for. The last of it is what it waits for now."""
     finds: int = 0  # Tiers that are being asked, or will be when it is the lookup's turn.
-    hits: Sequence[PromptHit] = ()
+    hits: Sequence[Hit] = ()
     """The hits for which is read, ascending: the target, and one that comes earlier."""
     chosen_at: float = 0.0  # When they were chosen, for the first time.
     needs: deque[NeededObject] = field(default_factory=deque)  # Objects whose read is not begun.
@@ -122,7 +122,7 @@ class WaitingLookup:
     @property
     def target_chunks(self) -> int:
         """The chunks of the hit that it becomes where all reads succeed, as far as is known."""
-        return self.hits[-1].chunks if self.hits else self.request.chunks
+        return self.hits[-1].depth if self.hits else self.request.chunks
 
     @property
     def is_complete(self) -> bool:
@@ -454,11 +454,11 @@ class Promotion:
 
 def choose_load(
     loadable: Sequence[LoadableHit],
-    resident: PromptHit,
-    longest: PromptHit,
+    resident: Hit,
+    longest: Hit,
     token_seconds: float,
     patience_seconds: float,
-) -> tuple[Sequence[PromptHit], list[Shortfall]]:
+) -> tuple[Sequence[Hit], list[Shortfall]]:
     """Returns the hits that are read, ascending, and why they are not more.
 
     They are the best of the loadable hits, after one that comes earlier. Empty = nothing is read.

@@ -1,7 +1,7 @@
 """The boundary to vLLM: no fault reaches the engine, each is counted, and a faulty side pauses.
 
 A side is the scheduler role or the worker role of a connector, or a connector inside
-MultiConnector. It is on, in a pause, or over. A pause ends with `begin_anew`.
+MultiConnector. It is on, in a pause, or over. A pause ends with `resume`.
 """
 
 import logging
@@ -42,7 +42,7 @@ def event(name: str) -> Metric:
 SWITCHED_OFF = event("switched_off")  # Hooks that were not called.
 SLOW_HOOKS = event("slow_hooks")
 QUARANTINED = event("quarantined")  # Pauses that began, and sides that are over.
-BEGUN_ANEW = event("begun_anew")  # Pauses that ended.
+RESUMED = event("begun_anew")  # Pauses that ended.
 
 
 class HookGuard:
@@ -76,7 +76,7 @@ class HookGuard:
         otherwise: Callable[[], Result],
         fatal: bool = False,
         *,
-        tells: bool = False,
+        shows_counters: bool = False,
         pauses: bool = True,
     ) -> Result:
         """Return `work()`. Where that raises or the hook does not run, return `otherwise()`.
@@ -87,14 +87,14 @@ class HookGuard:
             default             yes              no           no
             fatal               yes              yes          no    a fault ends the side
             pauses=False        yes              yes          no
-            tells               yes              yes          yes   until the hook has failed once
+            shows_counters      yes              yes          yes   until the hook has failed once
 
-        A hook is `fatal` if a fault leaves something half done. A hook that `tells` shows people
-        what was counted.
+        A hook is `fatal` if a fault leaves something half done. One that `shows_counters` shows
+        people what was counted.
         """
-        tells = tells and not self.counters[fault(hook)]
+        shows_counters = shows_counters and not self.counters[fault(hook)]
         goes_on = (fatal or not pauses) and not self.is_over
-        if not (self.is_on or tells or goes_on):
+        if not (self.is_on or shows_counters or goes_on):
             self.counters[SWITCHED_OFF] += 1
             return otherwise()
         began = self.clock()
@@ -108,7 +108,7 @@ class HookGuard:
             text = "hybridkv: %s failed in %s; the engine goes on without the cache"
             logger.exception(text, self._role, hook)
             if fatal:
-                self.end_side(f"a fault in {hook}")
+                self.switch_off_side(f"a fault in {hook}")
             elif is_flood:
                 self.pause(f"{FAULTS_MAX} faults")
             return otherwise()
@@ -139,7 +139,7 @@ class HookGuard:
         text = "hybridkv: %s is switched off for %d s: %s"
         logger.error(text, self._role, self.pause_seconds, why)
 
-    def end_side(self, why: str) -> None:
+    def switch_off_side(self, why: str) -> None:
         """Switch the side off until the engine starts again."""
         if not self.is_over:
             self.counters[QUARANTINED] += not self.off_since
@@ -147,7 +147,7 @@ class HookGuard:
             text = "hybridkv: %s is switched off until the engine starts again: %s"
             logger.error(text, self._role, why)
 
-    def begin_anew(self, renew: Callable[[], object]) -> None:
+    def resume(self, renew: Callable[[], object]) -> None:
         """Call `renew` after the end of a pause, and be on again.
 
         Where `renew` raises, the next pause begins. Without a pause that is over nothing happens.
@@ -156,7 +156,7 @@ class HookGuard:
             return
         self.off_since, self.began_at = 0.0, self.clock()
         self._faults.clear()
-        self.counters[BEGUN_ANEW] += 1
-        text = "hybridkv: %s begins anew after %d s"
+        self.counters[RESUMED] += 1
+        text = "hybridkv: %s is on again after %d s"
         logger.warning(text, self._role, self.pause_seconds)
-        self.run_hook("begin_anew", renew, lambda: self.pause("it could not begin anew"))
+        self.run_hook("resume", renew, lambda: self.pause("it could not resume"))

@@ -52,7 +52,7 @@ DRAFTED_STATES_MODULE = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
 
 
 class Callers(NamedTuple):
-    """The objects of vLLM that called a connector. None for one that is not among the callers."""
+    """The objects of vLLM that called a connector. None for one that is not among them."""
 
     runner: Any
     """The model runner, which has the model."""
@@ -60,7 +60,7 @@ class Callers(NamedTuple):
     """The worker, which has the model runner."""
 
 
-def callers() -> Callers:
+def runner_and_worker_on_stack() -> Callers:
     """Return the model runner and the worker whose methods are on the call stack.
 
     A connector is never handed the model. A method of the worker calls a method of its

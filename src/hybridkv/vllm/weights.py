@@ -160,7 +160,7 @@ class EngineWeights:
     @classmethod
     def of_caller(cls, before_sleep: Callable[[], None] | None = None) -> "EngineWeights":
         """Return the weights of the model runner among the callers, and follow its methods."""
-        runner, worker = seams.callers()
+        runner, worker = seams.runner_and_worker_on_stack()
         return cls(runner, worker, before_sleep)
 
     @property
@@ -249,8 +249,8 @@ class EngineWeights:
         if not self._asleep:
             self._look(self._last_step, is_end=True)
 
-    def give_way(self) -> None:
-        """Wait YIELD_SECONDS for a reading, so that it goes on.
+    def yield_to_reading(self) -> None:
+        """Let the reading thread run for YIELD_SECONDS.
 
         An engine in the caller's own process does step after step while a request waits, and never
         yields the interpreter. Each of the reading's thousand calls would wait for its turn.
@@ -355,18 +355,18 @@ class EngineWeights:
                 self._era += 1
                 self._packed.renew()
             # What a step computed while the weights changed is of an era that ends with it.
-            is_torn = pending.is_end and seen != self._seen
-            self._seen = None if is_torn else seen
+            changed_during_step = pending.is_end and seen != self._seen
+            self._seen = None if changed_during_step else seen
             self._eras[pending.step] = self._era
             self._settled = pending.step
             reading = pending.finished_reading
-            if reading is not None and not is_torn and self._is_of_now(reading):
+            if reading is not None and not changed_during_step and self._is_of_now(reading):
                 self._confirmed_reading = reading
 
     def _words(self, pending: _PendingLook) -> bytes | None:
         """Return the words that a look saw. None = they have not arrived yet.
 
-        A look that failed has random words, which are like no others.
+        A failed look returns random words, so it never equals another look.
         """
         try:
             if pending.look is not None:

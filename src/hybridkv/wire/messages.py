@@ -8,7 +8,7 @@ that a lookup of 128k tokens is one message of a few tens of KB.
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
@@ -16,9 +16,10 @@ from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
 from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.packed import SLOT_BYTES, U64
 from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 CHUNKS_MAX = 1 << 16
 """The most chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -41,19 +42,13 @@ FACTS_MAX = 256
 Facts = Annotated[dict[Text, Fact], Meta(max_length=FACTS_MAX)]
 """Short texts in JSON, by name."""
 Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
-Packed = Annotated[bytes, Meta(max_length=BATCH_MAX * 8)]
+Slots = Annotated[bytes, Meta(max_length=BATCH_MAX * SLOT_BYTES)]
 Hashes = Annotated[bytes, Meta(max_length=CHUNKS_MAX * HASH_BYTES)]
-Changed = Annotated[bytes, Meta(max_length=CHANGES_MAX * 8)]
+Changed = Annotated[bytes, Meta(max_length=CHANGES_MAX * U64)]
+ChangedSlots = Annotated[bytes, Meta(max_length=CHANGES_MAX * SLOT_BYTES)]
 ChangedHashes = Annotated[bytes, Meta(max_length=CHANGES_MAX * HASH_BYTES)]
 Mask = Annotated[bytes, Meta(max_length=CHUNKS_MAX)]
 Masks = Annotated[list[Mask], Meta(max_length=GROUPS_MAX)]
-
-
-class PackedSlots(NamedTuple):
-    """Slots as messages name them: packed arrays (core.packed) of the same length."""
-
-    offsets: bytes
-    generations: bytes
 
 
 class WireGroup(Struct, frozen=True, array_like=True):
@@ -314,8 +309,7 @@ class Commit(_Message, frozen=True, tag="commit"):
     before the first object, and each further object comes after the one before it in `hashes`.
     """
 
-    offsets: Changed
-    generations: Changed
+    slots: ChangedSlots
     groups: Changed
     hashes: ChangedHashes
     tokens: Count = 0
@@ -327,8 +321,7 @@ class Commit(_Message, frozen=True, tag="commit"):
 class Free(_Message, frozen=True, tag="free"):
     """Give write slots back that were granted and are not committed."""
 
-    offsets: Changed
-    generations: Changed
+    slots: ChangedSlots
 
 
 class ReportRequest(_Message, frozen=True, tag="report_request"):
@@ -381,8 +374,7 @@ class Clear(_Numbered, frozen=True, tag="clear"):
 class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
     """Drop objects whose bytes were proven wrong, also those under leases."""
 
-    offsets: Changed
-    generations: Changed
+    slots: ChangedSlots
 
 
 class Welcome(_Numbered, frozen=True, tag="welcome"):
@@ -407,11 +399,9 @@ class AuditOffer(Struct, frozen=True, array_like=True):
     lease: Count
     chunk: Count
     """The chunk that is computed: the hit's last, or the first after the hit."""
-    offsets: Packed
-    generations: Packed
-    """The slot of each group's object of the chunk. Generation 0 = there is none."""
-    shorter_offsets: Packed = b""
-    shorter_generations: Packed = b""
+    slots: Slots
+    """The slot of each group's object of the chunk, NO_SLOT where there is none."""
+    shorter_slots: Slots = b""
     """The slots of the hit that ends before the chunk, as in Found. Empty unless the chunk is the
     hit's last."""
 
@@ -424,22 +414,27 @@ class Found(_Numbered, frozen=True, tag="found"):
     """
 
     lease: Count
-    chunks: Count
+    depth: Count
+    """As in core.coverage.Hit, like `tail` and `chunks`. 0 = a miss."""
     masks: Masks
-    offsets: Packed
-    generations: Packed
+    slots: Slots
     tiers: dict[Text, Count] = {}
     """Chunks of the hit that came up for it, by tier."""
     why: Fact = ""
     """The reason why tiers were not read further, for people."""
     tail: Count = 0
     """The number, counted from 1, of the tail in Lookup that the hit ends with. 0 = none. Its
-    objects are the last of each group's slots, as those of chunk number `chunks` - 1."""
+    objects are the last of each group's slots."""
     audit: AuditOffer | None = None
     """The objects that a live audit may compare. None without an `audit_lease`, or without any."""
     junctions: Annotated[list[Count], Meta(max_length=JUNCTIONS_MAX)] = []
     """The chunks, ascending, after which the prompt parts from others, and a state or a window is
     missing (`core.junctions`). Objects that a tier below RAM has count."""
+
+    @property
+    def chunks(self) -> int:
+        """The whole chunks of the hit. A tail is none of them."""
+        return self.depth - bool(self.tail)
 
 
 class Pending(_Numbered, frozen=True, tag="pending"):
@@ -462,8 +457,7 @@ class Reserved(_Numbered, frozen=True, tag="reserved"):
 
     part_bytes: Count
     parts: Count
-    offsets: Changed
-    generations: Changed
+    slots: ChangedSlots
     reserved_bytes: Count
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from msgspec import structs
@@ -17,7 +17,6 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import geometry_to_wire
 from tests.layouts import LAYOUTS
-from tests.programs.cli.greetings import wire_model
 from tests.unit.daemon.harness import engine_hello
 
 QWEN3 = LAYOUTS["qwen3"]
@@ -98,82 +97,34 @@ def test_what_each_size_hits_next_to_the_ceiling(
     assert (large["tokens_hit"], large["of_ceiling"], large["evicted"]) == (hits, 1.0, 0)
     assert small["tokens_hit"] < hits
     assert small["computed_again"] == (hits - small["tokens_hit"]) / tokens
-    # Two of the eight objects are kept: half of one prompt, each time it comes again.
-    assert small["foresight"]["tokens_hit"] == 2 * 2 * BLOCK
-    assert large["foresight"] == document["ceiling"]
     assert small["evicted"] > 8
     assert f"{hits / tokens:.1%}" in table
     assert "100.0%" in table
 
 
-def test_what_another_retention_interval_would_hit(
-    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Prompts that part in the middle hit where a state stands there."""
-    geometry = LAYOUTS["qwen3next"]
-    size = geometry.chunk_tokens
-    parting = [TracedPrompt(8 * size + 1, [*range(4), *[at] * 5]) for at in range(90, 94)]
-    path = trace(tmp_path, [*parting, TracedPrompt(5, [99])])
-    words = ["replay", path, "--socket", daemon.socket_path, "--block-tokens", str(size)]
-    words += ["--ram", "64MiB", "--retention"]
-    model = wire_model("m", layers=[1] * len(geometry.groups), step_tokens=size)
-    recurrent = structs.replace(HELLO, geometry=geometry_to_wire(geometry), model=model)
-    with ControlClient(daemon.socket_path, hello=recurrent):
-        assert main.main([*words, "--json"]) == 0
-        document = json.loads(capsys.readouterr().out)
-        assert main.main(words) == 0
-        assert "--prefix-cache-retention-interval" in capsys.readouterr().out
-        assert main.main([*words, "--sessions", "6"]) == 2
-        assert "--sessions 6: the trace has 5 requests; 1 works" in capsys.readouterr().err
-    assert document["ceiling"]["tokens_hit"] == 0
-    assert document["known_tokens"] == 3 * 4 * size
-    rows = document["retention"]
-    hits = {row["interval_tokens"]: row["ceiling"]["tokens_hit"] for row in rows}
-    assert hits == {0: 0, 8 * size: 0, 4 * size: 12 * size, 2 * size: 12 * size, size: 12 * size}
-    assert [row["sizes"][0]["tokens_hit"] for row in rows] == [*hits.values()]
-    full = structs.replace(HELLO, namespace=b"o" * 32)
-    with ControlClient(daemon.socket_path, hello=full):
-        assert main.main(words) == 2
-        assert "--retention: no group of the engine is recurrent" in capsys.readouterr().err
-
-
 def test_what_hits_inside_a_block_give(
     daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three turns of one session that end inside a block, with a unit of the engine or another."""
+    """Three turns of one session that end inside a block, without and with a match unit."""
     geometry = LAYOUTS["qwen3next"]
     size, unit = geometry.chunk_tokens, geometry.chunk_tokens // 8
     lengths = [size // 2 + 5, size + size // 2 + 5, 2 * size + size // 2 + 5]
     path = trace(tmp_path, [TracedPrompt(length, [1, 2, 3]) for length in lengths])
     words = ["replay", path, "--socket", daemon.socket_path, "--block-tokens", str(size)]
-    words += ["--ram", "64MiB", "--json"]
-    units = ["--prefix-match-unit", str(unit)]
-    engine = structs.replace(HELLO, geometry=geometry_to_wire(geometry))
-    with ControlClient(daemon.socket_path, hello=engine):
-        assert main.main(words) == 0
-        assert json.loads(capsys.readouterr().out).get("sub_block_hits") is None
-        assert main.main([*words, *units]) == 0
-        document = json.loads(capsys.readouterr().out)
-        assert main.main([*words[:-1], *units]) == 0
-        assert f"--prefix-match-unit {unit}" in capsys.readouterr().out
-        assert main.main([*words, "--prefix-match-unit", "7"]) == 2
-        assert f"{size // 8} works" in capsys.readouterr().err
     fine = replace(geometry, hash_tokens=unit, alignment_tokens=unit)
-    engine = structs.replace(HELLO, geometry=geometry_to_wire(fine), namespace=b"t" * 32)
-    with ControlClient(daemon.socket_path, hello=engine):
-        assert main.main(words) == 0
-        assert json.loads(capsys.readouterr().out)["sub_block_hits"] == document["sub_block_hits"]
+    documents: list[dict[str, Any]] = []
+    for served in (geometry, fine):
+        namespace = bytes([len(documents)]) * 32
+        engine = structs.replace(HELLO, geometry=geometry_to_wire(served), namespace=namespace)
+        with ControlClient(daemon.socket_path, hello=engine):
+            assert main.main([*words, "--ram", "64MiB", "--json"]) == 0
+            documents.append(json.loads(capsys.readouterr().out))
+    whole, inside = documents
     hits = sum((length - 1) // unit * unit for length in lengths[:2])
-    (of_size,) = document["sub_block_hits"]["sizes"]
-    assert document["sub_block_hits"]["unit_tokens"] == unit
-    assert document["sizes"][0]["tokens_hit"] == size
-    assert of_size["tokens_hit"] == document["sub_block_hits"]["ceiling"]["tokens_hit"] == hits
-    assert of_size["computed_again"] == (document["known_tokens"] - hits) / sum(lengths)
-    assert document["sub_block_hits"]["everything_bytes"] > document["everything_bytes"]
-    full = structs.replace(HELLO, namespace=b"o" * 32)
-    with ControlClient(daemon.socket_path, hello=full):
-        assert main.main([*words, *units]) == 2
-        assert "no group of the engine is recurrent" in capsys.readouterr().err
+    assert whole["sizes"][0]["tokens_hit"] == size
+    assert inside["sizes"][0]["tokens_hit"] == inside["ceiling"]["tokens_hit"] == hits
+    assert inside["sizes"][0]["computed_again"] == (whole["known_tokens"] - hits) / sum(lengths)
+    assert inside["everything_bytes"] > whole["everything_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -188,10 +139,6 @@ def test_what_hits_inside_a_block_give(
         ),
         (f'{{"input_length": 5, "hash_ids": [{10**99}]}}', "line 2: "),
         ('{"input_length": -1, "hash_ids": []}', "line 2: 0 hash_ids for input_length -1"),
-        (
-            f'{{"input_length": 5, "hash_ids": [1], "output_length": {10**12}}}',
-            "line 2: output_length 1000000000000 is longer than any answer; at most 1048576 works",
-        ),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(

@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import pack_u64, unpack_slots
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena, new_lock
 from hybridkv.shm.slots import payload_offset
 from hybridkv.wire.messages import (
@@ -70,16 +70,16 @@ class WireEngine:
     def _store(self) -> dict[str, object]:
         granted = self._scheduler.call(Reserve(3, PART, 1, OBJECTS))
         assert isinstance(granted, Reserved)
-        for number, offset in enumerate(unpack_u64(granted.offsets)):
+        for number, offset in enumerate([slot.offset for slot in unpack_slots(granted.slots)]):
             self._part(offset)[:] = bytes([number + 1]) * PART
         groups = pack_u64([0] * OBJECTS)
-        self._scheduler.tell(Commit(granted.offsets, granted.generations, groups, HASHES))
+        self._scheduler.tell(Commit(granted.slots, groups, HASHES))
         return {"stored": int(self._scheduler.stats().values["objects_stored"])}
 
     def _look(self) -> dict[str, object]:
         found = self._scheduler.call(Lookup(5, 9, HASHES))
         assert isinstance(found, Found)
-        offsets = unpack_u64(found.offsets)
+        offsets = [slot.offset for slot in unpack_slots(found.slots)]
         is_right = all(
             bytes(self._part(offset)) == bytes([number + 1]) * PART
             for number, offset in enumerate(offsets)

@@ -69,7 +69,7 @@ with ControlClient(sys.argv[3], hello=engine_hello(f"e{{user}}"), group=group_id
     for number in range(int(sys.argv[5])):
         granted = e.call(Reserve(3, PART, 1, 1))
         name = (user << 32 | number).to_bytes(32, "little")
-        e.tell(Commit(granted.offsets, granted.generations, pack_u64([0]), name))
+        e.tell(Commit(granted.slots, pack_u64([0]), name))
     values = e.stats().values
     print(json.dumps([values[key] for key in ("objects", "tenants", "over_quota")]), flush=True)
 """

@@ -23,7 +23,7 @@ from hybridkv.client.control import ControlClient, DaemonRefusedError
 from hybridkv.client.link import Link
 from hybridkv.client.start_daemon import ensure_daemon
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SLOT_BYTES, pack_u64, unpack_slots
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.arena import ArenaGoneError, attach_arena, machine_memory_bytes
@@ -68,9 +68,9 @@ def store(control: ControlClient, count: int) -> None:
         assert time.monotonic() < deadline
         granted = control.call(Reserve(2, PART, 1, count - stored))
         assert isinstance(granted, Reserved)
-        slots = len(unpack_u64(granted.offsets))
+        slots = len(granted.slots) // SLOT_BYTES
         names = b"".join(bytes([stored + number]) * 32 for number in range(slots))
-        control.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * slots), names))
+        control.tell(Commit(granted.slots, pack_u64([0] * slots), names))
         stored += slots
 
 
@@ -118,9 +118,9 @@ def granted_slots(engine: ControlClient, count: int) -> Reserved:
     while time.monotonic() < deadline:
         granted = engine.call(Reserve(2, PART, 1, count))
         assert isinstance(granted, Reserved)
-        if len(unpack_u64(granted.offsets)) == count:
+        if len(granted.slots) // SLOT_BYTES == count:
             return granted
-        engine.tell(Free(granted.offsets, granted.generations))
+        engine.tell(Free(granted.slots))
     raise AssertionError("no write slots")
 
 
@@ -193,12 +193,16 @@ def test_the_next_daemon_goes_on_with_the_arena(daemon: DaemonProcess, how: str)
         found = engine.call(Lookup(3, 1, names(4)))
         assert isinstance(found, Found)
         assert found.chunks == 3
-        assert sorted(unpack_u64(found.offsets)) == sorted(offset for offset, _ in stored)
+        assert sorted([slot.offset for slot in unpack_slots(found.slots)]) == sorted(
+            offset for offset, _ in stored
+        )
         granted = engine.call(Reserve(2, PART, 1, 5))
         assert isinstance(granted, Reserved)
-        assert not set(unpack_u64(granted.offsets)) & {offset for offset, _ in stored}
+        assert not {slot.offset for slot in unpack_slots(granted.slots)} & {
+            offset for offset, _ in stored
+        }
         latest = max(header.generation for _, header in stored)
-        assert min(unpack_u64(granted.generations)) > latest
+        assert min([slot.generation for slot in unpack_slots(granted.slots)]) > latest
 
 
 def test_without_a_size_the_next_daemon_has_that_of_the_last(daemon: DaemonProcess) -> None:
@@ -246,7 +250,7 @@ def test_what_a_process_said_last_is_heard(daemon: DaemonProcess) -> None:
         "    granted = granted_slots(engine, 5); print('ready', flush=True); sys.stdin.readline()\n"
         "    for at in range(60): "
         "engine.tell(ReportRequest(f'r{at}', RequestExplanation(1, 0, detail='x' * 500)))\n"
-        "    engine.tell(Commit(granted.offsets, granted.generations, "
+        "    engine.tell(Commit(granted.slots, "
         "pack_u64([0] * 5), names(5))); os._exit(0)"
     )
     assert daemon.process is not None
@@ -320,7 +324,7 @@ def test_write_slots_of_a_living_worker_are_kept_over_a_restart(daemon: DaemonPr
         ControlClient(daemon.socket_path, hello=WORKER),
         ControlClient(daemon.socket_path, hello=HELLO) as engine,
     ):
-        held = set(unpack_u64(granted_slots(engine, 5).offsets))
+        held = {slot.offset for slot in unpack_slots(granted_slots(engine, 5).slots)}
         daemon.kill()
     daemon.start()
     with ControlClient(
@@ -329,7 +333,7 @@ def test_write_slots_of_a_living_worker_are_kept_over_a_restart(daemon: DaemonPr
         assert engine.stats().values["bytes_held"] > 0
         again = engine.call(Reserve(2, PART, 1, 1000))
         assert isinstance(again, Reserved)
-        assert not held & set(unpack_u64(again.offsets))
+        assert not held & {slot.offset for slot in unpack_slots(again.slots)}
         with ControlClient(daemon.socket_path, hello=WORKER) as worker:
             worker.tell(Drained(1))
             assert worker.stats().values["bytes_held"] > 0, "that was the greeting before"
@@ -503,7 +507,7 @@ def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: i
                 replies += map(decode_reply, frames.feed(raw.recv(1 << 16)))
             granted = replies[1]
             assert isinstance(granted, Reserved)
-            commit = Commit(granted.offsets, granted.generations, pack_u64([0]), names(2)[32:])
+            commit = Commit(granted.slots, pack_u64([0]), names(2)[32:])
             identify, lookup = Identify(4, b"o" * 32), Lookup(5, 1, names(1))
             raw.sendall(
                 encode(Stats(3)) * unread + encode(identify) + encode(lookup) + encode(commit)
@@ -522,7 +526,7 @@ def test_a_refused_identity_ends_the_connection(daemon: DaemonProcess, unread: i
             assert found.chunks == 1, "nothing was stored under the old identity"
             values = engine.stats().values
             assert (values["leases"], values["bytes_writing"]) == (1, SLOT)
-            engine.tell(Free(slots.offsets, slots.generations))
+            engine.tell(Free(slots.slots))
         until(lambda: owner.stats().values["sessions"] == 1, "one session is left")
 
 

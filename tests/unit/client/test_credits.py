@@ -1,15 +1,16 @@
 """Write slots ahead of need, asked for in messages that the daemon takes."""
 
 from hybridkv.client.credits import RETRY_SECONDS, SlotCredits
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SLOT_BYTES
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE
+from tests.packing import packed_slots
 
 SHAPE = (4096, 1)
 
 
 def granted(pool: SlotCredits, count: int, now: float) -> None:
-    pool.on_granted(SHAPE, pack_u64([*range(count)]), pack_u64([1] * count), now)
+    pool.on_granted(SHAPE, packed_slots(range(count)), now)
 
 
 def test_a_large_pool_is_asked_for_in_several_questions() -> None:
@@ -22,7 +23,7 @@ def test_a_large_pool_is_asked_for_in_several_questions() -> None:
         granted(pool, count, 0.0)
     assert not pool.is_awaiting
     assert pool.credit_requests(0.0) == []
-    assert len(pool.take_slots(SHAPE, 1 << 16).offsets) == 8 * sum(asked)
+    assert len(pool.take_slots(SHAPE, 1 << 16)) == SLOT_BYTES * sum(asked)
 
 
 def test_after_a_short_answer_the_next_question_waits() -> None:

@@ -69,9 +69,7 @@ def test_an_identity_that_changes_before_the_welcome_is_the_one_that_is_greeted_
 def test_what_a_lost_connection_said_last_comes_before_its_loss(tmp_path: Path) -> None:
     """Slots that a killed daemon granted must not be written after its engine lost them."""
     events: list[object] = []
-    granted = Reserved(
-        id=2, part_bytes=1, parts=1, offsets=b"o" * 8, generations=b"g" * 8, reserved_bytes=1
-    )
+    granted = Reserved(id=2, part_bytes=1, parts=1, slots=b"s" * 16, reserved_bytes=1)
     with daemon_end(tmp_path, events.append) as (link, accept):
         link.poll(0.0)
         _, far = accept()

@@ -16,7 +16,8 @@ from hybridkv.connector.copy.cuda_device import kernels_agree
 from hybridkv.connector.copy.tables import ENTRY, KernelLaunch, encode, make_tables
 from hybridkv.connector.copy.torch_kernels import TorchKernels
 from hybridkv.connector.copy.triton_kernels import TritonKernels
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
 from hybridkv.vllm.blocks import block_runs, physical
 from hybridkv.vllm.stages import padding_view

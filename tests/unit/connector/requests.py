@@ -105,4 +105,4 @@ def has_write_slots(role: Any) -> bool:
 
     The first answer of a daemon that has just started grants none.
     """
-    return all(pool.offsets for pool in role.stores.credits.pools.values())
+    return all(pool.tickets for pool in role.stores.credits.pools.values())

@@ -12,7 +12,8 @@ from hybridkv.connector.messages import ObjectPair, StepReport
 from hybridkv.connector.worker.audit import Auditor, layer_numbers
 from hybridkv.connector.worker.difference import Depth, LayerNumbers, NumberRange
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
+from hybridkv.core.packed import SlotRef, pack_slots
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, payload_offset, slot_bytes
 from tests.arenas import unnamed_arena
@@ -26,7 +27,7 @@ LAYERS = [
     for name in ("first", "second")
 ]
 PART_BYTES = COUNT * len(LAYERS) * BLOCK_BYTES
-UNMADE = AuditVerdict(AuditOutcome.UNMADE)
+INCONCLUSIVE = AuditVerdict(AuditOutcome.INCONCLUSIVE)
 
 
 @pytest.fixture
@@ -66,7 +67,9 @@ class Rig:
         """Let each rank compare the slots. Returns their verdicts."""
         verdicts = []
         for auditor in self.auditors:
-            auditor.compare_pairs(self.arena, {7: ObjectPair(0, chunk, COUNT, stored, computed)})
+            auditor.compare_pairs(
+                self.arena, {7: ObjectPair(0, chunk, COUNT, pack_slots((stored, computed)))}
+            )
             auditor.join()
             (verdict,) = auditor.take_verdicts().values()
             verdicts.append(verdict)
@@ -107,7 +110,7 @@ def test_a_slot_that_lost_its_bytes_is_no_difference(arena: Arena) -> None:
     rig = Rig(arena)
     stored, computed = rig.slot(1), rig.slot(1)
     arena.memory[stored.offset + payload_offset(1) + 5] ^= 0x40
-    assert rig.compare(stored, computed) == [UNMADE]
+    assert rig.compare(stored, computed) == [INCONCLUSIVE]
 
 
 def test_every_shard_of_a_rank_is_compared(arena: Arena) -> None:
@@ -119,7 +122,7 @@ def test_every_shard_of_a_rank_is_compared(arena: Arena) -> None:
     assert outcomes(rig.compare(stored, rig.slot(1, 3))) == [AuditOutcome.DIFFERED]
     assert outcomes(rig.compare(stored, rig.slot(3, 2))) == [AuditOutcome.DIFFERED]
     arena.memory[stored.offset + payload_offset(2) + PART_BYTES + 5] ^= 0x40
-    assert rig.compare(stored, rig.slot(1, 2)) == [UNMADE]
+    assert rig.compare(stored, rig.slot(1, 2)) == [INCONCLUSIVE]
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
@@ -129,7 +132,7 @@ def test_the_shards_of_a_rank_compare_what_is_replicated_once(arena: Arena, chun
     stored = rig.slot(1)
     assert outcomes(rig.compare(stored, rig.slot(2), chunk)) == [AuditOutcome.DIFFERED]
     arena.memory[stored.offset + payload_offset(1) + 5] ^= 0x40
-    assert rig.compare(stored, rig.slot(1), chunk) == [UNMADE]
+    assert rig.compare(stored, rig.slot(1), chunk) == [INCONCLUSIVE]
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -137,30 +140,38 @@ def test_a_slot_of_another_object_by_now_is_no_difference(arena: Arena, which: i
     rig = Rig(arena)
     slots = [rig.slot(1), rig.slot(2)]
     slots[which] = SlotRef(slots[which].offset, slots[which].generation + 1)
-    assert rig.compare(slots[0], slots[1]) == [UNMADE]
+    assert rig.compare(slots[0], slots[1]) == [INCONCLUSIVE]
 
 
 def test_an_arena_that_is_not_mapped_is_no_difference(arena: Arena) -> None:
     rig = Rig(arena)
     auditor = rig.auditors[0]
-    auditor.compare_pairs(None, {7: ObjectPair(0, 0, COUNT, rig.slot(1), rig.slot(2))})
-    assert auditor.take_verdicts() == {7: UNMADE}
+    auditor.compare_pairs(
+        None, {7: ObjectPair(0, 0, COUNT, pack_slots((rig.slot(1), rig.slot(2))))}
+    )
+    assert auditor.take_verdicts() == {7: INCONCLUSIVE}
 
 
 def test_an_arena_that_is_closed_meanwhile_ends_nothing() -> None:
     with unnamed_arena(1 << 20) as arena:
         rig = Rig(arena)
-        pair = ObjectPair(0, 0, COUNT, rig.slot(1), rig.slot(2))
+        pair = ObjectPair(0, 0, COUNT, pack_slots((rig.slot(1), rig.slot(2))))
     rig.auditors[0].compare_pairs(arena, {7: pair})
     rig.auditors[0].join()
-    assert rig.auditors[0].take_verdicts() == {7: UNMADE}
+    assert rig.auditors[0].take_verdicts() == {7: INCONCLUSIVE}
 
 
 def test_verdicts_of_all_ranks_come_together() -> None:
     passed = AuditVerdict(AuditOutcome.PASSED)
-    reports = [StepReport(audits={3: {rank: passed}, 4 + rank: {rank: UNMADE}}) for rank in (0, 1)]
+    reports = [
+        StepReport(audits={3: {rank: passed}, 4 + rank: {rank: INCONCLUSIVE}}) for rank in (0, 1)
+    ]
     together = reports[0].aggregate(reports[1])
-    assert together.audits == {3: {0: passed, 1: passed}, 4: {0: UNMADE}, 5: {1: UNMADE}}
+    assert together.audits == {
+        3: {0: passed, 1: passed},
+        4: {0: INCONCLUSIVE},
+        5: {1: INCONCLUSIVE},
+    }
 
 
 def attention(**fields: Any) -> FullAttentionSpec:

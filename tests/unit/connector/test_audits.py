@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hybridkv.connector.metrics import LOADS_DONE, audited, declined
+from hybridkv.connector.metrics import LOADS_DONE, LOADS_FAILED, audited, declined
 from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
-from hybridkv.core.packed import unpack_u64
+from hybridkv.core.packed import unpack_slots
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.wire.messages import Decline
+from hybridkv.wire.messages import Decline, Found
 from tests.unit.connector.test_scheduler import CHUNK, STORED, Rig, tables
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client
 from tests.waiting import until
@@ -26,7 +26,7 @@ TOKENS = STORED * CHUNK + 1
 SHORTER = (STORED - 1) * CHUNK
 PASSED = AuditVerdict(AuditOutcome.PASSED, "model.layers.0", 0.001, 0.1)
 DIFFERED = AuditVerdict(AuditOutcome.DIFFERED, "model.layers.1", 1.4, 0.1)
-UNMADE = AuditVerdict(AuditOutcome.UNMADE)
+INCONCLUSIVE = AuditVerdict(AuditOutcome.INCONCLUSIVE)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(rig: Rig) -> N
     assert rig.value("leases") == 1, "what is compared stays, and the load is over"
     pairs = compared(rig, request)
     assert [pair.chunk for pair in pairs.values()] == [STORED - 1] * len(GROUPS)
-    assert len({pair.stored for pair in pairs.values()} | {p.computed for p in pairs.values()}) == 6
+    assert len({slot for pair in pairs.values() for slot in unpack_slots(pair.tickets)}) == 6
     assert not rig.planned({}).audits, "the workers are told once"
     found(rig, pairs, PASSED, PASSED, PASSED)
     assert rig.counters[audited(AuditOutcome.PASSED)] == 1
@@ -106,6 +106,15 @@ def test_the_last_chunk_of_the_first_hit_is_computed_and_compared(rig: Rig) -> N
     rig.side.on_finished("r")
     released(rig)
     assert not rig.counters[declined(Decline.AUDIT)]
+
+
+def test_the_stored_objects_are_those_of_the_hit(rig: Rig) -> None:
+    request = begun(rig)
+    answer = rig.side.requests.by_id["r"].lookup.answer
+    assert isinstance(answer, Found)
+    slots = [*unpack_slots(answer.slots)]
+    for pair in compared(rig, request).values():
+        assert next(unpack_slots(pair.tickets)) in slots
 
 
 def test_the_next_hits_are_whole_until_the_budget_allows_another_audit(rig: Rig) -> None:
@@ -124,6 +133,24 @@ def test_the_next_hits_are_whole_until_the_budget_allows_another_audit(rig: Rig)
     released(rig)
 
 
+def test_requests_beside_an_audit_have_their_whole_hits(rig: Rig) -> None:
+    begun(rig)
+    second = rig.request(1, TOKENS, "second")
+    rig.side.on_new_request(second)
+    assert rig.offered(second) == STORED * CHUNK
+
+
+def test_of_two_lookups_at_once_only_one_hit_is_audited(rig: Rig) -> None:
+    names = ("first", "second")
+    both = [rig.request(1, TOKENS, name) for name in names]
+    for request in both:
+        rig.side.on_new_request(request)
+    assert sorted(map(rig.offered, both)) == [SHORTER, STORED * CHUNK]
+    for name in names:
+        rig.side.on_finished(name)
+    released(rig)
+
+
 def test_what_differs_is_dropped_and_its_identity_is_used_no_more(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,7 +158,10 @@ def test_what_differs_is_dropped_and_its_identity_is_used_no_more(
     audit = rig.side.audits.current
     assert audit is not None
     assert audit.found is not None
-    objects = {*unpack_u64(audit.offer.generations), *unpack_u64(audit.found.generations)}
+    objects = {
+        *[slot.generation for slot in unpack_slots(audit.offer.slots)],
+        *[slot.generation for slot in unpack_slots(audit.found.slots)],
+    }
     assert len(objects) > len(GROUPS), "the hit has more chunks than the one that is compared"
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)
@@ -178,8 +208,8 @@ def test_other_weights_are_served_and_audited_again(rig: Rig) -> None:
 
 
 def test_an_audit_in_which_nothing_could_be_compared_ends_and_is_due_again(rig: Rig) -> None:
-    found(rig, compared(rig, begun(rig)), UNMADE, UNMADE, UNMADE)
-    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
+    found(rig, compared(rig, begun(rig)), INCONCLUSIVE, INCONCLUSIVE, INCONCLUSIVE)
+    assert rig.counters[audited(AuditOutcome.INCONCLUSIVE)] == 1
     until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
     assert rig.side.audits.budget.is_due(IDENTITY)
 
@@ -194,6 +224,49 @@ def test_an_object_that_no_rank_wrote_is_not_compared(rig: Rig) -> None:
     assert rig.counters[audited(AuditOutcome.PASSED)] == 1
 
 
+def test_a_request_may_end_before_it_is_compared(rig: Rig) -> None:
+    """It has one token to give; the explanation comes first, and what came of the audit later."""
+    request = begun(rig)
+    runs = computed(rig, request)
+    rig.side.on_finished("r")
+    reported(rig, done={number: {0} for number in runs})
+    assert rig.side.has_pending_work(), "the engine steps on"
+    found(rig, rig.planned({}).audits, PASSED, PASSED, PASSED)
+    assert rig.counters[audited(AuditOutcome.PASSED)] == 1
+    released(rig)
+
+
+def test_a_request_that_ends_before_the_chunk_is_computed_is_not_audited(rig: Rig) -> None:
+    begun(rig)
+    rig.side.on_finished("r")
+    released(rig)
+    assert rig.counters[audited(AuditOutcome.INCONCLUSIVE)] == 1
+
+
+def test_a_request_that_is_aborted_before_its_offer_keeps_nothing(rig: Rig) -> None:
+    request = rig.request(1, TOKENS)
+    rig.side.on_new_request(request)
+    rig.planned({})
+    until(lambda: rig.value("leases") == 2, "the answer is on its way")
+    rig.side.on_finished("r")
+    released(rig)
+
+
+def test_an_answer_that_is_read_and_then_not_wanted_is_released(rig: Rig) -> None:
+    request = rig.request(1, TOKENS)
+    rig.side.on_new_request(request)
+    tracked = rig.side.requests.by_id["r"]
+
+    def is_read() -> bool:
+        rig.side.exchange_messages(0.0)
+        return tracked.lookup.found is not None
+
+    until(is_read, "it is read")
+    assert rig.side.audits.current is not None
+    rig.side.on_finished("r")
+    released(rig)
+
+
 @pytest.mark.parametrize("local", [SHORTER + 1, STORED * CHUNK])
 def test_a_chunk_that_the_engine_has_itself_is_not_audited(rig: Rig, local: int) -> None:
     """Then nothing of the hit is given up."""
@@ -204,6 +277,58 @@ def test_a_chunk_that_the_engine_has_itself_is_not_audited(rig: Rig, local: int)
     released(rig)
 
 
+def test_an_engine_that_has_all_before_the_chunk_loads_nothing(rig: Rig) -> None:
+    request = rig.request(1, TOKENS)
+    rig.side.on_new_request(request)
+    assert rig.offered(request, SHORTER) == 0
+    rig.side.on_allocated(request, lambda: tables(TOKENS), 0)
+    until(lambda: rig.step({}) and rig.value("leases") == 1, "the hit's lease ends")
+    found(rig, compared(rig, request), PASSED, PASSED, PASSED)
+    rig.side.on_finished("r")
+    released(rig)
+
+
+def test_asking_again_gives_the_same_offer(rig: Rig) -> None:
+    request = rig.request(1, TOKENS)
+    rig.side.on_new_request(request)
+    assert [rig.offered(request) for _ in range(3)] == [SHORTER] * 3
+    assert rig.side.audits.budget.spent_tokens == CHUNK
+
+
+def test_a_preempted_request_is_looked_up_anew(rig: Rig) -> None:
+    request = begun(rig)
+    request.num_preemptions = 1
+    assert rig.offered(request) == STORED * CHUNK
+    rig.side.on_finished("r")
+    released(rig)
+
+
+def test_a_failed_load_ends_the_audit(rig: Rig) -> None:
+    request = rig.request(1, TOKENS)
+    rig.side.on_new_request(request)
+    rig.side.on_allocated(request, lambda: tables(TOKENS), rig.offered(request))
+    rig.step({})
+    rig.step({}, finished=("r",), failed=("r",))
+    released(rig)
+    assert rig.counters[LOADS_FAILED] == 1
+
+
+def test_a_reset_ends_the_audit(rig: Rig) -> None:
+    """What is computed from here on may be of other weights."""
+    runs = computed(rig, begun(rig))
+    rig.side.on_reset(True)
+    reported(rig, done={number: {0} for number in runs})
+    assert not rig.planned({}).audits
+    released(rig)
+
+
+def test_with_the_connection_an_audit_is_lost(rig: Rig) -> None:
+    compared(rig, begun(rig))
+    rig.side.session.link.drop_connection("a test", 0.0)
+    assert rig.side.audits.current is None
+    assert not rig.side.stores.unproven
+
+
 def test_workers_that_never_answer_keep_nothing_for_ever(rig: Rig) -> None:
     from hybridkv.connector.scheduler.audits import AUDIT_SECONDS_MAX
 
@@ -212,7 +337,7 @@ def test_workers_that_never_answer_keep_nothing_for_ever(rig: Rig) -> None:
     for item in audit.objects.values():
         item.sent_at -= AUDIT_SECONDS_MAX + 1
     reported(rig)
-    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
+    assert rig.counters[audited(AuditOutcome.INCONCLUSIVE)] == 1
     until(lambda: rig.value("duplicates") == len(GROUPS), "the second copies are given back")
 
 
@@ -244,50 +369,3 @@ def test_audits_may_be_off(daemon: DaemonProcess) -> None:
         rig.side.on_new_request(request)
         assert rig.offered(request) == STORED * CHUNK
         rig.side.close()
-
-
-def test_a_request_that_ends_before_the_chunk_is_computed_is_not_audited(rig: Rig) -> None:
-    begun(rig)
-    rig.side.on_finished("r")
-    released(rig)
-    assert rig.counters[audited(AuditOutcome.UNMADE)] == 1
-
-
-def test_a_request_that_is_aborted_before_its_offer_keeps_nothing(rig: Rig) -> None:
-    request = rig.request(1, TOKENS)
-    rig.side.on_new_request(request)
-    rig.planned({})
-    until(lambda: rig.value("leases") == 2, "the answer is on its way")
-    rig.side.on_finished("r")
-    released(rig)
-
-
-def test_an_answer_that_is_read_and_then_not_wanted_is_released(rig: Rig) -> None:
-    request = rig.request(1, TOKENS)
-    rig.side.on_new_request(request)
-    tracked = rig.side.requests.by_id["r"]
-
-    def is_read() -> bool:
-        rig.side.exchange_messages(0.0)
-        return tracked.lookup.found is not None
-
-    until(is_read, "it is read")
-    assert rig.side.audits.current is not None
-    rig.side.on_finished("r")
-    released(rig)
-
-
-def test_a_reset_ends_the_audit(rig: Rig) -> None:
-    """What is computed from here on may be of other weights."""
-    runs = computed(rig, begun(rig))
-    rig.side.on_reset(True)
-    reported(rig, done={number: {0} for number in runs})
-    assert not rig.planned({}).audits
-    released(rig)
-
-
-def test_with_the_connection_an_audit_is_lost(rig: Rig) -> None:
-    compared(rig, begun(rig))
-    rig.side.session.link.drop_connection("a test", 0.0)
-    assert rig.side.audits.current is None
-    assert not rig.side.stores.unproven

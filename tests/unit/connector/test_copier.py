@@ -18,8 +18,9 @@ from hybridkv.connector.copy.cuda_device import CudaDevice
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.connector.copy.part import BadSlotError, Copier, PartLayout, load_error
 from hybridkv.connector.copy.pipeline import CopyPipeline, Demand
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.arena import SHM_DIR, Arena, attach_arena, create_arena
 from hybridkv.shm.slots import (
     HEADER_BYTES,
@@ -287,7 +288,7 @@ def test_every_bad_slot_of_a_load_is_told(arena: Arena, device: str) -> None:
     rig.store(ops)
     for op in ops[1:3]:
         arena.memory[op.slot.offset + payload_offset(1) + 5] ^= 0x10
-    reused = whole_object(replace(ops[3].slot, generation=1), 3, (4,))
+    reused = whole_object(ops[3].slot._replace(generation=1), 3, (4,))
     error = rig.load(0, [*ops[:3], reused])
     assert isinstance(error, BadSlotError)
     assert sorted(error.slots, key=lambda slot: slot.offset) == [

@@ -130,6 +130,75 @@ def test_a_prompt_may_be_stored_as_far_as_the_next_token_is_known() -> None:
     assert engine.step(a=(12, 3)) == {"a": 12}, "two of the three are drafts"
 
 
+def test_a_draft_model_reads_no_later_token() -> None:
+    engine = Engine(DRAFT_MODEL)
+    engine.add("a", range(12), [1, 2, 3, 4])
+    assert engine.step(a=(0, 12)) == {"a": 12}
+
+
+def test_drafts_that_are_computed_and_not_verified_are_never_stored() -> None:
+    """With asynchronous scheduling the start of a step counts the drafts of the one before."""
+    engine = Engine(DRAFT_MODEL)
+    engine.add("a", range(7), [1, 2, 3, 4])
+    assert engine.step(a=(0, 7)) == {"a": 7}
+    assert engine.step(a=(7, 3)) == {"a": 7}
+    assert engine.step(a=(10, 3)) == {"a": 7}
+
+
+@pytest.mark.parametrize("last", [4, 99])
+def test_a_hit_of_the_engine_is_stored_only_where_the_same_token_followed(last: int) -> None:
+    engine = Engine()
+    engine.add("a", range(9), [1, 2, 3])
+    engine.step(a=(0, 9))
+    # As after `disable_eagle_block_drop`: the hit ends where the prompts part.
+    engine.add("b", [*range(4), last, *range(5, 9)], [1, 5, 6])
+    assert engine.step(b=(4, 5)) == {"b": 8 if last == 4 else 0}
+
+
+def test_a_block_that_another_prompt_computed_last_is_not_the_prompts_own() -> None:
+    """Of two blocks with one name the engine gives either; their last tokens' KV may differ."""
+    engine = Engine()
+    engine.add("a", range(9), [1, 2, 3])
+    engine.add("b", [*range(4), *range(50, 55)], [4, 5, 6])
+    engine.step(a=(0, 9), b=(0, 9))
+    engine.add("c", [*range(4), *range(50, 58)], [1, 5, 7])
+    assert engine.step(c=(8, 4)) == {"c": 0}
+    engine.add("d", [*range(4), *range(50, 58)], [4, 5, 8])
+    assert engine.step(d=(8, 4)) == {"d": 11}
+
+
+def test_a_block_has_no_mark_from_its_life_before() -> None:
+    """It is taken by a request that is not tracked, and by one that ends at the block's end."""
+    for tracked in (False, True):
+        engine = Engine()
+        engine.add("a", range(9), [1, 2, 3])
+        engine.step(a=(0, 9))
+        engine.add("b", range(4), [1, 2], tracked=tracked)
+        engine.step(b=(0, 4))
+        engine.add("c", range(9), [1, 7, 8])
+        assert engine.step(c=(4, 5)) == {"c": 0}
+
+
+def test_what_was_loaded_is_proven_by_its_name() -> None:
+    engine = Engine()
+    engine.add("a", range(13), [1, 2, 3, 4])
+    engine.tracked["a"].load = RequestLoad(restored=range(8))
+    assert engine.step(a=(8, 5)) == {"a": 12}
+    engine.add("b", range(13), [1, 2, 7, 8])
+    assert engine.step(b=(8, 5)) == {"b": 12}, "of which this one hits the blocks"
+
+
+def test_a_load_proves_nothing_after_the_request_was_preempted() -> None:
+    engine = Engine()
+    engine.add("a", range(13), [1, 2, 3, 4])
+    engine.tracked["a"].load = RequestLoad(restored=range(8))
+    engine.step(a=(8, 5))
+    engine.requests["a"].num_preemptions = 1
+    assert not engine.registry.on_asked(engine.tracked["a"], 8, 0.0), "it waits for its lookup"
+    engine.tables["a"] = [11, 12, 3, 4]
+    assert engine.step(a=(8, 5)) == {"a": 0}
+
+
 def test_the_end_of_a_step_inside_a_prompt_is_stale_with_the_v1_runner() -> None:
     """vLLM 0.32 takes the prompt's last token for the one behind the step."""
     engine = Engine(STALE)
@@ -249,72 +318,3 @@ def test_an_unproven_session_and_what_reads_its_blocks_are_not_stored() -> None:
     engine.add("hits the plain", range(9), [11, 12, 15])
     steps = dict.fromkeys(("hits both", "hits the state", "hits the plain"), (8, 1))
     assert engine.step(**steps) == {"hits both": 0, "hits the state": 4, "hits the plain": 9}
-
-
-def test_a_draft_model_reads_no_later_token() -> None:
-    engine = Engine(DRAFT_MODEL)
-    engine.add("a", range(12), [1, 2, 3, 4])
-    assert engine.step(a=(0, 12)) == {"a": 12}
-
-
-def test_drafts_that_are_computed_and_not_verified_are_never_stored() -> None:
-    """With asynchronous scheduling the start of a step counts the drafts of the one before."""
-    engine = Engine(DRAFT_MODEL)
-    engine.add("a", range(7), [1, 2, 3, 4])
-    assert engine.step(a=(0, 7)) == {"a": 7}
-    assert engine.step(a=(7, 3)) == {"a": 7}
-    assert engine.step(a=(10, 3)) == {"a": 7}
-
-
-@pytest.mark.parametrize("last", [4, 99])
-def test_a_hit_of_the_engine_is_stored_only_where_the_same_token_followed(last: int) -> None:
-    engine = Engine()
-    engine.add("a", range(9), [1, 2, 3])
-    engine.step(a=(0, 9))
-    # As after `disable_eagle_block_drop`: the hit ends where the prompts part.
-    engine.add("b", [*range(4), last, *range(5, 9)], [1, 5, 6])
-    assert engine.step(b=(4, 5)) == {"b": 8 if last == 4 else 0}
-
-
-def test_a_block_that_another_prompt_computed_last_is_not_the_prompts_own() -> None:
-    """Of two blocks with one name the engine gives either; their last tokens' KV may differ."""
-    engine = Engine()
-    engine.add("a", range(9), [1, 2, 3])
-    engine.add("b", [*range(4), *range(50, 55)], [4, 5, 6])
-    engine.step(a=(0, 9), b=(0, 9))
-    engine.add("c", [*range(4), *range(50, 58)], [1, 5, 7])
-    assert engine.step(c=(8, 4)) == {"c": 0}
-    engine.add("d", [*range(4), *range(50, 58)], [4, 5, 8])
-    assert engine.step(d=(8, 4)) == {"d": 11}
-
-
-def test_a_block_has_no_mark_from_its_life_before() -> None:
-    """It is taken by a request that is not tracked, and by one that ends at the block's end."""
-    for tracked in (False, True):
-        engine = Engine()
-        engine.add("a", range(9), [1, 2, 3])
-        engine.step(a=(0, 9))
-        engine.add("b", range(4), [1, 2], tracked=tracked)
-        engine.step(b=(0, 4))
-        engine.add("c", range(9), [1, 7, 8])
-        assert engine.step(c=(4, 5)) == {"c": 0}
-
-
-def test_what_was_loaded_is_proven_by_its_name() -> None:
-    engine = Engine()
-    engine.add("a", range(13), [1, 2, 3, 4])
-    engine.tracked["a"].load = RequestLoad(restored=range(8))
-    assert engine.step(a=(8, 5)) == {"a": 12}
-    engine.add("b", range(13), [1, 2, 7, 8])
-    assert engine.step(b=(8, 5)) == {"b": 12}, "of which this one hits the blocks"
-
-
-def test_a_load_proves_nothing_after_the_request_was_preempted() -> None:
-    engine = Engine()
-    engine.add("a", range(13), [1, 2, 3, 4])
-    engine.tracked["a"].load = RequestLoad(restored=range(8))
-    engine.step(a=(8, 5))
-    engine.requests["a"].num_preemptions = 1
-    assert not engine.registry.on_asked(engine.tracked["a"], 8, 0.0), "it waits for its lookup"
-    engine.tables["a"] = [11, 12, 3, 4]
-    assert engine.step(a=(8, 5)) == {"a": 0}

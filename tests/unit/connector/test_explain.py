@@ -30,7 +30,7 @@ def request_of_600_tokens(declined: Decline | None = None, detail: str = "") -> 
 def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> None:
     """A29: no group speaks for the others; B35, B36: a disagreement is the least of them."""
     masks = [b"\1\1\1\1", b"\1\1\1\0", b"\1\1\1\1"]
-    found = Found(1, 1, 3, masks, b"", b"", {"disk": 2}, "")
+    found = Found(1, 1, 3, masks, b"", {"disk": 2}, "")
     tracked = request_of_600_tokens()
     tracked.lookup = RequestLookup(ASKED, answer=found)
     tracked.local_seen, tracked.progress.objects = 128, 2
@@ -54,7 +54,7 @@ def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> No
 
 def test_what_came_of_an_audit_is_told() -> None:
     tracked = request_of_600_tokens()
-    found = Found(1, 1, 1, [b"\1", b"\1", b"\1"], b"", b"")
+    found = Found(1, 1, 1, [b"\1", b"\1", b"\1"], b"")
     tracked.lookup, tracked.local_seen = RequestLookup(bytes(HASH_BYTES), answer=found), 0
     tracked.audited = AuditVerdict(AuditOutcome.DIFFERED, "layers.3", 1.4, 0.06)
     facts = sentences_of(explain_request(GEMMA3, tracked))

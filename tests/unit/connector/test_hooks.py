@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import operator
 import re
 import weakref
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from hybridkv.connector.copy.device import DeviceError
 from hybridkv.connector.metrics import (
     DAEMON_CONNECTS,
+    OBJECTS_STORED,
     RANK_LOADS_FAILED,
     WORKERS_DISABLED,
     declined,
@@ -362,6 +364,32 @@ def test_a_step_that_the_workers_cannot_take_fails_its_loads(roles: Roles) -> No
     assert counters[RANK_LOADS_FAILED] == 2, "neither was refused before it began"
 
 
+@pytest.mark.parametrize("method", ["session.queue_message", "on_reply"])
+def test_slots_are_asked_for_again_after_a_fault_of_the_asking_or_of_the_answer(
+    roles: Roles, method: str
+) -> None:
+    """An answer that never comes must not be awaited for as long as the daemon lives."""
+    engine = Paused(roles)
+    engine.attached()
+    role = engine.side
+    where, _, name = method.rpartition(".")
+    part = operator.attrgetter(where)(role) if where else role
+
+    def broken(*args: Any) -> None:
+        delattr(part, name)
+        raise ValueError("the test says so")
+
+    role.stores.credits.forget_slots()
+    setattr(part, name, broken)
+    until(lambda: roles.step(IDLE) is not None and bool(roles.faults()), "a hook faults")
+    assert sum(roles.faults().values()) == 1
+    until(
+        lambda: roles.step(IDLE) is not None and requests.has_write_slots(role),
+        "there are slots of every shape again",
+    )
+    assert engine.side is role
+
+
 def test_a_side_with_too_many_faults_is_switched_off() -> None:
     guard = HookGuard("scheduler")
     for _ in range(FAULTS_MAX):
@@ -479,7 +507,7 @@ def test_a_renewal_that_fails_loses_no_load_that_must_fail(
     monkeypatch.setattr(scheduler, "make_scheduler_role", lambda: 1 // 0)
     paused.now += PAUSE_SECONDS
     scheduler.take_events()
-    assert scheduler.counters[fault("begin_anew")] == 1
+    assert scheduler.counters[fault("resume")] == 1
     assert scheduler.build_connector_meta(IDLE).failed == ["waiting"]
 
 
@@ -523,6 +551,21 @@ def test_a_scheduler_role_that_is_switched_off_begins_anew(roles: Roles) -> None
     assert "r" in paused.side.requests.by_id
 
 
+def test_a_late_report_of_an_earlier_role_commits_nothing_of_the_next(roles: Roles) -> None:
+    """A number that both gave would make an object of a slot that nobody wrote yet."""
+    paused = Paused(roles)
+    paused.attached()
+    old, late = paused.stores("old")
+    roles.scheduler.guard.pause("the test says so")
+    paused.begins_anew()
+    new, report = paused.stores("new")
+    assert not old.stores.keys() & new.stores.keys()
+    roles.scheduler.update_connector_output(late)
+    assert OBJECTS_STORED not in roles.scheduler.counters
+    roles.scheduler.update_connector_output(report)
+    assert roles.scheduler.counters[OBJECTS_STORED] > 0
+
+
 @pytest.mark.parametrize("is_off", [True, False], ids=["off", "a fault of the reset"])
 def test_weights_that_change_while_a_role_is_off_are_those_of_the_next(
     roles: Roles, is_off: bool
@@ -545,6 +588,30 @@ def test_weights_that_change_while_a_role_is_off_are_those_of_the_next(
 
     until(is_new, "the new role has the new weights")
     assert roles.scheduler.life.weights.is_current
+
+
+def test_blocks_of_loads_are_counted_on_while_a_role_is_off(roles: Roles) -> None:
+    """They are the engine's to give again when their request runs or ends."""
+    paused = Paused(roles)
+    for name in ("a", "b", "c"):
+        paused.side.room.count_load(name, 4)
+    roles.scheduler.guard.pause("the test says so")
+    roles.step(SimpleNamespace(num_scheduled_tokens={"a": 1}))
+    roles.scheduler.request_finished(request("b"), [])
+    paused.begins_anew()
+    assert len(paused.side.room) == 1
+    paused.side.room.on_running(("c",))
+    assert not len(paused.side.room)
+
+
+def test_a_load_that_no_worker_was_told_of_fails_with_the_next_role(roles: Roles) -> None:
+    """The engine waits for it, and the pause may end before the next plan."""
+    paused = Paused(roles)
+    roles.scheduler.guard.pause("the test says so")
+    roles.scheduler.update_state_after_alloc(request("r"), blocks_of(1), 128)
+    paused.now += PAUSE_SECONDS
+    roles.scheduler.take_events()
+    assert roles.step(IDLE).failed_recving == {"r"}
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["the same", "another"])

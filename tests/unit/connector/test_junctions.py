@@ -24,7 +24,7 @@ def tracked_request(*junctions: int, own: int = 0) -> TrackedRequest:
         request_id="asked", shared_prefix_boundary=own, num_computed_tokens=0
     )
     tracked = TrackedRequest(request)
-    found = Found(1, 1, 0, [], b"", b"", junctions=[*junctions])
+    found = Found(1, 1, 0, [], b"", junctions=[*junctions])
     tracked.lookup = RequestLookup(answer=found)
     return tracked
 

@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 
-from hybridkv.connector.metrics import CHUNKS_NOT_KEPT, CHUNKS_NOT_SHOWN
+from hybridkv.connector.metrics import (
+    CHUNKS_ANNOUNCED,
+    CHUNKS_NOT_KEPT,
+    CHUNKS_NOT_SHOWN,
+    CHUNKS_WITHDRAWN,
+)
+from hybridkv.connector.scheduler.announced import EventGroup
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher, PresentObjects
-from hybridkv.connector.scheduler.requests import TrackedRequest
+from hybridkv.connector.scheduler.requests import RequestLookup, TrackedRequest
+from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import parse_settings
 from hybridkv.vllm.hook_guard import fault
-from hybridkv.wire.messages import Removed
+from hybridkv.wire.messages import Found, Removed
 from tests.layouts import LAYOUTS
 from tests.unit.connector.requests import make_role
 
@@ -78,6 +85,33 @@ def key(tracked: Any, chunk: int) -> bytes:
     return name
 
 
+def test_an_event_has_the_engines_hashes_tokens_and_parent() -> None:
+    events, counters = make_events()
+    tokens = [*range(100, 100 + 3 * CHUNK + 5)]
+    tracked = make_request("r", tokens, salt="s", adapter="tuned")
+    (first,) = store(events, tracked, 0, 1)
+    assert (first.medium, first.block_size, first.parent_block_hash, first.group_idx) == (
+        "CPU",
+        BLOCK,
+        None,
+        None,
+    )
+    assert first.block_hashes == names_of(tracked, 0, 2 * BLOCKS)
+    assert first.token_ids == tokens[: 2 * CHUNK]
+    assert (first.lora_id, first.lora_name) == (3, "tuned")
+    assert first.extra_keys == [("tuned", "s"), *[("tuned",)] * (2 * BLOCKS - 1)]
+    assert store(events, tracked, 0, 1) == [], "it is known"
+    (second,) = store(events, tracked, 2)
+    assert second.parent_block_hash == first.block_hashes[-1]
+    assert second.token_ids == tokens[2 * CHUNK : 3 * CHUNK]
+    assert counters == {CHUNKS_ANNOUNCED: 3}
+    events.withdraw_all()
+    (gone,) = events.take_new()
+    assert (gone.medium, gone.group_idx) == ("CPU", None)
+    assert gone.block_hashes == names_of(tracked, 0, 3 * BLOCKS)
+    assert counters[CHUNKS_WITHDRAWN] == 3
+
+
 def test_blocks_that_two_chunks_share_are_announced_once_and_stay_with_the_second() -> None:
     events, _ = make_events()
     first_prompt = make_request("a", [*range(CHUNK)])
@@ -97,12 +131,92 @@ def test_blocks_that_two_chunks_share_are_announced_once_and_stay_with_the_secon
     assert gone.block_hashes == names_of(second_prompt, 0, BLOCKS)
 
 
+def test_a_hit_needs_every_group() -> None:
+
+    events, _ = make_events()
+    tracked = make_request("r", [*range(2 * CHUNK)])
+    events.on_committed({tracked: [PresentObjects(1, (0, 1))]})
+    assert events.take_new() == []
+    events.on_committed({tracked: [PresentObjects(0, (1,))]})
+    (both,) = events.take_new()
+    assert both.block_hashes == names_of(tracked, 0, 2 * BLOCKS), (
+        "a window of 100 tokens is in the second chunk"
+    )
+    events.on_removed(Removed(0, key(tracked, 1), b"\0"))
+    (gone,) = events.take_new()
+    assert sorted(gone.block_hashes) == sorted(both.block_hashes), (
+        "no hit ends with the first chunk"
+    )
+
+
+def test_what_a_lookup_saw_is_announced() -> None:
+    events, _ = make_events()
+    tracked = make_request("r", [*range(2 * CHUNK + 1)])
+    tracked.lookup = RequestLookup(tracked.chunk_hashes(GEOMETRY, 0, 2))
+    events.on_found(tracked, Found(1, 1, 1, [b"\1\0", b"\1\1"], b""))
+    (seen,) = events.take_new()
+    assert seen.block_hashes == names_of(tracked, 0, BLOCKS)
+    events.on_removed(Removed(0, b"x" * HASH_BYTES + key(tracked, 0), b"\1\x09"))
+    assert events.take_new() == [], "an object that nobody knows, and a group that there is not"
+    events.on_removed(Removed(0, b"", b"", everything=True))
+    (gone,) = events.take_new()
+    assert gone.block_hashes == seen.block_hashes
+
+
 def below(tracked: Any, *places: tuple[int, int], in_tier: bool = True) -> Removed:
     """RAM has these objects, (chunk, group index) each, no more."""
     hashes = b"".join(key(tracked, chunk) for chunk, _ in places)
     return Removed(
         0, hashes, bytes(group for _, group in places), below=bytes([in_tier] * len(places))
     )
+
+
+def test_what_only_a_tier_has_is_announced_as_storage() -> None:
+    events, _ = make_events()
+    tokens = [*range(100, 100 + 3 * CHUNK)]
+    tracked = make_request("r", tokens, salt="s", adapter="tuned")
+    (stored,) = store(events, tracked, 0, 1, 2)
+    events.on_removed(below(tracked, (2, 0), (2, 1), (1, 1)))
+    queued = events.take_new()
+    summary = [(type(event).__name__, event.medium, event.block_hashes) for event in queued]
+    second, third = names_of(tracked, BLOCKS, 2 * BLOCKS), names_of(tracked, 2 * BLOCKS, 3 * BLOCKS)
+    assert summary == [
+        ("BlockStored", "STORAGE", third),
+        ("BlockRemoved", "CPU", third),
+        ("BlockStored", "STORAGE", second),
+        ("BlockRemoved", "CPU", second),
+    ]
+    tracked.lookup = RequestLookup(tracked.chunk_hashes(GEOMETRY, 0, 3))
+    events.on_found(tracked, Found(1, 1, 2, [b"\1\1\0", b"\1\1\0"], b""))
+    stored, removed = events.take_new()
+    assert (stored.medium, stored.block_hashes) == ("CPU", second), "it came up again"
+    assert (removed.medium, removed.block_hashes) == ("STORAGE", second)
+    events.on_removed(below(tracked, (2, 0), in_tier=False))
+    (gone,) = events.take_new()
+    assert (gone.medium, gone.block_hashes) == ("STORAGE", third), "the tier evicted it"
+    events.on_removed(below(tracked, (0, 1), in_tier=False))
+    (gone,) = events.take_new()
+    assert gone.medium == "CPU"
+    assert sorted(gone.block_hashes) == sorted(names_of(tracked, 0, 2 * BLOCKS))
+    assert not events.blocks
+    assert not events.kept_tokens
+
+
+def test_storage_events_say_what_those_of_ram_said() -> None:
+
+    events, _ = make_events()
+    events.group = EventGroup(1, "full_attention")
+    tracked = make_request("r", [*range(100, 100 + 2 * CHUNK)], salt="s", adapter="tuned")
+    (in_ram,) = store(events, tracked, 0, 1)
+    assert (in_ram.group_idx, in_ram.kv_cache_spec_kind) == (1, "full_attention")
+    events.on_removed(below(tracked, (0, 1)))
+    storage, removed = events.take_new()
+    assert (storage.medium, removed.medium, removed.group_idx) == ("STORAGE", "CPU", 1)
+    storage.medium = "CPU"
+    assert storage == in_ram
+    events.withdraw_all()
+    (gone,) = events.take_new()
+    assert (gone.medium, gone.block_hashes) == ("STORAGE", in_ram.block_hashes)
 
 
 def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(

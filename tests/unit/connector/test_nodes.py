@@ -15,7 +15,7 @@ from hybridkv.core.copies import CopyRun, ObjectSpan
 from hybridkv.core.errors import GeometryError
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SLOT_BYTES, join_nodes, on_node, pack_u64
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire import messages as wire
@@ -84,9 +84,9 @@ class Nodes:
         With `waits` its relays report once the daemons have answered.
         """
         plans = self.plan()
-        for relay, plan in zip(self.relays, plans.plans, strict=True):
-            if plan.mail is not None:
-                relay.deliver(plan.mail, time.monotonic())
+        for relay, share in zip(self.relays, plans.shares, strict=True):
+            if share.mail is not None:
+                relay.deliver(share.mail, time.monotonic())
         if waits:
             for relay in self.relays:
                 if relay.link is not None and relay.link.fd is not None:
@@ -134,10 +134,9 @@ class Nodes:
         With `node` the objects of the other node are not committed, and its slots go back.
         """
         names = [(0, at) for at in range(chunks)] + [(1, at) for at in states]
-        slots = self.reserve(len(names))
+        slots = self.reserve(len(names)).slots
         commit = wire.Commit(
-            offsets=slots.offsets,
-            generations=slots.generations,
+            slots=slots,
             groups=pack_u64([group for group, _ in names]),
             hashes=b"".join(NAMES[at] for _, at in names),
             parents=b"".join(NAMES[at - 1] if at else NO_PARENT for _, at in names),
@@ -145,15 +144,10 @@ class Nodes:
         if node is None:
             self.queue(commit)
         else:
-            with_object, without = (
-                self.link.slots_on(each, slots.offsets, slots.generations)
-                for each in (node, 1 - node)
-            )
-            message = structs.replace(
-                commit, offsets=with_object.offsets, generations=with_object.generations
-            )
+            with_object, without = (on_node(slots, each, 2) for each in (node, 1 - node))
+            message = structs.replace(commit, slots=with_object)
             self.link.queue_on(node, message)
-            self.link.queue_on(1 - node, wire.Free(without.offsets, without.generations))
+            self.link.queue_on(1 - node, wire.Free(without))
         self.step()
 
     def look_up(self, lease: int = 1, **asked: Any) -> wire.Found:
@@ -229,18 +223,19 @@ def test_a_hit_and_its_plans_name_each_nodes_own_slots(
     found = nodes.look_up()
     assert found.chunks == CHUNKS
     assert found.masks == [bytes([1]) * CHUNKS, bytes([0, 0, 0, 1])]
-    run = CopyRun(ObjectSpan(0, 0, 1, [7, 8, 9, 10]), found.offsets[:32], found.generations[:32])
+    run = CopyRun(ObjectSpan(0, 0, 1, [7, 8, 9, 10]), found.slots[: 4 * GEOMETRY.ticket_bytes])
     assert nodes.link.welcome is not None
     load = LoadPlan(nodes.link.welcome.boot, (run,))
-    plans = nodes.link.plan_nodes(StepPlan(99, loads={"r": load}, stores={5: run})).plans
+    of_nodes = nodes.link.plan_nodes(StepPlan(99, loads={"r": load}, stores={5: run}))
+    plans = [of_nodes.on_node(node) for node in range(2)]
     for node, plan in enumerate(plans):
         (moved,) = plan.loads["r"].runs
         assert plan.stores == {5: moved}
         assert plan.boot == plan.loads["r"].boot == nodes.link.boots[node]
         assert plan.session == 0, "the scheduler role's, which is that of every node"
-    offsets = [[*unpack_u64(plan.stores[5].offsets)] for plan in plans]
-    assert offsets[0] != offsets[1]
-    assert offsets[0] == [*unpack_u64(run.offsets)]
+    slots = [plan.stores[5].tickets for plan in plans]
+    assert slots[0] != slots[1]
+    assert join_nodes(slots) == run.tickets
 
 
 def test_the_smallest_arena_bounds_what_an_engine_writes_into(nodes: Nodes) -> None:
@@ -253,7 +248,7 @@ def test_a_hit_is_what_every_node_has(nodes: Nodes, both: list[DaemonProcess]) -
     nodes.store(states=(CHUNKS - 1,), node=0)
     found = nodes.look_up(lease=5)
     assert found.chunks == 3
-    assert len(unpack_u64(found.offsets)) == 3 + 1, "the state of the common hit alone"
+    assert len(found.slots) // GEOMETRY.ticket_bytes == 3 + 1, "the state of the common hit alone"
     assert [mask.count(1) for mask in found.masks] == [3, 2]
     nodes.until_leases(both, 1)  # That of the longer hit ends.
     nodes.queue(wire.Release(5, tokens=48, loaded_bytes=100))
@@ -265,7 +260,7 @@ def test_nodes_whose_states_never_meet_are_a_miss(nodes: Nodes, both: list[Daemo
     nodes.store(chunks=0, states=(1, 3), node=0)
     nodes.store(chunks=0, states=(0, 2), node=1)
     found = nodes.look_up()
-    assert (found.chunks, found.offsets) == (0, b"")
+    assert (found.chunks, found.slots) == (0, b"")
     assert [mask.count(1) for mask in found.masks] == [CHUNKS, 0]
     nodes.until_leases(both, 0)
 
@@ -286,9 +281,9 @@ def test_a_lookup_that_is_given_up_keeps_no_lease(nodes: Nodes, both: list[Daemo
 
 def answers_of(nodes: Nodes) -> dict[int, Any]:
     """Return what the relays answer to the messages that are queued."""
-    plans, answers = nodes.plan().plans, dict[int, Any]()
+    shares, answers = nodes.plan().shares, dict[int, Any]()
     for node, relay in enumerate(nodes.relays):
-        relay.deliver(plans[node].mail, time.monotonic())
+        relay.deliver(shares[node].mail, time.monotonic())
         deadline = time.monotonic() + DEADLINE_SECONDS
         while node not in answers:
             assert time.monotonic() < deadline
@@ -301,14 +296,12 @@ def test_slots_that_only_one_node_grants_go_back(nodes: Nodes, both: list[Daemon
     nodes.queue(wire.Reserve(PART_BYTES, PART_BYTES, 1, 8))
     answers = answers_of(nodes)
     (granted,) = answers[1].replies
-    fewer = structs.replace(
-        granted, offsets=granted.offsets[:24], generations=granted.generations[:24]
-    )
+    fewer = structs.replace(granted, slots=granted.slots[: 3 * SLOT_BYTES])
     answers[1] = replace(answers[1], replies=(fewer,))
     nodes.link.on_report(nodes.number, answers)
     (joined,) = nodes.link.poll(time.monotonic())
     assert isinstance(joined, wire.Reserved)
-    assert len(unpack_u64(joined.offsets)) == 3
+    assert len(joined.slots) // GEOMETRY.ticket_bytes == 3
     nodes.step()
     until_value(both[0], "bytes_writing", 3 * slot_bytes(PART_BYTES, 1))
 
@@ -336,7 +329,8 @@ def test_lost_mail_ends_the_connection_and_another_is_made(nodes: Nodes) -> None
     nodes.step()  # There is nothing more to send.
     assert nodes.losses == ["node 0: messages of a step did not reach the worker"]
     assert nodes.link.welcome is None
-    for plan in nodes.link.plan_nodes(StepPlan(9, boot="b", reserved_bytes=1)).plans:
+    plans = nodes.link.plan_nodes(StepPlan(9, boot="b", reserved_bytes=1))
+    for plan in map(plans.on_node, range(2)):
         assert (plan.boot, plan.reserved_bytes) == ("", 0), "no arena is prepared"
     nodes.connect()
     nodes.store(states=(CHUNKS - 1,))

@@ -83,6 +83,17 @@ def test_a_daemon_that_hangs_costs_the_engines_own_hits_nothing(
     until(lambda: not rig.value("leases"), "no lease is kept")
 
 
+def test_a_chunk_that_the_engine_lacks_is_waited_for(rig: Rig, daemon: DaemonProcess) -> None:
+    stop(daemon, signal.SIGSTOP)
+    try:
+        for local, tokens in ((OWN - CHUNK, OWN + 1), (OWN, OWN + CHUNK + 1), (0, CHUNK + 1)):
+            request = rig.request(1, tokens, f"{local}")
+            rig.side.on_new_request(request)
+            assert rig.side.offer_hit(request, local) is None
+    finally:
+        stop(daemon, signal.SIGCONT)
+
+
 def test_what_the_answer_lacks_is_stored_once(rig: Rig, daemon: DaemonProcess) -> None:
     """The chunk that the request completes meanwhile is stored in its step, and not again."""
     tokens, groups = OWN + CHUNK, range(len(GEOMETRY.groups))
@@ -115,6 +126,31 @@ def test_requests_of_one_step_store_again_what_was_lost(rig: Rig, daemon: Daemon
     rig.side.on_allocated(request, lambda: tables(OWN + 1), 0)
     assert stored(rig, "s", OWN + 1)
     runs(rig, 1, "t")
+
+
+def test_a_hit_of_the_engine_that_is_gone_before_it_has_blocks_is_loaded(rig: Rig) -> None:
+    """The engine asks in each step until it has blocks, and may evict its own hit meanwhile."""
+    request = rig.request(1, OWN + 1)
+    rig.side.on_new_request(request)
+    assert rig.side.offer_hit(request, OWN) == 0
+    assert rig.offered(request) == OWN
+
+
+def test_a_request_that_is_resumed_before_the_answer_is_looked_up_anew(
+    rig: Rig, daemon: DaemonProcess
+) -> None:
+    stop(daemon, signal.SIGSTOP)
+    try:
+        runs(rig, 1, "r")
+        request = rig.side.requests.by_id["r"].request
+        request.num_preemptions = 1
+        assert rig.side.offer_hit(request, 0) is None
+    finally:
+        stop(daemon, signal.SIGCONT)
+    assert rig.offered(request) == OWN
+    rig.side.on_finished("r")
+    rig.step({})
+    until(lambda: not rig.value("leases"), "both leases end")
 
 
 def test_a_hit_inside_a_chunk_is_waited_for() -> None:

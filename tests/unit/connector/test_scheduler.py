@@ -13,14 +13,18 @@ import pytest
 
 from hybridkv.connector.metrics import (
     ATTACH_FAILED,
+    BYTES_LOADED,
     DAEMON_LOSSES,
     LOADS_DONE,
+    LOADS_FAILED,
     LOOKUPS_ASKED,
+    TOKENS_LOADED,
     declined,
     hits_limited,
 )
 from hybridkv.connector.scheduler.loads import LOAD_SECONDS_MAX
 from hybridkv.connector.scheduler.lookups import Patience
+from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.connector.scheduler.requests import RequestState, explain_request
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.keys import HASH_BYTES
@@ -289,6 +293,17 @@ def test_a_resumed_request_is_looked_up_with_what_it_has_generated(rig: Rig) -> 
     assert rig.counters[LOOKUPS_ASKED] == 2
 
 
+def test_a_load_proves_nothing_of_the_blocks_of_a_later_hit(rig: Rig) -> None:
+    """It was loaded, preempted before it ran, and hits blocks of another prompt of that length."""
+    request = loading(rig)
+    rig.step({}, finished=("r",))
+    tracked = rig.side.requests.by_id["r"]
+    assert tracked.load.restored == range(STORED * CHUNK)
+    request.num_preemptions = 1
+    assert not rig.offered(request, STORED * CHUNK)
+    assert tracked.load.restored == range(0)
+
+
 def test_a_request_that_needs_each_token_is_stored_and_not_looked_up(rig: Rig) -> None:
     """Its client may say that cached prefixes can be read; an output of each token cannot."""
     request = rig.request(1, STORED * CHUNK + 1)
@@ -327,6 +342,52 @@ def test_a_request_that_nobody_knows_is_a_miss(rig: Rig) -> None:
     rig.side.on_finished("unknown")
 
 
+def test_a_failed_load_is_never_offered_again_and_stored_anew(rig: Rig) -> None:
+    """Though the lookup found it: whatever was wrong there is computed now (B38, D4)."""
+    request = loading(rig)
+    rig.step({}, finished=("r",), failed=("r",))
+    assert rig.counters[LOADS_FAILED] == 1
+    request.num_preemptions = 1
+    assert rig.side.offer_hit(request, 0) == 0
+    until(lambda: not rig.value("leases"), "it is released")
+    rig.await_slots()
+    plan = rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1))
+    stored = {(run.span.group_index, run.span.first_chunk) for run in plan.stores.values()}
+    assert stored == {(index, 0) for index in range(len(GEOMETRY.groups))}
+
+
+@pytest.mark.parametrize("part", ["stores.plan_stores", "room.on_running", "lookups.on_flush"])
+def test_the_loads_of_a_plan_that_a_fault_ends_fail(rig: Rig, part: str) -> None:
+    """No worker sees that plan, so none would report the loads in it (C38)."""
+    request, unknown = (rig.request(1, STORED * CHUNK + 1, name) for name in ("r", "unknown"))
+    rig.side.on_new_request(request)
+    rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), rig.offered(request))
+    rig.side.on_allocated(unknown, lambda: tables(STORED * CHUNK + 1), CHUNK)
+    rig.side.session.attached_ranks = None
+    where, _, name = part.rpartition(".")
+    broken = getattr(rig.side, where)
+    setattr(broken, name, lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        rig.planned({"another": 1}, tables(1))
+    delattr(broken, name)
+    assert sorted(rig.side.plan_failures((), is_off=False).failed) == ["r", "unknown"]
+    rig.step({}, finished=("r",), failed=("r",))
+    assert rig.side.plan_failures((), is_off=False).failed == []
+
+
+def test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan(rig: Rig) -> None:
+    request = loading(rig, local=CHUNK)
+    rig.step({}, finished=("r",))
+    rig.await_slots()
+    request.num_computed_tokens = STORED * CHUNK
+    assert not rig.step({"r": 1}, tables(STORED * CHUNK + 1)).stores
+    full, sliding, small = GEOMETRY.groups
+    blocks = (STORED - 1) * (full.block_bytes + small.block_bytes) + sliding.block_bytes
+    assert rig.counters[TOKENS_LOADED] == (STORED - 1) * CHUNK
+    assert rig.counters[BYTES_LOADED] == blocks
+    until(lambda: rig.value("tokens_loaded") == (STORED - 1) * CHUNK, "the daemon knows")
+
+
 def test_a_load_is_no_line_of_the_log(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """At the usual level; who asks for more has it (B31)."""
     ours = logging.getLogger("vllm.hybridkv")
@@ -358,7 +419,7 @@ def test_groups_that_limit_a_hit_are_counted(
     """Where groups disagree the hit is the least of them, and those are counted (B35)."""
     rig.side.on_new_request(rig.request(2, STORED * CHUNK + 1))
     lease = rig.side.requests.by_id["r"].lookup.lease
-    rig.side.on_reply(Found(lease, lease, hit, [*masks], b"", b""), 0.0)
+    rig.side.on_reply(Found(lease, lease, hit, [*masks], b""), 0.0)
     counted = {m: count for m, count in rig.counters.items() if m.family == "hits_limited"}
     assert counted == {hits_limited(group): count for group, count in limits.items()}
 
@@ -531,6 +592,37 @@ def test_the_deadline_is_the_lookups_own(daemon: DaemonProcess) -> None:
     rig.side.close()
 
 
+def test_a_fault_while_blocks_are_given_fails_the_load_once(rig: Rig) -> None:
+    """A second report, while the request runs, would end the engine."""
+    request = rig.request(1, STORED * CHUNK + 1)
+    rig.side.on_new_request(request)
+    offer = rig.offered(request)
+    broken = rig.side.room.most_blocks
+    rig.side.room.most_blocks = lambda tokens: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), offer)
+    rig.side.room.most_blocks = broken
+    rig.side.loads.fail_load("r", offer)
+    assert rig.step({}, finished=("r",), failed=("r",)).failed == ["r"]
+    assert rig.side.plan_failures((), is_off=False).failed == []
+    assert rig.side.requests.by_id["r"].state is RequestState.BYPASS
+    rig.side.on_finished("r")
+    assert not rig.side.requests.by_id
+
+
+def test_a_side_that_is_switched_off_gives_back_what_it_held(rig: Rig) -> None:
+    """Its workers say that they are done with all its greetings: none is greeted with any more."""
+    request = rig.request(1, STORED * CHUNK + 1)
+    rig.side.on_new_request(request)
+    assert rig.offered(request)
+    assert rig.value("leases") == 1
+    greeted = rig.side.session.link.greetings
+    plan = rig.side.plan_failures((), is_off=True)
+    assert plan.session == greeted + 1
+    until(lambda: rig.value("sessions") == 0 or rig.value("leases") == 0, "no worker copies")
+    assert rig.side.session.link.welcome is None
+
+
 def test_a_miss_does_not_wait_for_workers(rig: Rig) -> None:
     request = rig.request(2, STORED * CHUNK + 1)
     rig.side.on_new_request(request)
@@ -610,6 +702,19 @@ def connector_of(rig: Rig) -> Any:
     connector.guard, connector.life = HookGuard("scheduler"), rig.side.life
     connector.scheduler_role, connector.worker_role = rig.side, None
     return connector
+
+
+def test_a_connector_that_is_switched_off_ends_its_session(rig: Rig) -> None:
+    connector = connector_of(rig)
+    request = rig.request(1, STORED * CHUNK + 1)
+    connector.on_new_request(request)
+    until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
+    connector.guard.pause("the test says so")
+    greeted = rig.side.session.link.greetings
+    idle = SimpleNamespace(num_scheduled_tokens={})
+    assert [connector.build_connector_meta(idle).session for _ in range(2)] == [greeted + 1] * 2
+    assert rig.side.session.link.welcome is None
+    until(lambda: not rig.value("leases"), "no worker copies")
 
 
 def test_a_fault_while_the_cache_is_reset_switches_the_connector_off(rig: Rig) -> None:
@@ -721,10 +826,52 @@ def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
     assert not rig.side.stores.changes
     assert rig.side.has_pending_work(), "they are not committed"
     rig.side.on_report(set(), set(), rig.report(boots=boots, weights=answered(weights)))
-    assert {type(message) for message in rig.side.stores.changes} == {
-        Commit if weights == "a" else Free
-    }
+    sent = {type(message) for message in rig.side.stores.changes}
+    assert sent == {Commit if weights == "a" else Free}
     assert not rig.side.has_pending_work()
+    rig.side.close()
+
+
+def test_replies_after_the_loss_of_a_connection_are_not_taken(rig: Rig) -> None:
+    """Slots of a session that has ended are somebody else's."""
+    taken_replies: list[Any] = []
+
+    def on_reply(reply: Any, now: float) -> None:
+        taken_replies.append(reply)
+        rig.side.session.link.drop_connection("the test says so", now)
+
+    batches: list[Any] = [["the reply that loses it", "the next reply"], []]
+    rig.side.session.link.poll = lambda now: batches.pop(0)
+    rig.side.on_reply = on_reply
+    rig.side.exchange_messages(time.monotonic())
+    assert taken_replies == ["the reply that loses it"]
+
+
+def test_what_was_computed_before_a_weight_update_is_committed_under_the_old_name(
+    daemon: DaemonProcess,
+) -> None:
+    """Commits leave at the end of a step; an update before must not give them the new weights."""
+    rig = Rig(daemon)
+    with (
+        Client(daemon.socket_path, name="old") as old,
+        Client(daemon.socket_path, name="new", identity=b"o" * 32) as new,
+    ):
+        rig.await_slots()
+        request = rig.request(2, STORED * CHUNK + 1)
+        rig.side.on_new_request(request)
+        assert rig.offered(request) == 0
+        rig.side.on_allocated(request, lambda: [], 0)
+        plan = rig.planned({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
+        assert plan.stores
+        done = {number: {0} for number in plan.stores}
+        rig.side.on_report(set(), set(), rig.report(boots={rig.side.session.boot: 1}, done=done))
+        rig.side.change_identity(EngineIdentity(b"o" * 32, {}))
+        rig.side.on_step_end()
+        objects = sum(run.objects for run in plan.stores.values())
+        until(lambda: old.values().get("objects_stored") == objects, "they are committed")
+        found = old.answer(old.ask(2, STORED))
+        assert found.chunks == STORED
+        assert new.answer(new.ask(2, STORED)).chunks == 0
     rig.side.close()
 
 

@@ -15,8 +15,9 @@ from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.copy.shards import ShardsCopier
 from hybridkv.connector.worker.copiers import CopierFactory, ShardBlocks
 from hybridkv.connector.worker.worker_settings import WorkerSettings
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import GeometryError, HybridKVError
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.arena import Arena
 from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, payload_offset, slot_bytes
 from hybridkv.vllm.blocks import block_bytes, physical

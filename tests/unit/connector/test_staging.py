@@ -14,8 +14,8 @@ from hybridkv.core.copies import NULL_BLOCK, CopyRun
 from hybridkv.core.coverage import slot_shapes, stored_counts
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.metrics import Metric
-from hybridkv.core.packed import pack_u64
 from tests.layouts import LAYOUTS
+from tests.packing import packed_slots
 from tests.unit.connector.requests import registry, step_of, store_planner
 
 STEP_TOKENS = 8192
@@ -76,8 +76,8 @@ class Prefill:
                 offers.append((group.gid, -(-end // size), end))
             tables.append([NULL_BLOCK] * kept + [*range(1 + kept, 1 + -(-end // size))])
         for shape in {shape for group in geometry.groups for shape in slot_shapes(geometry, group)}:
-            slots = pack_u64(list(range(64)))
-            self.planner.credits.on_granted(shape, slots * 8, slots * 8, 0.0)
+            slots = packed_slots(range(64))
+            self.planner.credits.on_granted(shape, slots * 8, 0.0)
         state = SimpleNamespace(boundary_state_offloads={"r": offers})
         output = SimpleNamespace(num_scheduled_tokens={"r": tokens}, kv_connector_block_state=state)
         runs = self.planner.plan_stores(step_of(output, lambda _: tables))

@@ -26,6 +26,7 @@ from hybridkv.core.policies import EvictionClass
 from hybridkv.vllm.adapters import Adapters
 from hybridkv.wire.messages import Commit, Found, Free
 from tests.layouts import LAYOUTS
+from tests.packing import packed_slots
 from tests.unit.connector.requests import registry, step_of, store_planner
 
 STEP_CHUNKS = 4
@@ -64,8 +65,8 @@ def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
     for number in range(STEPS):
         for group in geometry.groups:
             for shape in slot_shapes(geometry, group):
-                slots = pack_u64(list(range(offset, offset + STEP_CHUNKS)))
-                stores.credits.on_granted(shape, slots, slots, 0.0)
+                slots = packed_slots(range(offset, offset + STEP_CHUNKS))
+                stores.credits.on_granted(shape, slots, 0.0)
                 offset += STEP_CHUNKS
         request.num_computed_tokens = number * step
         before = [group.seen for group in groups]
@@ -107,8 +108,8 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
         for group in geometry.groups
     ]
     for shape in {shape for group in geometry.groups for shape in slot_shapes(geometry, group)}:
-        slots = pack_u64(list(range(chunks * len(groups))))
-        stores.credits.on_granted(shape, slots, slots, 0.0)
+        slots = packed_slots(range(chunks * len(groups)))
+        stores.credits.on_granted(shape, slots, 0.0)
     output = SimpleNamespace(
         num_scheduled_tokens={"r": tokens},
         kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
@@ -189,12 +190,12 @@ class Step:
         for shape in {
             shape for group in self.geometry.groups for shape in slot_shapes(self.geometry, group)
         }:
-            slots = pack_u64(list(range(chunks * len(self.tables))))
-            self.stores.credits.on_granted(shape, slots, slots, 0.0)
+            slots = packed_slots(range(chunks * len(self.tables)))
+            self.stores.credits.on_granted(shape, slots, 0.0)
 
     def found(self, masks: list[bytes], chunks: int = 0, tails: bytes = b"") -> None:
         """A lookup has found these chunks, or the second of the tails."""
-        found = Found(1, 1, chunks, masks, b"", b"", tail=2 if tails else 0)
+        found = Found(1, 1, chunks, masks, b"", tail=2 if tails else 0)
         self.tracked.lookup = RequestLookup(tails=tails, found=found)
 
     def settled(self) -> list[Commit | Free]:
@@ -267,6 +268,46 @@ def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
     assert step.stored(3 * chunk, [(1, 3, 3 * chunk)])[1] == set(), "the lookup found it"
 
 
+@pytest.mark.parametrize("block", [99, 2], ids=["another_request_s", "at_another_place"])
+def test_a_state_whose_block_the_request_has_lost_is_not_stored(block: int) -> None:
+    """With asynchronous scheduling the offered block may be written in this step.
+
+    vLLM may have given it to another request, or to the same one for a later state.
+    """
+    step = Step("qwen3next", 4)
+    chunk = step.geometry.chunk_tokens
+    assert step.stored(chunk, [(0, 1, chunk), (1, block, chunk)]) == {0: {0}, 1: set(), 2: {0}}
+    assert step.counters[stores_shed(Shed.STATE_FREED)] == 1
+
+
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_a_state_is_named_when_the_token_after_it_is_sampled(is_sampled: bool) -> None:
+    """A drafter's names look ahead, and the engine offers a state in the step that computes it."""
+    step = Step("qwen3next", 4, lookahead=1)
+    chunk, request = step.geometry.chunk_tokens, step.request
+    tokens = request.all_token_ids
+    request.all_token_ids, request.num_tokens = tokens[: 2 * chunk], 2 * chunk
+    step.tracked.drafted = DraftedTokens(0, proven=4 * chunk, storable=2 * chunk - 1)
+    assert step.stored(2 * chunk, [(0, 2, 2 * chunk)]) == {0: {1}, 1: set(), 2: {0}}
+    if is_sampled:
+        request.all_token_ids, request.num_tokens = tokens, len(tokens)
+    named = step.tracked.chunk_hashes(step.geometry, 0, 2) if is_sampled else b""
+    messages = step.settled()
+    commits = [message for message in messages if isinstance(message, Commit)]
+    states = [commit for commit in commits if commit.groups == pack_u64([0])]
+    assert [commit.parents + commit.hashes for commit in states] == ([named] if is_sampled else [])
+    freed = [message for message in messages if isinstance(message, Free)]
+    assert len(freed) == (not is_sampled), "without a name it is given back"
+
+
+def test_a_state_after_what_the_drafter_computed_is_not_stored() -> None:
+    """Nothing could be hit there."""
+    step = Step("qwen3next", 4, lookahead=1)
+    chunk = step.geometry.chunk_tokens
+    step.tracked.drafted = DraftedTokens(0, proven=2 * chunk - 1, storable=2 * chunk - 1)
+    assert step.stored(2 * chunk, [(0, 2, 2 * chunk)])[0] == set()
+
+
 def test_what_is_not_stored_for_want_of_proof_is_counted_once() -> None:
     """Neither what was stored before, nor what the daemon has, nor what only waits for a token."""
     step = Step("gemma4", 4)
@@ -335,8 +376,8 @@ def test_without_slots_a_store_waits_with_its_prefix_first() -> None:
     step.stores.credits.forget_slots()
     assert step.stored(step.tokens) == {0: set()}
     assert step.counters[stores_shed(Shed.NO_SLOT)] == 1
-    slots = pack_u64([1, 2, 3])
-    step.stores.credits.on_granted(shape, slots, slots, 0.0)
+    slots = packed_slots([1, 2, 3])
+    step.stores.credits.on_granted(shape, slots, 0.0)
     assert step.stored(step.tokens) == {0: {0, 1, 2}}
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.core.copies import CopyRun, plan_load
 from hybridkv.core.coverage import needed_chunks
-from hybridkv.core.packed import pack_u64
 from tests.layouts import LAYOUTS
+from tests.packing import packed_slots
 
 HIT = 4
 
@@ -35,12 +35,9 @@ def planned_load(name: str) -> tuple[list[list[Block]], tuple[CopyRun, ...]]:
         [Block(1 + 1000 * index + at) for at in range(boundary // group.tokens_per_block)]
         for index, group in enumerate(geometry.groups)
     ]
-    slots = pack_u64(
-        [*range(sum(len(needed_chunks(geometry, group, HIT)) for group in geometry.groups))]
-    )
-    return blocks, plan_load(
-        geometry, HIT, 0, block_tables(SimpleNamespace(blocks=blocks)), slots, slots
-    )
+    needed = sum(len(needed_chunks(geometry, group, HIT)) for group in geometry.groups)
+    slots = packed_slots(range(needed))
+    return blocks, plan_load(geometry, HIT, 0, block_tables(SimpleNamespace(blocks=blocks)), slots)
 
 
 def test_a_load_has_the_blocks_of_when_it_was_planned_and_reads_them_when_it_is_taken_apart() -> (

@@ -17,6 +17,7 @@ from hybridkv.connector.worker.copiers import MappedArena
 from hybridkv.connector.worker.role import WorkerRole
 from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.copies import CopyRun, ObjectSpan
+from hybridkv.core.packed import SLOT_BYTES
 from hybridkv.vllm.weights import EngineWeights, StepLook, WeightsAnswer
 from hybridkv.vllm.weights_digest import digest_weights
 
@@ -465,7 +466,7 @@ def test_a_worker_does_nothing_for_other_weights() -> None:
 
     def step(number: int, question: int, *eras: int, update: bool = False) -> tuple[bool, bool]:
         """Whether a load and a store went well; `update`: the step's end finds other weights."""
-        run = CopyRun(ObjectSpan(0, 0, 1, (1,)), bytes(8), bytes(8))
+        run = CopyRun(ObjectSpan(0, 0, 1, (1,)), bytes(SLOT_BYTES))
         plan = StepPlan(boot="b", session=1, loads={"r": LoadPlan("b", ())}, stores={number: run})
         plan.number, plan.question, plan.eras = number, question, eras
         role.start_loads(plan)

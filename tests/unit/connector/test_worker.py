@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from hybridkv.connector.metrics import COPIES_UNPINNED, LOADS_OTHER_ADAPTER, Shed, stores_shed
+from hybridkv.core.packed import SLOT_BYTES
+from tests.packing import packed_slots
 
 pytestmark = pytest.mark.engine
 
@@ -94,7 +96,7 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
     load = LoadPlan("b", ())
     for number in range(1, FAULTS_MAX + 1):
         assert connector.build_connector_worker_meta().boots == {"b": 1}
-        run = CopyRun(ObjectSpan(0, 0, 1, (1,)), bytes(8), bytes(8))
+        run = CopyRun(ObjectSpan(0, 0, 1, (1,)), bytes(SLOT_BYTES))
         assert step(StepPlan(boot="b", session=1, loads={"a": load}, stores={number: run})) == (
             {"a"},
             set(),
@@ -114,7 +116,6 @@ def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> 
     """The scheduler looked at the ends of the run alone."""
     from hybridkv.connector.messages import StepPlan
     from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan
-    from hybridkv.core.packed import pack_u64
 
     copied: list[Any] = []
 
@@ -126,8 +127,8 @@ def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> 
 
     worker = worker_role()
     map_arena(worker, Storing())
-    slots = pack_u64([10, 20, 30])
-    run = CopyRun(ObjectSpan(0, 4, 2, [5, 6, 7, NULL_BLOCK, 8, 9]), slots, slots)
+    slots = packed_slots([10, 20, 30])
+    run = CopyRun(ObjectSpan(0, 4, 2, [5, 6, 7, NULL_BLOCK, 8, 9]), slots)
     worker.start_stores(StepPlan(boot="b", session=1, stores={1: run}))
     assert [(op.chunk, op.blocks) for op in copied] == [(4, (5, 6)), (6, (8, 9))]
     report = worker.take_step_report()
@@ -143,7 +144,6 @@ def test_a_rank_stores_what_any_of_its_shards_writes(
     """An object of a replicated group is written by one shard, which may be any of a rank's."""
     from hybridkv.connector.messages import StepPlan
     from hybridkv.core.copies import CopyRun, ObjectSpan
-    from hybridkv.core.packed import pack_u64
 
     stored: list[int] = []
 
@@ -153,8 +153,8 @@ def test_a_rank_stores_what_any_of_its_shards_writes(
 
     worker = worker_role(rank=rank, ranks=ranks, shards=2, replicated=True)
     map_arena(worker, Storing())
-    slots = pack_u64([10, 20])
-    run = CopyRun(ObjectSpan(0, 4, 1, [5, 6]), slots, slots)
+    slots = packed_slots([10, 20])
+    run = CopyRun(ObjectSpan(0, 4, 1, [5, 6]), slots)
     worker.start_stores(StepPlan(boot="b", session=1, stores={1: run}))
     assert stored == chunks
 
@@ -163,7 +163,6 @@ def test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done_with_it
     """Its slot would be given to another object, into which the copier would write."""
     from hybridkv.connector.messages import StepPlan
     from hybridkv.core.copies import CopyRun, ObjectSpan
-    from hybridkv.core.packed import pack_u64
 
     begun: list[Any] = []
 
@@ -173,7 +172,7 @@ def test_a_store_that_the_copier_has_is_reported_when_the_copier_is_done_with_it
 
     worker = worker_role()
     map_arena(worker, Later())
-    run = CopyRun(ObjectSpan(0, 4, 1, [5]), pack_u64([10]), pack_u64([10]))
+    run = CopyRun(ObjectSpan(0, 4, 1, [5]), packed_slots([10]))
     plan = StepPlan(boot="b", session=1, stores={1: run})
     worker.start_stores(plan)
     worker.fail_stores(plan)
@@ -209,7 +208,7 @@ def test_before_the_engine_sleeps_no_copy_runs_of_copiers_that_were_retired_eith
         drain_copiers=lambda: events.append("drained"),
     )
     map_arena(worker, Broken())
-    worker.map_anew()
+    worker.remap_arena()
     worker.detach_arena()
     assert events == ["retired", "drained"]
 

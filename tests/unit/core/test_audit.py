@@ -54,7 +54,7 @@ def test_an_engine_whose_numbers_are_not_known_does_not_lose_a_chunk_of_every_hi
     budget = AuditBudget(AUDIT_SHARE)
     for _ in range(FIRST_AUDITS_MAX):
         assert budget.is_due(HERE)
-        audited(budget, HERE, AuditOutcome.UNMADE)
+        audited(budget, HERE, AuditOutcome.INCONCLUSIVE)
     assert not budget.is_due(HERE)
 
 
@@ -65,7 +65,7 @@ def test_audits_may_be_off() -> None:
 
 
 def test_the_worst_verdict_is_one_that_differs_and_then_the_farthest_off() -> None:
-    unmade = AuditVerdict(AuditOutcome.UNMADE)
+    unmade = AuditVerdict(AuditOutcome.INCONCLUSIVE)
     near = AuditVerdict(AuditOutcome.PASSED, "near", 0.01, 0.1)
     far = AuditVerdict(AuditOutcome.PASSED, "far", 0.05, 0.1)
     wrong = AuditVerdict(AuditOutcome.DIFFERED, "wrong", 0.2, 0.1)

@@ -4,19 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.core.copies import (
-    NULL_BLOCK,
-    CopyOp,
-    CopyRun,
-    PlanError,
-    SlotRef,
-    plan_load,
-    storable_spans,
-)
+from hybridkv.core.copies import NULL_BLOCK, CopyOp, CopyRun, PlanError, plan_load, storable_spans
 from hybridkv.core.coverage import needed_blocks, needed_chunks, stored_blocks
 from hybridkv.core.geometry import Geometry, GroupKind
-from hybridkv.core.packed import U64, pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots
 from tests.layouts import LAYOUTS
+from tests.packing import packed_slots
 
 
 def table_for_hit(geometry: Geometry, index: int, hit_chunks: int, local_tokens: int) -> list[int]:
@@ -35,8 +28,8 @@ def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(
     alignment = geometry.alignment_tokens
     local = data.draw(st.integers(0, hit * geometry.chunk_tokens // alignment - 1)) * alignment
     tables = [table_for_hit(geometry, index, hit, local) for index in range(len(geometry.groups))]
-    offsets = [
-        1000 * index + chunk
+    slots = [
+        SlotRef(1000 * index + chunk, 7)
         for index, group in enumerate(geometry.groups)
         for chunk in needed_chunks(geometry, group, hit)
     ]
@@ -45,8 +38,7 @@ def test_a_load_covers_what_the_hit_needs_and_the_local_hit_lacks(
         hit_chunks=hit,
         local_tokens=local,
         tables=tables,
-        offsets=pack_u64(offsets),
-        generations=pack_u64([7] * len(offsets)),
+        tickets=pack_slots(slots),
     )
     ops = [op for run in runs for op in run.ops()]
     assert [run.objects for run in runs] == [len(list(run.ops())) for run in runs]
@@ -74,28 +66,20 @@ def storable(
 ) -> list[CopyOp]:
     """Returns the copies of the objects that workers would store."""
     spans, _ = storable_spans(geometry, index, chunks, mask, table)
-    slots = pack_u64(list(range(max(1, sum(span.objects for span in spans)))))
-    runs = [
-        CopyRun(span, slots[: span.objects * U64], slots[: span.objects * U64]) for span in spans
-    ]
+    runs = [CopyRun(span, packed_slots(range(span.objects))) for span in spans]
     return [op for run in runs for op in run.copies() if NULL_BLOCK not in op.blocks]
 
 
 def plan_full_load(hit: int, table: list[int], slots: bytes) -> tuple[CopyRun, ...]:
     """Plan a load into one full group, without a local hit."""
     return plan_load(
-        geometry=LAYOUTS["qwen3"],
-        hit_chunks=hit,
-        local_tokens=0,
-        tables=[table],
-        offsets=slots,
-        generations=slots,
+        geometry=LAYOUTS["qwen3"], hit_chunks=hit, local_tokens=0, tables=[table], tickets=slots
     )
 
 
 def test_a_null_block_is_never_stored_and_never_loaded_into() -> None:
     geometry = LAYOUTS["qwen3"]
-    slots = pack_u64([0, 1])
+    slots = packed_slots([0, 1])
     assert not storable(geometry, 0, range(1, 2), b"", [5, NULL_BLOCK, 7])
     (op,) = storable(geometry, 0, range(0, 3), b"", [NULL_BLOCK, NULL_BLOCK, 7])
     assert (op.chunk, op.blocks) == (2, (7,))
@@ -109,7 +93,7 @@ def test_a_null_block_is_never_stored_and_never_loaded_into() -> None:
 
 
 def test_a_null_block_among_others_is_found_before_anything_is_copied() -> None:
-    slots = pack_u64([0, 1, 2])
+    slots = packed_slots([0, 1, 2])
     (run,) = plan_full_load(3, [5, NULL_BLOCK, 7], slots)
     with pytest.raises(PlanError, match="null block"):
         next(run.ops())
@@ -117,7 +101,7 @@ def test_a_null_block_among_others_is_found_before_anything_is_copied() -> None:
 
 def test_slots_must_match_what_the_hit_needs() -> None:
     with pytest.raises(PlanError, match="1 slots for the 2 objects"):
-        plan_full_load(2, [5, 6], pack_u64([0]))
+        plan_full_load(2, [5, 6], packed_slots([0]))
 
 
 def drawn(data: st.DataObject, name: str) -> tuple[Geometry, int, int]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.core.coverage import (
-    PromptHit,
+    Hit,
     is_tail_hit,
     lacking,
     largest_hit,
@@ -136,7 +136,7 @@ def test_a_tail_is_a_hit_behind_whole_attention_and_needs_no_state_before_it() -
 
 
 def test_a_tail_that_has_its_prefix_makes_the_longest_hit() -> None:
-    in_second, in_third = PromptHit(2, 1, 20, (1, 0)), PromptHit(3, 4, 36, (2, 0))
+    in_second, in_third = Hit(2, 1, 20, (1, 0)), Hit(3, 4, 36, (2, 0))
     masks = [b"\1\0", b"\1\1"]
     assert longest_hit(TAILED, masks, 2, None) == whole_hit(TAILED, 1)
     assert longest_hit(TAILED, masks, 2, in_second) == in_second

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.core.coverage import (
+    Hit,
     HitSizes,
-    PromptHit,
     PromptObjects,
     largest_hit,
     loadable_hits,
@@ -33,12 +33,12 @@ TAILED = replace(OWN[-1], hash_tokens=32, alignment_tokens=32)
 GEOMETRIES = st.sampled_from([*LAYOUTS.values(), *OWN])
 
 
-def size(geometry: Geometry, *hits: PromptHit) -> int:
+def size(geometry: Geometry, *hits: Hit) -> int:
     places = {
-        (group, chunk, hit.tail if chunk == hit.chunks - 1 else 0)
+        (group, chunk, hit.tail if chunk == hit.chunks else 0)
         for hit in hits
         for group in geometry.groups
-        for chunk in needed_chunks(geometry, group, hit.chunks)
+        for chunk in needed_chunks(geometry, group, hit.depth)
     }
     shapes = ((part_bytes(geometry, group, at), geometry.parts(group)) for group, at, _ in places)
     return sum(slot_bytes(part, parts) for part, parts in shapes)

@@ -1,11 +1,8 @@
 """Driving the daemon's core without a socket."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
-
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.core.policies import EvictionClass
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.store.store import Store
@@ -15,7 +12,6 @@ from hybridkv.wire.messages import (
     Found,
     Hello,
     Lookup,
-    PackedSlots,
     Reply,
     Reserve,
     Reserved,
@@ -25,13 +21,6 @@ from hybridkv.wire.messages import (
 )
 
 ARENA = 1 << 20
-
-
-class Ref(NamedTuple):
-    """A slot as messages name it."""
-
-    offset: int
-    generation: int
 
 
 def make_daemon(arena_bytes: int = ARENA) -> Daemon:
@@ -89,42 +78,28 @@ def engine(
     return daemon.handle(connection, engine_hello(geometry, name, identity))
 
 
-def pack_refs(refs: Iterable[Ref]) -> PackedSlots:
-    refs = list(refs)
-    return PackedSlots(
-        pack_u64([ref.offset for ref in refs]), pack_u64([ref.generation for ref in refs])
-    )
-
-
-def unpack_refs(offsets: bytes, generations: bytes) -> list[Ref]:
-    return [
-        Ref._make(pair) for pair in zip(unpack_u64(offsets), unpack_u64(generations), strict=True)
-    ]
-
-
 def grant(
     daemon: Daemon, connection: int, part_bytes: int, count: int, parts: int = 1
-) -> list[Ref]:
+) -> list[SlotRef]:
     granted = daemon.handle(connection, Reserve(9, part_bytes, parts, count))
     assert isinstance(granted, Reserved), granted
-    return unpack_refs(granted.offsets, granted.generations)
+    return [*unpack_slots(granted.slots)]
 
 
 def commit(
     daemon: Daemon,
     connection: int,
-    slots: list[Ref],
+    slots: list[SlotRef],
     group: int,
     numbers: list[int],
     *,
     eviction_class: EvictionClass = EvictionClass.PROMPT,
 ) -> Reply | None:
-    packed = pack_refs(slots)
+    packed = pack_slots(slots)
     return daemon.handle(
         connection,
         Commit(
-            offsets=packed.offsets,
-            generations=packed.generations,
+            slots=packed,
             groups=pack_u64([group] * len(slots)),
             hashes=hashes(*numbers),
             classes=bytes([eviction_class] * len(slots)),

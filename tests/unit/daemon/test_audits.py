@@ -6,6 +6,7 @@ import pytest
 
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.packed import SlotRef, unpack_slots
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.wire.messages import (
     AuditOffer,
@@ -23,7 +24,7 @@ from hybridkv.wire.messages import (
 )
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import Ref, commit, engine, grant, hashes, make_daemon, unpack_refs
+from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
 
 HYBRID = LAYOUTS["qwen3next"]
 STATES, FULL = (0, 1), 2
@@ -35,9 +36,9 @@ def daemon_of(geometry: Geometry) -> Daemon:
     return daemon
 
 
-def store(daemon: Daemon, geometry: Geometry, number: int, *groups: int) -> list[Ref]:
+def store(daemon: Daemon, geometry: Geometry, number: int, *groups: int) -> list[SlotRef]:
     """Store the objects of these groups of a chunk. Returns their slots."""
-    slots: list[Ref] = []
+    slots: list[SlotRef] = []
     for index in groups:
         granted = grant(daemon, 1, geometry.groups[index].block_bytes, 1)
         commit(daemon, 1, granted, index, [number])
@@ -67,9 +68,9 @@ def test_the_last_chunk_of_a_hit_is_offered_with_the_hit_before_it() -> None:
     found = asked(daemon, 0, 1, 2, 3)
     offer = offered(found)
     assert (found.chunks, offer.chunk, offer.lease) == (3, 2, 2)
-    assert unpack_refs(found.offsets, found.generations) == slots
-    assert unpack_refs(offer.shorter_offsets, offer.shorter_generations) == slots[:2]
-    assert unpack_refs(offer.offsets, offer.generations) == slots[2:]
+    assert [*unpack_slots(found.slots)] == slots
+    assert [*unpack_slots(offer.shorter_slots)] == slots[:2]
+    assert [*unpack_slots(offer.slots)] == slots[2:]
     check_daemon(daemon)
 
 
@@ -79,8 +80,8 @@ def test_a_hit_of_one_chunk_is_audited_too() -> None:
     slots = store(daemon, geometry, 0, 0)
     offer = offered(asked(daemon, 0))
     assert offer.chunk == 0
-    assert not offer.shorter_offsets
-    assert unpack_refs(offer.offsets, offer.generations) == slots
+    assert not offer.shorter_slots
+    assert [*unpack_slots(offer.slots)] == slots
 
 
 def test_states_of_both_boundaries_are_needed_for_the_last_chunk() -> None:
@@ -90,8 +91,8 @@ def test_states_of_both_boundaries_are_needed_for_the_last_chunk() -> None:
     second = store(daemon, HYBRID, 1, *STATES, FULL)
     offer = offered(asked(daemon, 0, 1))
     assert offer.chunk == 1
-    assert unpack_refs(offer.shorter_offsets, offer.shorter_generations) == first
-    assert unpack_refs(offer.offsets, offer.generations) == second
+    assert [*unpack_slots(offer.shorter_slots)] == first
+    assert [*unpack_slots(offer.slots)] == second
 
 
 def test_without_a_state_before_it_nothing_of_the_hit_is_given_up() -> None:
@@ -103,8 +104,8 @@ def test_without_a_state_before_it_nothing_of_the_hit_is_given_up() -> None:
     found = asked(daemon, 0, 1, 2)
     offer = offered(found)
     assert (found.chunks, offer.chunk) == (2, 2)
-    assert not offer.shorter_offsets
-    assert unpack_refs(offer.offsets, offer.generations) == [(0, 0), (0, 0), *after]
+    assert not offer.shorter_slots
+    assert [*unpack_slots(offer.slots)] == [(0, 0), (0, 0), *after]
 
 
 def test_a_miss_is_audited_by_what_is_there_of_its_first_chunk() -> None:
@@ -112,7 +113,7 @@ def test_a_miss_is_audited_by_what_is_there_of_its_first_chunk() -> None:
     there = store(daemon, HYBRID, 0, FULL)
     found = asked(daemon, 0, 1)
     assert not found.chunks
-    assert unpack_refs(offered(found).offsets, offered(found).generations)[FULL] == there[0]
+    assert [*unpack_slots(offered(found).slots)][FULL] == there[0]
     assert leases(daemon) == 1
     daemon.handle(1, Release(2))
     assert not leases(daemon)
@@ -138,7 +139,7 @@ def test_both_leases_keep_their_slots_until_each_ends() -> None:
     daemon.handle(1, Release(1))
     # The object is gone for everybody, and its bytes stay for the audit.
     before = daemon.store.committed_bytes
-    daemon.handle(1, ReportCorrupt(offer.offsets, offer.generations))
+    daemon.handle(1, ReportCorrupt(offer.slots))
     assert daemon.store.committed_bytes == before
     assert asked(daemon, 0, 1, audit_lease=0, lease=3).chunks == 1
     daemon.handle(1, Release(2))
@@ -178,7 +179,7 @@ def test_a_hit_inside_a_block_is_not_audited() -> None:
     tails = hashes(*range(100, 106))
     found = daemon.handle(1, Lookup(5, 1, hashes(0, 1), tails=tails, audit_lease=2))
     assert isinstance(found, Found)
-    assert (found.chunks, found.tail, found.audit) == (2, 4, None)
+    assert (found.depth, found.tail, found.audit) == (2, 4, None)
 
 
 def test_an_engine_with_other_weights_by_now_is_offered_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import SLOT_BYTES, SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.daemon.sessions import Process, owner_of
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.tiers.record import record_of
@@ -59,7 +59,6 @@ from tests.unit.daemon.harness import (
     hashes,
     lookup,
     make_daemon,
-    pack_refs,
 )
 
 QWEN3 = LAYOUTS["qwen3"]
@@ -76,9 +75,9 @@ MINIMAL: dict[type[Request], Request] = {
         Lookup(1, 1, b""),
         Release(1),
         Reserve(1, PART, 1, 0),
-        Commit(b"", b"", b"", b""),
-        Free(b"", b""),
-        ReportCorrupt(b"", b""),
+        Commit(b"", b"", b""),
+        Free(b""),
+        ReportCorrupt(b""),
         ReportRequest("r", RequestExplanation(1, 0)),
         ReportIdentity({}),
         ReportAudit("r", AuditOutcome.PASSED),
@@ -99,7 +98,7 @@ def test_stored_then_found_then_released() -> None:
     found = lookup(daemon, 1, 7, *range(1, 5))
     assert found.chunks == 3
     assert found.masks == [b"\1\1\1\0"]
-    assert list(unpack_u64(found.offsets)) == [slot.offset for slot in slots]
+    assert [slot.offset for slot in unpack_slots(found.slots)] == [slot.offset for slot in slots]
     assert daemon.view.metric_values().named()["leases"] == 1
     daemon.handle(1, Release(7, 384, 1000))
     assert daemon.view.metric_values().named()["leases"] == 0
@@ -328,10 +327,10 @@ def test_a_condemned_object_is_a_miss() -> None:
     engine(daemon, 1, QWEN3)
     slots = grant(daemon, 1, PART, 2)
     commit(daemon, 1, slots, 0, [1, 2])
-    packed = pack_refs([slots[1]])
-    daemon.handle(1, ReportCorrupt(packed.offsets, pack_u64([slots[1].generation + 1])))
+    packed = pack_slots([slots[1]])
+    daemon.handle(1, ReportCorrupt(pack_slots([SlotRef(slots[1].offset, slots[1].generation + 1)])))
     assert lookup(daemon, 1, 1, 1, 2).chunks == 2, "another generation is another object"
-    daemon.handle(1, ReportCorrupt(packed.offsets, packed.generations))
+    daemon.handle(1, ReportCorrupt(packed))
     assert lookup(daemon, 1, 2, 1, 2).chunks == 1
     check_daemon(daemon)
 
@@ -349,7 +348,7 @@ def test_what_a_failed_load_read_is_replaced_by_what_is_stored_next() -> None:
         again = lookup(daemon, 1, 100 + lease, 1, 2)
         daemon.handle(1, Release(100 + lease, 256))
         assert again.chunks == 2
-        assert (again.generations != found.generations) == is_new
+        assert (again.slots != found.slots) == is_new
     check_daemon(daemon)
 
 
@@ -357,8 +356,8 @@ def test_unused_slots_can_be_given_back() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
     slots = grant(daemon, 1, PART, 2)
-    packed = pack_refs(slots)
-    daemon.handle(1, Free(packed.offsets, packed.generations))
+    packed = pack_slots(slots)
+    daemon.handle(1, Free(packed))
     assert daemon.view.metric_values().named()["bytes_writing"] == 0
     commit(daemon, 1, slots, 0, [1, 2])
     assert daemon.view.metric_values().named()["commits_unknown"] == 2
@@ -371,8 +370,8 @@ def test_unused_slots_can_be_given_back() -> None:
         (Hello(1, PROTOCOL_VERSION, "engine", "e"), "hello_twice"),
         (Lookup(1, 1, b"short"), "hashes"),
         (Reserve(1, 12345, 1, 1), "part_bytes"),
-        (Free(b"123", b"123"), "packed"),
-        (Free(pack_u64([1]), b""), "packed"),
+        (Free(b"123"), "packed"),
+        (Free(pack_u64([1])), "packed"),
     ],
 )
 def test_refusals_have_a_code_and_change_nothing(request_: Request, code: str) -> None:
@@ -493,10 +492,8 @@ def test_a_refused_commit_stores_nothing() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
     slots = grant(daemon, 1, PART, 3)
-    packed = pack_refs(slots)
-    refused = daemon.handle(
-        1, Commit(packed.offsets, packed.generations, pack_u64([1, 0, 0]), hashes(1, 2, 3))
-    )
+    packed = pack_slots(slots)
+    refused = daemon.handle(1, Commit(packed, pack_u64([1, 0, 0]), hashes(1, 2, 3)))
     assert isinstance(refused, Error)
     assert refused.code == "commit"
     assert daemon.view.metric_values().named()["objects"] == 0
@@ -515,10 +512,9 @@ def test_what_all_objects_of_a_commit_have_in_common_is_said_once(first: int) ->
         daemon = make_daemon()
         engine(daemon, 1, QWEN3)
         refs = grant(daemon, 1, PART, 3)
-        packed = pack_refs(refs)
+        packed = pack_slots(refs)
         request = Commit(
-            offsets=packed.offsets,
-            generations=packed.generations,
+            slots=packed,
             groups=groups * times,
             hashes=names,
             parents=parents,
@@ -528,7 +524,7 @@ def test_what_all_objects_of_a_commit_have_in_common_is_said_once(first: int) ->
         assert daemon.handle(1, request) is None
         slots = [daemon.store.slot_at(ref.offset, ref.generation) for ref in refs]
         known.append([record_of(slot) for slot in slots if slot is not None])
-        empty = Commit(b"", b"", groups, b"", parents=before, tenants=tenants)
+        empty = Commit(b"", groups, b"", parents=before, tenants=tenants)
         assert daemon.handle(1, empty) is None
         check_daemon(daemon)
     assert known[0] == known[1]
@@ -539,9 +535,9 @@ def test_what_all_objects_of_a_commit_have_in_common_is_said_once(first: int) ->
 def test_columns_of_a_commit_have_one_item_or_one_for_each() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
-    packed = pack_refs(grant(daemon, 1, PART, 3))
+    packed = pack_slots(grant(daemon, 1, PART, 3))
     names = hashes(1, 2, 3)
-    right = Commit(packed.offsets, packed.generations, pack_u64([0]), names)
+    right = Commit(packed, pack_u64([0]), names)
     for change in (
         {"groups": pack_u64([0, 0])},
         {"groups": b""},
@@ -591,7 +587,7 @@ def test_a_hit_names_no_more_slots_than_fit_in_a_message(monkeypatch: pytest.Mon
     found = lookup(daemon, 1, 1, *range(10))
     assert found.chunks == 6
     assert found.masks == [b"\1" * 6] * 3
-    assert len(unpack_u64(found.offsets)) == 18
+    assert len(found.slots) // SLOT_BYTES == 18
     assert lookup(daemon, 1, 2, *range(4)).chunks == 4
 
 

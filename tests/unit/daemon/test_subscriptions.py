@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.sessions import LOOK_SECONDS, UNHEARD_MAX, OutgoingMessage, RemovedObject
+from hybridkv.daemon.sessions import LOOK_SECONDS, UNANSWERED_MAX, OutgoingMessage, RemovedObject
 from hybridkv.wire.messages import Clear, Commit, Identify, Lookup, Removed, Stats, Subscribe
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import Ref, commit, engine, grant, hashes, make_daemon, pack_refs
+from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
 from tests.unit.daemon.tier_node import FULL, Node
 
 QWEN3 = LAYOUTS["qwen3"]
@@ -67,16 +67,14 @@ def test_a_commit_that_came_to_nothing_is_told() -> None:
     daemon = make_daemon()
     engine(daemon, 1, QWEN3)
     daemon.handle(1, Subscribe())
-    commit(daemon, 1, [Ref(0, 5)], 0, [1])
+    commit(daemon, 1, [SlotRef(0, 5)], 0, [1])
     assert turn(daemon) == [(1, Removed(0, hashes(1), b"\0"))]
     store(daemon, 1, 1)
     store(daemon, 1, 1)
     assert turn(daemon) == [], "a duplicate is there"
     daemon.store.tenant_bytes = 1
-    packed = pack_refs(grant(daemon, 1, PART, 1))
-    over_quota = Commit(
-        packed.offsets, packed.generations, pack_u64([0]), hashes(2), tenants=pack_u64([9])
-    )
+    packed = pack_slots(grant(daemon, 1, PART, 1))
+    over_quota = Commit(packed, pack_u64([0]), hashes(2), tenants=pack_u64([9]))
     daemon.handle(1, over_quota)
     assert turn(daemon) == [(1, Removed(0, hashes(2), b"\0"))]
 
@@ -120,16 +118,16 @@ def test_an_engine_that_says_nothing_is_sent_no_more_than_it_may_keep_unread(
     come_and_go(*range(5))
     assert [len(removed.groups) for removed in sent] == [2, 2, 1]
     come_and_go(*range(5, 20))
-    assert len(sent) == UNHEARD_MAX
+    assert len(sent) == UNANSWERED_MAX
     come_and_go(*range(20, 30))
-    assert len(sent) == UNHEARD_MAX
+    assert len(sent) == UNANSWERED_MAX
     daemon.handle(1, Stats(9))
     collect()
     chunks = b"".join(removed.hashes for removed in sent)
     assert chunks == hashes(*range(30)), "all of it, in order"
     assert not any(removed.everything for removed in sent)
     sent.clear()
-    come_and_go(*range(1, 1 + 2 * UNHEARD_MAX))
+    come_and_go(*range(1, 1 + 2 * UNANSWERED_MAX))
     come_and_go(*range(30, 51))
     come_and_go(51)
     assert daemon.view.metric_values().named()["removals_overflowed"] == 1

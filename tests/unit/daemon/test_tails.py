@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.core.speed import Speed
 from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.daemon.handlers import Daemon
@@ -27,16 +27,7 @@ from hybridkv.wire.messages import (
 )
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import (
-    Ref,
-    commit,
-    engine,
-    grant,
-    hashes,
-    make_daemon,
-    pack_refs,
-    unpack_refs,
-)
+from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
 from tests.unit.daemon.tier_node import WAIT_MS, Node, is_found, remote
 
 FINE = dataclasses.replace(LAYOUTS["qwen3next"], hash_tokens=64, alignment_tokens=64)
@@ -51,9 +42,9 @@ def daemon() -> Daemon:
     return daemon
 
 
-def store(daemon: Daemon, number: int, *groups: int) -> list[Ref]:
+def store(daemon: Daemon, number: int, *groups: int) -> list[SlotRef]:
     """Store an object of this name for each of the groups. Returns their slots."""
-    slots: list[Ref] = []
+    slots: list[SlotRef] = []
     for group in groups:
         granted = grant(daemon, 1, FINE.groups[group].block_bytes, 1)
         commit(daemon, 1, granted, group, [number])
@@ -75,8 +66,8 @@ def test_the_longest_tail_that_is_whole_is_hit(daemon: Daemon) -> None:
     tail = store(daemon, 104, *RECURRENT, FULL)
     store(daemon, 105, *RECURRENT)
     found = asked(daemon, 1)
-    assert (found.chunks, found.tail) == (2, 5)
-    slots = unpack_refs(found.offsets, found.generations)
+    assert (found.depth, found.tail) == (2, 5)
+    slots = [*unpack_slots(found.slots)]
     assert slots == [tail[0], tail[1], first[0], tail[2]]
     assert asked(daemon, 2, TAILS[3 * 32 :], 1).tail == 2, "numbers begin with the first name"
     store(daemon, 106, *RECURRENT, FULL)
@@ -88,7 +79,7 @@ def test_a_hit_of_chunks_is_not_given_up_for_a_tail(daemon: Daemon) -> None:
     assert asked(daemon, 1).tail == 1, "inside the first chunk"
     store(daemon, 0, *RECURRENT, FULL)
     found = asked(daemon, 2)
-    assert (found.chunks, found.tail) == (1, 0)
+    assert (found.depth, found.tail) == (1, 0)
 
 
 class Chat:
@@ -133,19 +124,13 @@ class Chat:
         self._daemon.handle(1, Release(1))
         if found.tail:
             return tail_tokens(FINE, first, found.tail - 1)
-        return found.chunks * chunk
+        return found.depth * chunk
 
     def _store(self, group: int, name: bytes, parent: bytes) -> None:
         """Store an object, if there is a slot for it."""
         for slot in grant(self._daemon, 1, FINE.groups[group].block_bytes, 1):
-            packed = pack_refs([slot])
-            request = Commit(
-                offsets=packed.offsets,
-                generations=packed.generations,
-                groups=pack_u64([group]),
-                hashes=name,
-                parents=parent,
-            )
+            packed = pack_slots([slot])
+            request = Commit(slots=packed, groups=pack_u64([group]), hashes=name, parents=parent)
             self._daemon.handle(1, request)
 
 
@@ -226,11 +211,11 @@ def test_a_tail_that_only_a_directory_has_is_read_with_its_chunks(
     assert pending.chunks == 2, "so that the engine waits for it"
     node.work()
     found = node.answer()
-    assert (found.chunks, found.tail) == (2, 5)
+    assert (found.depth, found.tail) == (2, 5)
     node.prove(FINE, found, [])
     node.daemon.handle(1, Release(7))
     again = is_found(looked_up(node))
-    assert (again.chunks, again.tail, again.tiers) == (2, 5, {}), "it is in RAM now"
+    assert (again.depth, again.tail, again.tiers) == (2, 5, {}), "it is in RAM now"
 
 
 def test_a_shorter_tail_in_ram_is_held_while_a_longer_one_is_read(tmp_path: Path) -> None:
@@ -247,7 +232,7 @@ def test_a_tail_is_not_read_where_its_chunks_are_nowhere(tmp_path: Path) -> None
     node = below_ram(tmp_path, 0, 107)
     node.store(FINE, [0])
     found = is_found(looked_up(node))
-    assert (found.chunks, found.tail) == (1, 0)
+    assert (found.depth, found.tail) == (1, 0)
     assert not [job for job in node.jobs if job.kind is JobKind.READ]
 
 
@@ -257,7 +242,7 @@ def test_a_tail_that_takes_longer_than_computing_is_computed(tmp_path: Path) -> 
     node.store(FINE, [0])
     node.daemon.tiers[0].speed = Speed().measured(1, 100.0, node.now)
     found = is_found(looked_up(node, rate=100_000))
-    assert (found.chunks, found.tail) == (1, 0)
+    assert (found.depth, found.tail) == (1, 0)
     assert "reading 384 tokens would take" in found.why
 
 
@@ -271,7 +256,7 @@ def test_a_damaged_tail_costs_only_itself(tmp_path: Path) -> None:
     assert isinstance(looked_up(node), Pending)
     node.work()
     found = node.answer()
-    assert (found.chunks, found.tail) == (1, 0)
+    assert (found.depth, found.tail) == (1, 0)
 
 
 def test_a_tier_that_must_be_asked_is_not_asked_for_tails() -> None:
@@ -284,7 +269,7 @@ def test_a_tier_that_must_be_asked_is_not_asked_for_tails() -> None:
     assert isinstance(looked_up(node), Pending)
     node.work()
     found = node.answer()
-    assert (found.chunks, found.tail) == (1, 0)
+    assert (found.depth, found.tail) == (1, 0)
 
 
 def test_who_waits_for_a_tail_that_is_read_for_another_knows_its_own_place(tmp_path: Path) -> None:
@@ -295,5 +280,5 @@ def test_who_waits_for_a_tail_that_is_read_for_another_knows_its_own_place(tmp_p
     assert isinstance(node.daemon.handle(1, shorter, node.now), Pending)
     node.work()
     answers = [found for _, found in node.daemon.outgoing if isinstance(found, Found)]
-    assert [(found.chunks, found.tail) for found in answers] == [(2, 5), (2, 2)]
+    assert [(found.depth, found.tail) for found in answers] == [(2, 5), (2, 2)]
     assert [found.tiers for found in answers] == [{"disk": 2}] * 2

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.coverage import part_bytes
-from hybridkv.core.packed import unpack_u64
+from hybridkv.core.packed import SLOT_BYTES, unpack_slots
 from hybridkv.core.policies import EvictionClass
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.handlers import Daemon
@@ -22,7 +22,7 @@ from hybridkv.wire.messages import Clear, Found, Pending, Release
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
-from tests.unit.daemon.harness import commit, engine, grant, make_welcome, unpack_refs
+from tests.unit.daemon.harness import commit, engine, grant, make_welcome
 from tests.unit.daemon.tier_node import ARENA, FULL, Node, is_found, remote, stored
 
 
@@ -212,7 +212,7 @@ def test_an_answer_is_written_once_it_is_read_or_goes(tmp_path: Path, way: str) 
         found = is_found(node.ask(1, 2, wait_ms=0))
         node.tick()
         node.work()
-        read = len(unpack_u64(found.offsets))
+        read = len(found.slots) // SLOT_BYTES
         assert len(list(tmp_path.glob("objects/*/??/*"))) == read < 2 * len(FULL.groups)
     else:
         for first in range(10, 130, 2):
@@ -364,7 +364,7 @@ def hit(node: Node, *numbers: int) -> list[Slot]:
     node.daemon.handle(1, Release(7), node.now)
     slots = [
         node.daemon.store.slot_at(offset, generation)
-        for offset, generation in unpack_refs(found.offsets, found.generations)
+        for offset, generation in [*unpack_slots(found.slots)]
     ]
     return [slot for slot in slots if slot is not None]
 

@@ -576,7 +576,7 @@ def test_an_engine_with_other_weights_by_now_gets_nothing(tmp_path: Path) -> Non
     assert node.daemon.handle(1, Identify(6, b"m" * 32), node.now) == Done(6, 0)
     node.work()
     found = node.answer()
-    assert (found.chunks, found.offsets) == (0, b"")
+    assert (found.chunks, found.slots) == (0, b"")
     assert not any(map(any, found.masks))
 
 

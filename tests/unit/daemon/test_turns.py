@@ -5,10 +5,21 @@ import socket
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridkv.client.control import ControlClient
 from hybridkv.core.geometry import Geometry, Group, GroupKind
-from hybridkv.core.packed import batches, pack_u64, unpack_u64
+from hybridkv.core.packed import (
+    SLOT_BYTES,
+    SlotRef,
+    batches,
+    join_nodes,
+    on_node,
+    pack_slots,
+    pack_u64,
+    unpack_slots,
+)
 from hybridkv.daemon.clients import RECEIVE_BYTES
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.shm.slots import slot_bytes
@@ -30,7 +41,7 @@ from hybridkv.wire.messages import (
     Stats,
 )
 from tests.invariants import check_daemon
-from tests.unit.daemon.harness import Ref, engine, engine_hello, grant, make_daemon, pack_refs
+from tests.unit.daemon.harness import engine, engine_hello, grant, make_daemon
 from tests.waiting import DEADLINE_SECONDS
 
 PART = 256
@@ -41,14 +52,14 @@ OBJECTS = 2 * CHANGES_MAX + 10
 def test_no_message_changes_more_than_so_many_slots() -> None:
     daemon = make_daemon(8 * OBJECTS * slot_bytes(PART, 1))
     engine(daemon, 1, SMALL)
-    slots: list[Ref] = []
+    slots: list[SlotRef] = []
     while len(slots) < OBJECTS:
         granted = grant(daemon, 1, PART, min(BATCH_MAX, OBJECTS - len(slots)))
         assert 0 < len(granted) <= CHANGES_MAX
         slots += granted
     for at, slot in enumerate(slots):
-        packed, name = pack_refs([slot]), at.to_bytes(32, "little")
-        daemon.handle(1, Commit(packed.offsets, packed.generations, pack_u64([0]), name))
+        packed, name = pack_slots([slot]), at.to_bytes(32, "little")
+        daemon.handle(1, Commit(packed, pack_u64([0]), name))
     assert daemon.store.objects == OBJECTS
     for left in (CHANGES_MAX, CHANGES_MAX, 10, 0):
         assert daemon.handle(1, Clear(2)) == Done(2, left)
@@ -59,11 +70,9 @@ def test_no_message_changes_more_than_so_many_slots() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        lambda count: Free(bytes(8 * count), bytes(8 * count)),
-        lambda count: ReportCorrupt(bytes(8 * count), bytes(8 * count)),
-        lambda count: Commit(
-            bytes(8 * count), bytes(8 * count), bytes(8 * count), bytes(32 * count)
-        ),
+        lambda count: Free(bytes(SLOT_BYTES * count)),
+        lambda count: ReportCorrupt(bytes(SLOT_BYTES * count)),
+        lambda count: Commit(bytes(SLOT_BYTES * count), bytes(8 * count), bytes(32 * count)),
     ],
 )
 def test_a_message_of_too_many_slots_is_none_of_the_protocol(
@@ -74,12 +83,24 @@ def test_a_message_of_too_many_slots_is_none_of_the_protocol(
         decode_request(encode(message(CHANGES_MAX + 1))[4:])
 
 
-def test_columns_are_cut_together() -> None:
-    names, hashes = pack_u64([*range(5)]), b"".join(bytes([at]) * 32 for at in range(5))
-    cut = batches(2, (names, 8), (hashes, 32))
-    assert [list(unpack_u64(name)) for name, _ in cut] == [[0, 1], [2, 3], [4]]
-    assert [hashes_of_batch[::32] for _, hashes_of_batch in cut] == [b"\0\1", b"\2\3", b"\4"]
-    assert batches(2, (b"", 8), (b"", 32)) == []
+def test_slots_are_cut_between_two_of_them() -> None:
+    slots = [SlotRef(number, number + 1) for number in range(5)]
+    cut = batches(pack_slots(slots), 2 * SLOT_BYTES)
+    assert [[*unpack_slots(batch)] for batch in cut] == [slots[:2], slots[2:4], slots[4:]]
+    assert batches(b"", 2) == []
+
+
+@given(st.integers(1, 4), st.integers(0, 5))
+def test_a_ticket_has_the_slot_of_each_node(nodes: int, objects: int) -> None:
+    slots = [
+        pack_slots([SlotRef(node, (1 << 64) - 1 - place) for place in range(objects)])
+        for node in range(nodes)
+    ]
+    tickets = join_nodes(slots)
+    assert [on_node(tickets, node, nodes) for node in range(nodes)] == slots
+    assert batches(tickets, nodes * SLOT_BYTES) == [
+        b"".join(own) for own in zip(*(batches(own, SLOT_BYTES) for own in slots), strict=True)
+    ]
 
 
 def test_everything_is_cleared_in_pieces(daemon: DaemonProcess) -> None:
@@ -89,9 +110,9 @@ def test_everything_is_cleared_in_pieces(daemon: DaemonProcess) -> None:
         while stored < OBJECTS:
             granted = control.call(Reserve(2, PART, 1, OBJECTS - stored))
             assert isinstance(granted, Reserved)
-            count = len(unpack_u64(granted.offsets))
+            count = len(granted.slots) // SLOT_BYTES
             names = b"".join(at.to_bytes(32, "little") for at in range(stored, stored + count))
-            control.tell(Commit(granted.offsets, granted.generations, pack_u64([0] * count), names))
+            control.tell(Commit(granted.slots, pack_u64([0] * count), names))
             stored += count
         assert control.stats().values["objects"] == OBJECTS
         assert control.clear_objects() == OBJECTS

@@ -6,7 +6,7 @@ from pathlib import Path
 from hybridkv.core.coverage import part_bytes
 from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.core.policies import EvictionClass
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.daemon.handlers import Daemon
@@ -20,16 +20,7 @@ from hybridkv.wire.messages import Commit, Found, Lookup, Pending, Reply
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
-from tests.unit.daemon.harness import (
-    Ref,
-    commit,
-    engine,
-    grant,
-    hashes,
-    make_welcome,
-    pack_refs,
-    unpack_refs,
-)
+from tests.unit.daemon.harness import commit, engine, grant, hashes, make_welcome
 
 ARENA = 1 << 20
 WAIT_MS = 1000
@@ -104,10 +95,9 @@ class Node:
                     (slot,) = grant(self.daemon, connection, size, 1, geometry.parts(group))
                     self.fill(slot, size, geometry.parts(group), content(index, number))
                     parents = b"" if states is None or not chunk else hashes(numbers[chunk - 1])
-                    packed = pack_refs([slot])
+                    packed = pack_slots([slot])
                     new = Commit(
-                        offsets=packed.offsets,
-                        generations=packed.generations,
+                        slots=packed,
                         groups=pack_u64([index]),
                         hashes=hashes(number),
                         parents=parents,
@@ -131,7 +121,7 @@ class Node:
         if works:
             self.work()
 
-    def fill(self, slot: Ref, size: int, parts: int, value: int) -> None:
+    def fill(self, slot: SlotRef, size: int, parts: int, value: int) -> None:
         memory = self.memory[slot.offset : slot.offset + slot_bytes(size, parts)]
         memory[payload_offset(parts) :] = bytes([value]) * (len(memory) - payload_offset(parts))
         sign(memory, part_digests(memory, size, parts), slot.generation)
@@ -149,7 +139,7 @@ class Node:
 
     def prove(self, geometry: Geometry, found: Found, numbers: list[int]) -> None:
         """Every slot of an answer has the bytes of its name, signed."""
-        for offset, generation in unpack_refs(found.offsets, found.generations):
+        for offset, generation in [*unpack_slots(found.slots)]:
             slot = self.daemon.store.slot_at(offset, generation)
             assert slot is not None
             assert slot.entry is not None

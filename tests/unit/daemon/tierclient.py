@@ -13,7 +13,7 @@ from hybridkv.client.link import Link
 from hybridkv.core.coverage import needed_chunks, part_bytes
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import pack_u64
+from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.slots import is_signed, part_digests, payload_offset, sign, slot_bytes
 from hybridkv.wire.messages import (
@@ -30,7 +30,7 @@ from hybridkv.wire.messages import (
     Stats,
 )
 from tests.tier_suite import FEW_VALUES
-from tests.unit.daemon.harness import Ref, engine_hello, pack_refs, unpack_refs
+from tests.unit.daemon.harness import engine_hello
 from tests.waiting import DEADLINE_SECONDS
 
 GEOMETRY = Geometry(
@@ -120,11 +120,10 @@ class Client:
                     continue
                 slot = self._slot(size, parts, patience)
                 self.fill(slot, index, name, size, parts)
-                packed = pack_refs([slot])
+                packed = pack_slots([slot])
                 self.tell(
                     Commit(
-                        offsets=packed.offsets,
-                        generations=packed.generations,
+                        slots=packed,
                         groups=pack_u64([index]),
                         hashes=name,
                         parents=names[chunk - 1] if chunk else bytes(HASH_BYTES),
@@ -133,23 +132,23 @@ class Client:
                 stored += slot_bytes(size, parts)
         return stored
 
-    def fill(self, ref: Ref, index: int, name: bytes, size: int, parts: int) -> None:
+    def fill(self, ref: SlotRef, index: int, name: bytes, size: int, parts: int) -> None:
         """Write an object into its slot."""
         slot = self.arena.memory[ref.offset : ref.offset + slot_bytes(size, parts)]
         start = payload_offset(parts)
         slot[start : start + size * parts] = content(name, index, size * parts)
         sign(slot, part_digests(slot, size, parts), ref.generation)
 
-    def want(self, size: int, parts: int, count: int) -> list[Ref]:
+    def want(self, size: int, parts: int, count: int) -> list[SlotRef]:
         """Ask for write slots, and return those that are granted."""
         granted = self._call(Reserve(self._id(), size, parts, count))
         assert isinstance(granted, Reserved), granted
-        return unpack_refs(granted.offsets, granted.generations)
+        return [*unpack_slots(granted.slots)]
 
-    def abandon(self, slots: Sequence[Ref]) -> None:
+    def abandon(self, slots: Sequence[SlotRef]) -> None:
         """Give write slots back unused."""
-        packed = pack_refs(slots)
-        self.tell(Free(packed.offsets, packed.generations))
+        packed = pack_slots(slots)
+        self.tell(Free(packed))
 
     def ask(self, prompt: int, chunks: int, wait_ms: int = 0, rate: int = 0) -> int:
         """Send a lookup. Returns its id, which is also that of its lease."""
@@ -182,10 +181,10 @@ class Client:
 
     def prove(self, found: Found, prompt: int) -> None:
         """Every slot of an answer has the bytes of its name, signed. Raises AssertionError."""
-        names = hashes(prompt, found.chunks)
-        slots = unpack_refs(found.offsets, found.generations)
+        names = hashes(prompt, found.depth)
+        slots = [*unpack_slots(found.slots)]
         for index, group in enumerate(self.geometry.groups):
-            for chunk in needed_chunks(self.geometry, group, found.chunks) if found.chunks else ():
+            for chunk in needed_chunks(self.geometry, group, found.depth) if found.depth else ():
                 offset, generation = slots.pop(0)
                 size, parts = part_bytes(self.geometry, group, chunk), self.geometry.parts(group)
                 slot = self.arena.memory[offset : offset + slot_bytes(size, parts)]
@@ -200,7 +199,7 @@ class Client:
                 )
         assert not slots, "an answer has just the slots that it needs"
 
-    def _slot(self, size: int, parts: int, patience: float) -> Ref:
+    def _slot(self, size: int, parts: int, patience: float) -> SlotRef:
         deadline = time.monotonic() + patience
         while True:
             slots = self.want(size, parts, 1)

@@ -3,23 +3,20 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks.policies import ForesightCache, all_reads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.lab.capacity import stored_shapes
 from hybridkv.lab.replay import (
-    ForesightCache,
     ReplayHits,
     ReplayModel,
     TracePrompt,
     TraceReplay,
     UnlimitedCache,
-    all_reads,
-    as_sessions,
     known_tokens,
 )
 from hybridkv.shm.slots import slot_bytes
@@ -115,10 +112,7 @@ def test_tails_lose_nothing_and_the_store_has_them_as_a_cache_without_bound_does
 ) -> None:
     prompts = data.draw(traces(block_tokens))
     fine = fine_geometry(name, units)
-    whole, model = (
-        ReplayModel(geometry, RULE, block_tokens, geometry is fine)
-        for geometry in (LAYOUTS[name], fine)
-    )
+    whole, model = (ReplayModel(geometry, RULE, block_tokens) for geometry in (LAYOUTS[name], fine))
     ceiling = last(UnlimitedCache(model), prompts)
     assert ceiling.tokens_hit >= last(UnlimitedCache(whole), prompts).tokens_hit
     with TraceReplay(model, PLENTY) as cache:
@@ -137,7 +131,7 @@ def test_a_turn_hits_all_but_the_last_match_unit_of_the_one_before() -> None:
     """Also where that ends with a chunk, or inside the first one."""
     geometry = fine_geometry("qwen3next", 8)
     chunk, unit = geometry.chunk_tokens, geometry.hash_tokens
-    model = ReplayModel(geometry, StateRule(), chunk, with_tails=True)
+    model = ReplayModel(geometry, StateRule(), chunk)
     lengths = [chunk // 2, 3 * chunk // 2, 3 * chunk, 5 * chunk + 1, 5 * chunk + unit + 1]
     prompts = [TracePrompt(length, range(7)) for length in lengths]
     prompts.append(TracePrompt(7 * chunk, range(7)))
@@ -150,7 +144,7 @@ def test_a_tail_that_a_prompt_went_on_after_goes_first() -> None:
     """Four conversations take turns in room for their chunks and for few tails."""
     geometry = fine_geometry("qwen3next", 8)
     chunk, unit = geometry.chunk_tokens, geometry.hash_tokens
-    model = ReplayModel(geometry, StateRule(), chunk, with_tails=True)
+    model = ReplayModel(geometry, StateRule(), chunk)
     with TraceReplay(model, 72 * model.smallest_bytes) as cache:
         for turn in range(1, 21):
             for number in range(4):
@@ -279,28 +273,6 @@ def test_what_is_known_is_the_longest_beginning_of_an_earlier_prompt(
                 shared += block_tokens
             best = max(best, min(shared, prompt.tokens - 1, earlier.tokens))
         assert known == best
-
-
-def test_sessions_add_what_was_new_and_each_answer() -> None:
-    """Two sessions of two turns: 600 and 90 tokens are new in the first one's requests."""
-    requests = [
-        TracePrompt(600, [1, 2], 10),
-        TracePrompt(500, [3], 20),
-        TracePrompt(602, [1, 4], 30),
-        TracePrompt(700, [5, 6], 40),
-        TracePrompt(9, [7], 1),
-    ]
-    prompts = as_sessions(requests, 2, 512)
-    assert [(prompt.tokens, list(prompt.blocks)) for prompt in prompts] == [
-        (600, [0, 1]),
-        (500, [1 << 32, (1 << 32) + 1]),
-        (600 + 10 + 90, [0, 1]),
-        (500 + 20 + 700, [1 << 32, (1 << 32) + 1, (1 << 32) + 2]),
-    ]
-    assert known_tokens(prompts, 512) == [0, 0, 600, 500]
-    for turns in (0, 6):
-        with pytest.raises(ConfigError, match=f"--sessions {turns}: the trace has 5 requests"):
-            as_sessions(prompts[:1] * 5, turns, 512)
 
 
 def test_denser_states_hit_more_of_prompts_that_part_early() -> None:

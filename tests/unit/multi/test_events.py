@@ -39,7 +39,7 @@ def test_a_child_that_is_switched_off_withdraws_what_it_announced(rng: random.Ra
     second.connector.withdraw = raising
     assert engine.connector.take_events() == []
     for dead in (first, second, third):
-        dead.guard.end_side("the test says so")
+        dead.guard.switch_off_side("the test says so")
     assert engine.connector.take_events() == ["gone"]
     assert engine.connector.take_events() == []
     assert asked == ["first", "second"]

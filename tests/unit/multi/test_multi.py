@@ -438,7 +438,7 @@ def test_a_worker_that_lost_its_child_makes_it_known(rng: random.Random) -> None
     engine = MultiEngine([child(bad)], hybrid(), ranks=2, settle_seconds=0.2)
     engine.add(prompt(rng))
     engine.step()
-    engine.workers[1].children.all[0].guard.end_side("the test says so")
+    engine.workers[1].children.all[0].guard.switch_off_side("the test says so")
     engine.step()
     assert not engine.connector.children.all[0].is_alive
     assert engine.scheduler.requests["r1"].num_computed_tokens, (
@@ -470,7 +470,7 @@ def test_blocks_that_a_dead_child_holds_come_back(rank: int, rng: random.Random)
     while engine.scheduler.get_num_unfinished_requests():
         engine.step()
     engine.step()
-    engine.workers[rank].children.all[0].guard.end_side("the test says so")
+    engine.workers[rank].children.all[0].guard.switch_off_side("the test says so")
     engine.step()
     before = engine.now
     assert engine.scheduler.requests

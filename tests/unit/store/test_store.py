@@ -129,8 +129,11 @@ class StoreMachine(RuleBasedStateMachine):
             if slot
         ]
 
-    @rule(picks=st.lists(st.integers(0, 99), max_size=4, unique=True), outgrown=st.integers(0, 4))
-    def pin(self, picks: list[int], outgrown: int) -> None:
+    @rule(
+        picks=st.lists(st.integers(0, 99), max_size=4, unique=True),
+        superseded_tails=st.integers(0, 4),
+    )
+    def pin(self, picks: list[int], superseded_tails: int) -> None:
         there = self.committed()
         slots = (
             list(
@@ -139,7 +142,7 @@ class StoreMachine(RuleBasedStateMachine):
             if there
             else []
         )
-        self.store.pin(slots, slots[:outgrown])
+        self.store.pin(slots, slots[:superseded_tails])
         self.pinned.append(slots)
 
     @precondition(lambda self: self.pinned)
@@ -359,7 +362,7 @@ def test_an_object_of_a_failed_load_is_replaced_by_the_next_store() -> None:
     assert space.entries[key(0)].slots[0] is old
     assert store.duplicates == 1
     assert old is not None
-    old.is_doubted = True
+    old.replace_on_store = True
     store.pin([old])
     put(store, space, [0])
     assert space.entries[key(0)].slots[0] is old, "somebody reads it, and may find it good"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.core.coverage import LoadableHit, PromptHit
+from hybridkv.core.coverage import Hit, LoadableHit
 from hybridkv.core.speed import DOUBLING_SECONDS, MEASURED_SECONDS_MIN, Speed
 from hybridkv.tiers.promotion import Shortfall, ShortfallKind, best_load, choose_load
 
@@ -114,14 +114,14 @@ def test_a_speed_is_between_what_was_seen(measures: list[tuple[float, float]]) -
     assert min(seen) * (1 - 1e-9) <= speed.per_second <= max(seen) * (1 + 1e-9)
 
 
-def hit_of(tokens: int) -> PromptHit:
+def hit_of(tokens: int) -> Hit:
     """A hit of a model whose chunks have 10 tokens."""
-    return PromptHit(tokens // 10, 0, tokens, (0,))
+    return Hit(tokens // 10, 0, tokens, (0,))
 
 
 def choice(
     longest: int, *loadable: LoadableHit, token_seconds: float = 1.0
-) -> tuple[Sequence[PromptHit], list[Shortfall]]:
+) -> tuple[Sequence[Hit], list[Shortfall]]:
     """What is chosen where RAM has 10 tokens and reading may take 100 s."""
     return choose_load(
         loadable,

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hybridkv.core.coverage import PromptHit, stored_counts, whole_hit
+from hybridkv.core.coverage import Hit, stored_counts, whole_hit
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.store.index import Namespace
@@ -44,7 +44,7 @@ def search_of(layout: str) -> ObjectSearch:
     return search
 
 
-def hit_after_finds(search: ObjectSearch, there: set[ObjectPlace]) -> tuple[PromptHit, list[int]]:
+def hit_after_finds(search: ObjectSearch, there: set[ObjectPlace]) -> tuple[Hit, list[int]]:
     """The longest hit after all rounds, and how many objects each round asked about."""
     rounds: list[int] = []
     while search.asked or not rounds:

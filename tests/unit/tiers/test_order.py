@@ -22,7 +22,7 @@ def test_rows_go_in_the_order_of_ram(seed: int) -> None:
     there: set[int] = set()
     ends = {row for row in range(FIRST_ROW, ROWS + FIRST_ROW) if rng.random() < 0.3}
 
-    def may_go(row: int) -> bool:
+    def is_evictable(row: int) -> bool:
         return row in ends or row + 1 not in there
 
     for row in range(FIRST_ROW, ROWS + FIRST_ROW):
@@ -35,12 +35,12 @@ def test_rows_go_in_the_order_of_ram(seed: int) -> None:
         for used in rng.sample(sorted(there), min(len(there), rng.randrange(3))):
             order.mark_used(used)
             queue.mark_used([used])
-            if may_go(used):
+            if is_evictable(used):
                 queue.offer(used)
-        order.check_lists(there, may_go)
+        order.check_lists(there, is_evictable)
     while there:
-        victim = order.victim(may_go)
-        assert victim == queue.victim(may_go)
+        victim = order.victim(is_evictable)
+        assert victim == queue.victim(is_evictable)
         assert victim is not None
         order.remove(victim)
         queue.remove(victim)
@@ -48,7 +48,7 @@ def test_rows_go_in_the_order_of_ram(seed: int) -> None:
         if victim - 1 in there:
             order.offer(victim - 1)
             queue.offer(victim - 1)
-        order.check_lists(there, may_go)
+        order.check_lists(there, is_evictable)
 
 
 def test_what_is_stored_again_soon_after_its_eviction_is_protected() -> None:

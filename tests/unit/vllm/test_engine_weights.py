@@ -110,7 +110,7 @@ class Engine:
     def idle(self) -> WeightsAnswer:
         """An idle step, and a wait for the reading that goes on."""
         answer = self.step(is_idle=True)
-        self.weights.give_way()
+        self.weights.yield_to_reading()
         return answer
 
     def read(self, question: int = 0) -> WeightsAnswer:
@@ -118,7 +118,7 @@ class Engine:
 
         def is_known() -> bool:
             answers.append(self.step(question, is_idle=True))
-            self.weights.give_way()
+            self.weights.yield_to_reading()
             return bool(answers[-1].digest)
 
         answers: list[WeightsAnswer] = []
@@ -418,7 +418,7 @@ def test_an_engine_that_never_yields_gives_way_to_a_reading(
         deadline, reading = time.monotonic() + DEADLINE_SECONDS, engine.weights.reading
         assert reading is not None
         while reading.found is None and time.monotonic() < deadline:
-            engine.weights.give_way()
+            engine.weights.yield_to_reading()
         assert reading.found is not None
         assert reading.found.digest == engine.first
     finally:
@@ -509,7 +509,7 @@ def test_nothing_is_read_while_the_engine_sleeps(sleep: Sleep) -> None:
         for question in range(3):
             assert engine.step(question)[1:4] == (0, "", ())
             engine.weights.computed()
-            engine.weights.give_way()
+            engine.weights.yield_to_reading()
         assert engine.weights.is_asleep
     finally:
         protect(mmap.PROT_READ | mmap.PROT_WRITE)

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from hybridkv.vllm.hook_guard import (
-    BEGUN_ANEW,
     FAULTS_MAX,
     FAULTS_SECONDS,
     PAUSE_SECONDS,
     PAUSE_SECONDS_MAX,
     QUARANTINED,
+    RESUMED,
     SLOW_HOOKS,
     SWITCHED_OFF,
     HookGuard,
@@ -28,9 +28,9 @@ def test_a_side_that_is_switched_off_tells_people_until_that_fails_too() -> None
     assert not guard.is_on
     assert guard.run_hook("arrive", lambda: 1, lambda: 7) == 7
     assert guard.counters[SWITCHED_OFF] == 1
-    assert guard.run_hook("tell", lambda: 1, lambda: 7, tells=True) == 1
-    assert guard.run_hook("tell", raise_error, lambda: 7, tells=True) == 7
-    assert guard.run_hook("tell", lambda: 1, lambda: 7, tells=True) == 7, "once is enough"
+    assert guard.run_hook("tell", lambda: 1, lambda: 7, shows_counters=True) == 1
+    assert guard.run_hook("tell", raise_error, lambda: 7, shows_counters=True) == 7
+    assert guard.run_hook("tell", lambda: 1, lambda: 7, shows_counters=True) == 7, "once is enough"
     assert guard.counters == {
         fault("arrive"): FAULTS_MAX,
         fault("tell"): 1,
@@ -64,7 +64,7 @@ def test_pauses_double_until_the_side_was_on_for_long() -> None:
         since = now
         while not guard.is_on:
             now += PAUSE_SECONDS
-            guard.begin_anew(lambda: renewed.append(None))
+            guard.resume(lambda: renewed.append(None))
         return now - since
 
     lengths = [pause() for _ in range(8)]
@@ -72,7 +72,7 @@ def test_pauses_double_until_the_side_was_on_for_long() -> None:
     now += PAUSE_SECONDS_MAX
     assert pause() == 60
     assert len(renewed) == 9
-    assert guard.counters == {QUARANTINED: 9, BEGUN_ANEW: 9}
+    assert guard.counters == {QUARANTINED: 9, RESUMED: 9}
 
 
 def test_a_side_that_cannot_begin_anew_pauses_longer() -> None:
@@ -80,10 +80,10 @@ def test_a_side_that_cannot_begin_anew_pauses_longer() -> None:
     guard = HookGuard("scheduler", lambda: now)
     guard.pause("the test says so")
     now += PAUSE_SECONDS
-    guard.begin_anew(raise_error)
+    guard.resume(raise_error)
     assert not guard.is_on
     assert guard.pause_seconds == 2 * PAUSE_SECONDS
-    assert guard.counters[fault("begin_anew")] == 1
+    assert guard.counters[fault("resume")] == 1
 
 
 def test_a_fatal_fault_is_the_last_and_its_hook_goes_on_in_a_pause() -> None:
@@ -97,7 +97,7 @@ def test_a_fatal_fault_is_the_last_and_its_hook_goes_on_in_a_pause() -> None:
     assert guard.run_hook("plan", raise_error, lambda: 7, fatal=True) == 7
     assert guard.is_over
     now += PAUSE_SECONDS
-    guard.begin_anew(lambda: None)
+    guard.resume(lambda: None)
     assert not guard.is_on
     assert guard.run_hook("plan", lambda: 1, lambda: 7, fatal=True) == 7
 

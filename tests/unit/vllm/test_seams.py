@@ -73,7 +73,7 @@ class Worker:
 
 def register_kv_caches() -> seams.Callers:
     """As a connector is called, in which nothing is named `self`."""
-    return seams.callers()
+    return seams.runner_and_worker_on_stack()
 
 
 def test_a_runner_and_a_worker_are_found_among_the_callers() -> None:

@@ -73,7 +73,7 @@ def test_geometry_crosses_the_wire(name: str) -> None:
 
 
 def test_a_reply_crosses_the_wire() -> None:
-    found = Found(id=1, lease=2, chunks=3, masks=[b"\1\0"], offsets=b"o" * 8, generations=b"g" * 8)
+    found = Found(id=1, lease=2, depth=3, masks=[b"\1\0"], slots=b"s" * 16)
     assert decode_reply(encode(found)[4:]) == found
 
 

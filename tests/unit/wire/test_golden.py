@@ -71,8 +71,8 @@ from hybridkv.wire.status import (
 )
 
 NAME = bytes(range(32))
-OFFSETS = bytes(range(16))
-GENERATIONS = bytes(range(16, 32))
+SLOTS = bytes(range(32))
+TENANTS = bytes(range(16))
 GEOMETRY = WireGeometry(
     groups=[
         WireGroup(
@@ -276,31 +276,29 @@ REQUESTS = [
     ),
     Example(
         Commit(
-            offsets=OFFSETS,
-            generations=GENERATIONS,
+            slots=SLOTS,
             groups=bytes(16),
             hashes=NAME + NAME,
             tokens=256,
             parents=bytes(32) + NAME,
             classes=b"\1\2",
-            tenants=OFFSETS,
+            tenants=TENANTS,
         ),
-        "db00000099a6636f6d6d6974c410000102030405060708090a0b0c0d0e0fc41010111213141516171819"
-        "1a1b1c1d1e1fc41000000000000000000000000000000000c440000102030405060708090a0b0c0d0e0f"
-        "101112131415161718191a1b1c1d1e1f000102030405060708090a0b0c0d0e0f10111213141516171819"
-        "1a1b1c1d1e1fcd0100c44000000000000000000000000000000000000000000000000000000000000000"
-        "00000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020102c410000102"
-        "030405060708090a0b0c0d0e0f",
+        "d900000098a6636f6d6d6974c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "1c1d1e1fc41000000000000000000000000000000000c440000102030405060708090a0b0c0d0e0f1011"
+        "12131415161718191a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "1c1d1e1fcd0100c440000000000000000000000000000000000000000000000000000000000000000000"
+        "0102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4020102c4100001020304"
+        "05060708090a0b0c0d0e0f",
     ),
     Example(
-        Free(offsets=OFFSETS, generations=GENERATIONS),
-        "2a00000093a466726565c410000102030405060708090a0b0c0d0e0fc410101112131415161718191a1b"
-        "1c1d1e1f",
+        Free(slots=SLOTS),
+        "2800000092a466726565c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
     ),
     Example(
-        ReportCorrupt(offsets=OFFSETS, generations=GENERATIONS),
-        "3400000093ae7265706f72745f636f7272757074c410000102030405060708090a0b0c0d0e0fc4101011"
-        "12131415161718191a1b1c1d1e1f",
+        ReportCorrupt(slots=SLOTS),
+        "3200000092ae7265706f72745f636f7272757074c420000102030405060708090a0b0c0d0e0f10111213"
+        "1415161718191a1b1c1d1e1f",
     ),
     Example(
         ReportRequest(request_id="cmpl-1", explanation=EXPLANATION),
@@ -341,43 +339,28 @@ REPLIES = [
         Found(
             id=3,
             lease=9,
-            chunks=1,
+            depth=1,
             masks=[b"\1\0", b"\1\1"],
-            offsets=OFFSETS,
-            generations=GENERATIONS,
+            slots=SLOTS,
             tiers={"disk": 1},
             why="w",
             tail=5,
-            audit=AuditOffer(
-                lease=10,
-                chunk=0,
-                offsets=OFFSETS,
-                generations=GENERATIONS,
-                shorter_offsets=OFFSETS,
-                shorter_generations=GENERATIONS,
-            ),
+            audit=AuditOffer(lease=10, chunk=0, slots=SLOTS, shorter_slots=SLOTS),
             junctions=[5],
         ),
-        "8e0000009ca5666f756e6403090192c4020100c4020101c410000102030405060708090a0b0c0d0e0fc4"
-        "10101112131415161718191a1b1c1d1e1f81a46469736b01a17705960a00c41000010203040506070809"
-        "0a0b0c0d0e0fc410101112131415161718191a1b1c1d1e1fc410000102030405060708090a0b0c0d0e0f"
-        "c410101112131415161718191a1b1c1d1e1f9105",
+        "880000009ba5666f756e6403090192c4020100c4020101c420000102030405060708090a0b0c0d0e0f10"
+        "1112131415161718191a1b1c1d1e1f81a46469736b01a17705940a00c420000102030405060708090a0b"
+        "0c0d0e0f101112131415161718191a1b1c1d1e1fc420000102030405060708090a0b0c0d0e0f10111213"
+        "1415161718191a1b1c1d1e1f9105",
     ),
     Example(
         Pending(id=3, lease=9, wait_ms=2000, chunks=2, masks=[b"\1\0", b"\1\1"]),
         "1800000096a770656e64696e670309cd07d00292c4020100c4020101",
     ),
     Example(
-        Reserved(
-            id=4,
-            part_bytes=8192,
-            parts=2,
-            offsets=OFFSETS,
-            generations=GENERATIONS,
-            reserved_bytes=1 << 28,
-        ),
-        "3800000097a8726573657276656404cd200002c410000102030405060708090a0b0c0d0e0fc410101112"
-        "131415161718191a1b1c1d1e1fce10000000",
+        Reserved(id=4, part_bytes=8192, parts=2, slots=SLOTS, reserved_bytes=1 << 28),
+        "3600000096a8726573657276656404cd200002c420000102030405060708090a0b0c0d0e0f1011121314"
+        "15161718191a1b1c1d1e1fce10000000",
     ),
     Example(
         Removed(id=0, hashes=NAME + NAME, groups=b"\0\1", everything=True),
@@ -468,7 +451,7 @@ REPLIES = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 11, "another version has other examples"
+    assert PROTOCOL_VERSION == 12, "another version has other examples"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from hybridkv.connector.copy.device import (
 )
 from hybridkv.connector.copy.tables import ENTRY, BlockTables, KernelLaunch, encode
 from hybridkv.connector.copy.torch_kernels import TorchKernels
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.slots import PIECE_BYTES, piece_digests
 
 try:

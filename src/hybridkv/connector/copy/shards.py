@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from hybridkv.connector.copy.part import Copier, PartLayout, load_error
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import HybridKVError
+from hybridkv.core.packed import SlotRef
 
 
 class ShardsCopier(Copier):

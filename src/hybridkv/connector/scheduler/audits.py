@@ -24,8 +24,9 @@ from hybridkv.connector.scheduler.requests import (
     wire_name,
 )
 from hybridkv.core.audit import AuditBudget, AuditOutcome, AuditVerdict, worst
-from hybridkv.core.copies import CopyRun, SlotRef
-from hybridkv.core.packed import U64, batches, unpack_u64
+from hybridkv.core.copies import CopyRun
+from hybridkv.core.geometry import Geometry
+from hybridkv.core.packed import batches
 from hybridkv.wire.messages import (
     CHANGES_MAX,
     FACT_MAX,
@@ -70,15 +71,16 @@ class Audit:
     objects: dict[int, AuditedObject] = field(default_factory=dict)
     """The chunk's objects by the number of the store run that each is in."""
 
-    def stored_slot(self, group_index: int) -> SlotRef | None:
-        """Return the slot of a group's stored object. None where there is no object."""
-        slot = _slot_at(self.offer, group_index)
-        return slot if slot.generation else None
+    def stored_ticket(self, group_index: int, size: int) -> bytes:
+        """Return the ticket, of `size` bytes, of a group's stored object. Empty = there is none."""
+        ticket = self.offer.slots[group_index * size : (group_index + 1) * size]
+        return ticket if any(ticket) else b""
 
-    def has_compared_all(self, groups: int) -> bool:
+    def has_compared_all(self, geometry: Geometry) -> bool:
         """Return True if every stored object of the chunk was compared."""
         compared = {item.pair.group_index for item in self.objects.values() if item.verdict}
-        return all(index in compared or self.stored_slot(index) is None for index in range(groups))
+        size, groups = geometry.ticket_bytes, range(len(geometry.groups))
+        return all(index in compared or not self.stored_ticket(index, size) for index in groups)
 
 
 class Audits(Part):
@@ -120,8 +122,8 @@ class Audits(Part):
         offer = found.audit
         if offer is None:
             return
-        packed = len(self._geometry.groups) * U64
-        is_sound = len(offer.offsets) == packed == len(offer.generations) and not found.tail
+        packed = len(self._geometry.groups) * self._geometry.ticket_bytes
+        is_sound = len(offer.slots) == packed and not found.tail
         is_near = offer.chunk in (found.chunks, found.chunks - 1)
         is_free = self.current is None and not self.is_cut_off
         if tracked is not None and tracked.is_prefetching and is_free and is_sound and is_near:
@@ -145,13 +147,7 @@ class Audits(Part):
         lookup, offer = tracked.lookup, audit.offer
         masks = [mask[:chunk] + b"\0" + mask[chunk + 1 :] for mask in found.masks]
         if chunk < found.chunks:
-            found = replace(
-                found,
-                chunks=chunk,
-                masks=masks,
-                offsets=offer.shorter_offsets,
-                generations=offer.shorter_generations,
-            )
+            found = replace(found, depth=chunk, masks=masks, slots=offer.shorter_slots)
             # From here on the load has the lease of the shorter hit, and the audit the other.
             lease, audit.lease = audit.lease, lookup.lease
             lookup = lookup._replace(lease=lease)
@@ -167,11 +163,12 @@ class Audits(Part):
         if audit is None or audit.found is None or audit.tracked is not tracked:
             return
         span, place = run.span, audit.offer.chunk - run.span.first_chunk
-        stored = audit.stored_slot(span.group_index)
-        if stored is None or not 0 <= place < run.objects:
+        size = self._geometry.ticket_bytes
+        stored = audit.stored_ticket(span.group_index, size)
+        if not stored or not 0 <= place < run.objects:
             return
-        computed = _slot_at(run, place)
-        pair = ObjectPair(span.group_index, audit.offer.chunk, span.count, stored, computed)
+        tickets = stored + run.tickets[place * size : (place + 1) * size]
+        pair = ObjectPair(span.group_index, audit.offer.chunk, span.count, tickets)
         audit.objects[number] = AuditedObject(run, place, pair)
 
     def must_wait(self, run: CopyRun, unstored: frozenset[int]) -> bool:
@@ -184,7 +181,7 @@ class Audits(Part):
         if item is None or item.verdict is not None:
             return False
         if item.place in unstored:
-            item.verdict = AuditVerdict(AuditOutcome.UNMADE)
+            item.verdict = AuditVerdict(AuditOutcome.INCONCLUSIVE)
             return False
         item.is_stored = True
         return True
@@ -235,14 +232,14 @@ class Audits(Part):
             return
         for item in audit.objects.values():
             if item.verdict is None and item.sent_at and now - item.sent_at > AUDIT_SECONDS_MAX:
-                item.verdict = AuditVerdict(AuditOutcome.UNMADE)
+                item.verdict = AuditVerdict(AuditOutcome.INCONCLUSIVE)
         verdicts = [item.verdict for item in audit.objects.values() if item.verdict]
         verdict = worst(verdicts)
         if verdict.outcome is not AuditOutcome.DIFFERED:
             if len(verdicts) < len(audit.objects):
                 return
             is_over = tracked.state is RequestState.DONE or audit.steps > AUDIT_STEPS_MAX
-            if not is_over and not audit.has_compared_all(len(self._geometry.groups)):
+            if not is_over and not audit.has_compared_all(self._geometry):
                 return
         self.finish(audit, verdict, now)
 
@@ -288,11 +285,9 @@ class Audits(Part):
         What was computed wrongly in one chunk was so in the chunks around it, more or less.
         """
         offer, found = audit.offer, audit.found
-        offsets, generations = offer.offsets, offer.generations
-        if found is not None:
-            offsets, generations = offsets + found.offsets, generations + found.generations
-        for columns in batches(CHANGES_MAX, (offsets, U64), (generations, U64)):
-            self._daemon.queue_message(ReportCorrupt(*columns), now)
+        slots = offer.slots + (found.slots if found is not None else b"")
+        for batch in batches(slots, CHANGES_MAX * self._geometry.ticket_bytes):
+            self._daemon.queue_message(ReportCorrupt(batch), now)
 
     def _drop(self, now: float) -> None:
         audit, self.current = self.current, None
@@ -301,8 +296,3 @@ class Audits(Part):
 
     def _release(self, lease: int, now: float) -> None:
         self._daemon.queue_message(Release(lease), now)
-
-
-def _slot_at(slots: AuditOffer | CopyRun, place: int) -> SlotRef:
-    at = slice(place * U64, (place + 1) * U64)
-    return SlotRef(unpack_u64(slots.offsets[at])[0], unpack_u64(slots.generations[at])[0])

@@ -56,11 +56,10 @@ class LoadPlanner(Part):
                 raise PlanError(f"the engine took {local + tokens} tokens of another offer")
             runs = plan_load(
                 geometry=geometry,
-                hit_chunks=lookup.found.chunks,
+                hit_chunks=lookup.found.depth,
                 local_tokens=local,
                 tables=[tables[group.gid] for group in geometry.groups],
-                offsets=lookup.found.offsets,
-                generations=lookup.found.generations,
+                tickets=lookup.found.slots,
             )
             plan = LoadPlan(self.requests.daemon.boot, runs, lookup.adapter)
         except PlanError as error:

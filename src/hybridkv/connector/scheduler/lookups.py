@@ -255,13 +255,13 @@ class Lookups(Part):
             return None
         is_outrun = tracked is not None and tracked.state is RequestState.OUTRUN
         if tracked is None or not (tracked.is_prefetching or is_outrun):
-            is_short = found.chunks < len(found.masks[0])
+            is_short = found.depth < len(found.masks[0])
             self._must_wait |= is_short and found.lease in self._outrun_leases
             return None
         # A miss opens no lease.
-        lease = tracked.lookup.lease if found.chunks else 0
+        lease = tracked.lookup.lease if found.depth else 0
         lookup = tracked.lookup._replace(answer=found, lease=lease)
-        self._counters[metrics.LOOKUPS_HIT if found.chunks else metrics.LOOKUPS_MISSED] += 1
+        self._counters[metrics.LOOKUPS_HIT if found.depth else metrics.LOOKUPS_MISSED] += 1
         self._counters[metrics.JUNCTIONS_FOUND] += len(found.junctions)
         if not found.tail and found.chunks * HASH_BYTES < len(lookup.hashes):
             self._count_limits(found)
@@ -312,7 +312,7 @@ class Lookups(Part):
             masks = [b"\1" * (len(lookup.hashes) // HASH_BYTES)] * len(self.geometry.groups)
             self._outrun_leases.append(lookup.lease)
             event = RequestEvent.OUTRUN
-        return Change(event, lookup._replace(found=Found(0, 0, 0, masks, b"", b"")))
+        return Change(event, lookup._replace(found=Found(0, 0, 0, masks, b"")))
 
     def _outrun_answer(
         self, tracked: TrackedRequest, lookup: RequestLookup, masks: Sequence[bytes]
@@ -326,7 +326,7 @@ class Lookups(Part):
             return Change(RequestEvent.SETTLED, lookup)
         chunks = zip(masks, tracked.progress.next_chunk, strict=True)
         stored = [mask.ljust(count, b"\1") for mask, count in chunks]
-        found = Found(0, 0, 0, stored, b"", b"")
+        found = Found(0, 0, 0, stored, b"")
         return Change(RequestEvent.SETTLED, lookup._replace(found=found), forgets_stored=True)
 
     def _answer_seconds(self, tracked: TrackedRequest) -> float:

@@ -6,28 +6,25 @@ answers come back in the workers' report::
 
     plan n ->  relay -> daemon of the node -> relay  -> report of step n, or of a later one
 
-A slot of this link is a slot on each node. The scheduler role names it by the first node's offset
-and generation, and each node's plan has that node's own. A hit is what every node has.
+A slot of this link is a slot on each node. The scheduler role has a ticket for them (core.packed).
+A hit is what every node has.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate, compress, pairwise
 from operator import and_
 
 from msgspec import structs
 
 from hybridkv.client.link import RECONNECT_SECONDS
-from hybridkv.connector.messages import Answers, LoadPlan, Mail, NodePlans, ObjectPair, StepPlan
-from hybridkv.connector.scheduler.node_slots import NodeSlots
-from hybridkv.core.copies import CopyRun, SlotRef
+from hybridkv.connector.messages import Answers, Mail, NodePlans, NodeShare, StepPlan
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES, fingerprint
-from hybridkv.core.packed import pack_u64, unpack_u64
+from hybridkv.core.packed import join_nodes, on_node, unpack_slots
 from hybridkv.core.tails import tail_tokens
 from hybridkv.wire import messages as wire
 
@@ -118,7 +115,6 @@ class NodesLink:
         """Each node's lease, by the number of the scheduler role's. 0 = the node has none."""
         self.questions: dict[int, _Question] = {}  # By the node's lease.
         self.lookups: dict[int, _NodesLookup] = {}  # Unanswered, by the scheduler role's lease.
-        self._slots = NodeSlots(0, geometry.nodes)
         self._reports = 0  # The number of the last plan whose report has come.
 
     # As client.link.Link
@@ -147,11 +143,8 @@ class NodesLink:
             self._release(request)
         elif isinstance(request, wire.Commit | wire.Free | wire.ReportCorrupt):
             for node, state in enumerate(self._nodes):
-                slots = self.slots_on(node, request.offsets, request.generations)
-                message = structs.replace(
-                    request, offsets=slots.offsets, generations=slots.generations
-                )
-                state.messages.append(message)
+                slots = on_node(request.slots, node, len(self._nodes))
+                state.messages.append(structs.replace(request, slots=slots))
         elif isinstance(request, wire.Identify):
             for node, state in enumerate(self._nodes):
                 state.messages.append(
@@ -211,11 +204,15 @@ class NodesLink:
 
     def plan_nodes(self, plan: StepPlan) -> NodePlans:
         """Return a step's plan for each node. It is called once for each plan, which must leave."""
-        nodes = range(self._geometry.nodes)
         for lookup in self.lookups.values():
             if lookup.plan_number is None:
                 lookup.plan_number = plan.number
-        return NodePlans(tuple(self._plan_on(node, plan) for node in nodes))
+        mails = [self._take_mail(node) for node in range(self._geometry.nodes)]
+        if self.welcome is None:
+            return NodePlans(plan, "", tuple(NodeShare("", 0, mail) for mail in mails))
+        reserved = [state.reserved_bytes for state in self._nodes]
+        shares = map(NodeShare, self.boots, reserved, mails)
+        return NodePlans(plan, self.welcome.boot, tuple(shares))
 
     def on_report(self, number: int, answers: Mapping[int, Answers]) -> None:
         """Keep the answers in the report of a plan. `poll` takes them."""
@@ -244,31 +241,6 @@ class NodesLink:
         self._nodes[node].messages.append(message)
         return True
 
-    def _plan_on(self, node: int, plan: StepPlan) -> StepPlan:
-        """Return the plan with what it names of the node's memory, and the node's messages."""
-        mail = self._take_mail(node)
-        if self.welcome is None or node >= len(self.boots):
-            # Loads that were planned before the loss fail, and stores were not planned.
-            lost = {name: replace(load, boot="") for name, load in plan.loads.items()}
-            return replace(
-                plan, boot="", reserved_bytes=0, loads=lost, stores={}, audits={}, mail=mail
-            )
-        loads = {
-            name: self._load_on(node, load)
-            if load.boot == self.welcome.boot
-            else replace(load, boot="")
-            for name, load in plan.loads.items()
-        }
-        return replace(
-            plan,
-            boot=self.boots[node],
-            reserved_bytes=self._nodes[node].reserved_bytes,
-            loads=loads,
-            stores=dict(zip(plan.stores, self._runs_on(node, plan.stores.values()), strict=True)),
-            audits={number: self._pair_on(node, pair) for number, pair in plan.audits.items()},
-            mail=mail,
-        )
-
     def _take_mail(self, node: int) -> Mail | None:
         """Return the node's messages. Every plan has mail, so that the next shows a lost one."""
         if self._is_closed:
@@ -280,39 +252,6 @@ class NodesLink:
         state.hello, state.messages = None, []
         state.mails += 1
         return mail
-
-    def _load_on(self, node: int, load: LoadPlan) -> LoadPlan:
-        return replace(load, boot=self.boots[node], runs=tuple(self._runs_on(node, load.runs)))
-
-    def _runs_on(self, node: int, runs: Collection[CopyRun]) -> Iterable[CopyRun]:
-        """Return runs with a node's own slots. One look at the tables finds those of all runs."""
-        if not node or not runs:
-            return runs
-        offsets = b"".join([run.offsets for run in runs])
-        generations = b"".join([run.generations for run in runs])
-        slots = self.slots_on(node, offsets, generations)
-        ends = [0, *accumulate(len(run.offsets) for run in runs)]
-        return [
-            CopyRun(run.span, slots.offsets[at:end], slots.generations[at:end], run.skipped)
-            for run, (at, end) in zip(runs, pairwise(ends), strict=True)
-        ]
-
-    def _pair_on(self, node: int, pair: ObjectPair) -> ObjectPair:
-        if not node:
-            return pair
-        slots = (pair.stored, pair.computed)
-        stored, computed = (self._slot_on(node, slot) for slot in slots)
-        return replace(pair, stored=stored, computed=computed)
-
-    # Slots
-
-    def slots_on(self, node: int, offsets: bytes, generations: bytes) -> wire.PackedSlots:
-        """Return a node's own slots for those of this link."""
-        return self._slots.on_node(node, wire.PackedSlots(offsets, generations))
-
-    def _slot_on(self, node: int, slot: SlotRef) -> SlotRef:
-        own = self.slots_on(node, pack_u64([slot.offset]), pack_u64([slot.generation]))
-        return SlotRef(unpack_u64(own.offsets)[0], unpack_u64(own.generations)[0])
 
     # Connection
 
@@ -362,7 +301,6 @@ class NodesLink:
         slots_bytes = min(welcome.slots_bytes for welcome in welcomes)
         boot = "+".join(boots)
         self.welcome = structs.replace(welcomes[0], boot=boot, slots_bytes=slots_bytes)
-        self._slots = NodeSlots(self.welcome.arena_bytes, len(boots))
 
     def _lose(self, why: str, now: float) -> None:
         """End the connection, or the attempt to make one."""
@@ -378,7 +316,6 @@ class NodesLink:
         """Forget the connection, and with it all leases and slots."""
         self.welcome = None
         self._nodes = []
-        self._slots = NodeSlots(0, self._geometry.nodes)
         for container in (self.leases, self.questions, self.lookups):
             container.clear()
 
@@ -449,16 +386,12 @@ class NodesLink:
         if not all(state.granted.get(shape) for state in self._nodes):
             return []
         grants = [state.granted[shape].popleft() for state in self._nodes]
-        size = min(len(grant.offsets) for grant in grants)
+        size = min(len(grant.slots) for grant in grants)
         for state, grant in zip(self._nodes, grants, strict=True):
-            if len(grant.offsets) > size:
-                state.messages.append(wire.Free(grant.offsets[size:], grant.generations[size:]))
-        slots = [
-            wire.PackedSlots(grant.offsets[:size], grant.generations[:size]) for grant in grants
-        ]
-        self._slots.match_slots(slots)
-        offsets, generations = slots[0]
-        return [structs.replace(grants[0], offsets=offsets, generations=generations)]
+            if len(grant.slots) > size:
+                state.messages.append(wire.Free(grant.slots[size:]))
+        tickets = join_nodes([grant.slots[:size] for grant in grants])
+        return [structs.replace(grants[0], slots=tickets)]
 
     # Lookups
 
@@ -470,7 +403,7 @@ class NodesLink:
             return []
         lookup = question.lookup
         lookup.answers[node] = found
-        if not found.chunks:
+        if not found.depth:
             lookup.leases[node] = 0  # A miss opens no lease.
         answers = [answer for answer in lookup.answers if answer is not None]
         if len(answers) < len(self._nodes):
@@ -500,8 +433,7 @@ class NodesLink:
         """Return the answer of all nodes: their common hit, or a miss."""
         asked = lookup.lookup
         del self.lookups[asked.lease]
-        slots = [wire.PackedSlots(answer.offsets, answer.generations) for answer in answers]
-        is_hit = is_hit and len({len(columns.offsets) for columns in slots}) == 1
+        is_hit = is_hit and len({len(answer.slots) for answer in answers}) == 1
         if not is_hit:
             # Objects of one node alone are no hit, so no audit compares them either.
             self._drop_audits(lookup)
@@ -512,14 +444,12 @@ class NodesLink:
             return wire.Found(
                 id=asked.id,
                 lease=asked.lease,
-                chunks=0,
+                depth=0,
                 masks=lookup.masks,
-                offsets=b"",
-                generations=b"",
+                slots=b"",
                 why=why,
                 junctions=lookup.junctions[:JUNCTIONS_MAX],
             )
-        self._slots.match_slots(slots)
         slowest = max(answers, key=lambda answer: sum(answer.tiers.values()))
         whys = [f"node {node}: {answer.why}" for node, answer in enumerate(answers) if answer.why]
         why = "; ".join([lookup.why, *whys] if lookup.why else whys)
@@ -528,6 +458,7 @@ class NodesLink:
             id=asked.id,
             lease=asked.lease,
             masks=lookup.masks,
+            slots=join_nodes([answer.slots for answer in answers]),
             tiers=slowest.tiers,
             why=why[: wire.FACT_MAX],
             junctions=lookup.junctions[:JUNCTIONS_MAX],
@@ -541,26 +472,21 @@ class NodesLink:
         offers = [answer.audit for answer in answers if answer.audit is not None]
         if not offers:
             return None
-        present = [[*map(bool, unpack_u64(offer.generations))] for offer in offers]
-        kinds = {(offer.chunk, len(offer.shorter_offsets)) for offer in offers}
-        is_alike = len(kinds) == 1 and all(groups == present[0] for groups in present)
+        present = {
+            tuple(bool(slot.generation) for slot in unpack_slots(offer.slots)) for offer in offers
+        }
+        kinds = {(offer.chunk, len(offer.shorter_slots)) for offer in offers}
+        is_alike = len(kinds) == 1 == len(present)
         if not is_alike or len(offers) < len(answers):
             self._drop_audits(lookup)
             return None
-        stored = [
-            wire.PackedSlots(
-                pack_u64([*compress(unpack_u64(offer.offsets), present[0])]),
-                pack_u64([*compress(unpack_u64(offer.generations), present[0])]),
-            )
-            for offer in offers
-        ]
-        shorter = [
-            wire.PackedSlots(offer.shorter_offsets, offer.shorter_generations) for offer in offers
-        ]
-        for slots in (stored, shorter):
-            self._slots.match_slots(slots)
         self.leases[lookup.lookup.audit_lease] = [offer.lease for offer in offers]
-        return structs.replace(offers[0], lease=lookup.lookup.audit_lease)
+        return structs.replace(
+            offers[0],
+            lease=lookup.lookup.audit_lease,
+            slots=join_nodes([offer.slots for offer in offers]),
+            shorter_slots=join_nodes([offer.shorter_slots for offer in offers]),
+        )
 
     def _drop_audits(self, lookup: _NodesLookup) -> None:
         """End the leases of what nodes offered to audit."""
@@ -571,7 +497,7 @@ class NodesLink:
 
     def _release_found(self, node: int, found: wire.Found) -> None:
         """End the leases of an answer that nobody waits for."""
-        if found.chunks:
+        if found.depth:
             self._nodes[node].messages.append(wire.Release(found.lease))
         if found.audit is not None:
             self._nodes[node].messages.append(wire.Release(found.audit.lease))

@@ -27,7 +27,7 @@ class EngineIdentity(NamedTuple):
         return cls(fingerprint(facts), facts)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """A step that the engine has scheduled, and its plan, to which the parts add."""
 

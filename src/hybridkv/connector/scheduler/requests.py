@@ -251,8 +251,8 @@ class TrackedRequest:
     state: RequestState = RequestState.PREFETCHING
     story: deque[RequestEvent] = field(default_factory=partial(deque, (), STORY_MAX))
     """The events that led to its state, the last one last. TRANSITIONS says how."""
-    lookup: RequestLookup = field(default_factory=RequestLookup)
-    load: RequestLoad = field(default_factory=RequestLoad)
+    lookup: RequestLookup = RequestLookup()
+    load: RequestLoad = RequestLoad()
     preemptions: int = 0  # The engine's count when the request was last looked up.
     local_seen: int | None = None
     """Tokens of the engine's own hit when it last asked. None = it has not asked."""
@@ -461,11 +461,10 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
     """Return the explanation of a request that ended, for `hybridkv explain`."""
     hashes, answer, audited = tracked.lookup.hashes, tracked.lookup.answer, tracked.audited
     asked_chunks = len(hashes) // HASH_BYTES
-    found = answer or wire.Found(0, 0, 0, [], b"", b"")
-    whole_chunks = found.chunks - bool(found.tail)
+    found = answer or wire.Found(0, 0, 0, [], b"")
     lacks: dict[int, int] = {}
-    if answer is not None and whole_chunks < asked_chunks:
-        missing = lacking(geometry, found.masks, whole_chunks + 1)
+    if answer is not None and found.chunks < asked_chunks:
+        missing = lacking(geometry, found.masks, found.chunks + 1)
         lacks = {group.gid: chunk for group, chunk in missing}
     return wire.RequestExplanation(
         prompt_tokens=tracked.request.num_prompt_tokens,
@@ -473,7 +472,7 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
         chunk_tokens=geometry.chunk_tokens,
         asked_chunks=asked_chunks,
         first_chunk=hashes[:HASH_BYTES],
-        hit_chunks=None if answer is None else whole_chunks,
+        hit_chunks=None if answer is None else found.chunks,
         looked_chunks=len(found.masks[0]) if found.masks else 0,
         groups=[
             wire.GroupPresence(group.gid, group.kind, mask.count(1), lacks.get(group.gid))

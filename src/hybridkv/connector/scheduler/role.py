@@ -38,7 +38,7 @@ from hybridkv.connector.stats import HybridKVStats
 from hybridkv.core.keys import tenant_of
 from hybridkv.shm.access import group_id
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
-from hybridkv.vllm.hook_guard import BEGUN_ANEW, QUARANTINED
+from hybridkv.vllm.hook_guard import QUARANTINED, RESUMED
 from hybridkv.vllm.media import RequestMedia
 from hybridkv.wire import messages as wire
 
@@ -364,7 +364,7 @@ class SchedulerRole:
         """
         counters = self._counters
         gauges = {
-            "quarantined": counters[QUARANTINED] - counters[BEGUN_ANEW],
+            "quarantined": counters[QUARANTINED] - counters[RESUMED],
             "quarantined_since": off_since,
             "quarantined_until": off_since and off_since + off_seconds,
             "breaker_open": int(self.session.breaker.is_open),
@@ -425,7 +425,7 @@ class SchedulerRole:
         elif isinstance(reply, wire.Reserved):
             session, shape = self.session, (reply.part_bytes, reply.parts)
             session.reserved_bytes = max(session.reserved_bytes, reply.reserved_bytes)
-            self.stores.credits.on_granted(shape, reply.offsets, reply.generations, now)
+            self.stores.credits.on_granted(shape, reply.slots, now)
         elif isinstance(reply, wire.Removed):
             self.events.update(lambda events: events.on_removed(reply))
         elif isinstance(reply, wire.Error):

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import msgspec
 
@@ -29,10 +28,9 @@ from hybridkv.connector.scheduler.nodes import NodesLink
 from hybridkv.connector.scheduler.parts import EngineIdentity, Part
 from hybridkv.connector.scheduler.requests import Outbox
 from hybridkv.core.breaker import Breaker
-from hybridkv.core.copies import SlotRef
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.metrics import Metric
-from hybridkv.core.packed import U64, batches, pack_u64
+from hybridkv.core.packed import SLOT_BYTES, SlotRef, batches, pack_slots
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -147,12 +145,8 @@ class DaemonSession(Part, Outbox):
 
     def _condemn_slots(self, node: int, slots: Iterable[SlotRef], now: float) -> None:
         """Report slots of a node whose bytes were proven wrong to the daemon there."""
-        ordered = sorted(slots, key=attrgetter("offset", "generation"))
-        offsets = pack_u64([slot.offset for slot in ordered])
-        generations = pack_u64([slot.generation for slot in ordered])
-        columns = batches(wire.CHANGES_MAX, (offsets, U64), (generations, U64))
-        for batch_offsets, batch_generations in columns:
-            message = wire.ReportCorrupt(batch_offsets, batch_generations)
+        for batch in batches(pack_slots(sorted(slots)), wire.CHANGES_MAX * SLOT_BYTES):
+            message = wire.ReportCorrupt(batch)
             if self.nodes is None:
                 self.queue_message(message, now)
             else:

@@ -6,7 +6,6 @@ What a report ends is committed with the end of the step (`send_changes`).
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from typing import Any, NamedTuple
 
 from hybridkv.client.credits import SlotCredits
@@ -35,7 +34,7 @@ from hybridkv.core.coverage import SlotShape, slot_shapes
 from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import U64, batches, consecutive, pack_u64
+from hybridkv.core.packed import batches, consecutive, pack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.wire.messages import CHANGES_MAX, Commit, Free
 
@@ -111,7 +110,7 @@ class StorePlanner(Part):
                 self._windowed_groups.append(index)
             for shape in slot_shapes(geometry, group):
                 slots[shape] += max(4, chunks // 4) if is_recurrent else chunks
-        self.credits = SlotCredits(slots)
+        self.credits = SlotCredits(slots, geometry.ticket_bytes)
         self.staging = StagingCredits(geometry, context.staging_bytes)
         self._packed_indices = [pack_u64([index]) for index in range(len(geometry.groups))]
         self._block_bytes = [group.block_bytes for group in geometry.groups]
@@ -263,12 +262,9 @@ class StorePlanner(Part):
             good: Iterable[range] = (range(run.objects),)
             if bad:
                 self._counters[stores_shed(Shed.FAILED)] += len(bad)
-                offsets, generations = (
-                    b"".join(column[at * U64 : (at + 1) * U64] for at in bad)
-                    for column in (run.offsets, run.generations)
-                )
-                parts = batches(CHANGES_MAX, (offsets, U64), (generations, U64))
-                self.changes += starmap(Free, parts)
+                size = self._geometry.ticket_bytes
+                unused = b"".join([run.tickets[at * size : (at + 1) * size] for at in bad])
+                self.changes += map(Free, batches(unused, CHANGES_MAX * size))
                 good = consecutive(sorted({*range(run.objects)} - {*bad}))
             for part in good:
                 self.changes += self._commit(storing, part.start, part.stop)
@@ -311,11 +307,11 @@ class StorePlanner(Part):
         if span.group_index == counting_group:
             chunk_tokens = self._geometry.chunk_tokens
             tokens = storing.tail_tokens % chunk_tokens if storing.tail_tokens else chunk_tokens
+        size = self._geometry.ticket_bytes
         for at in range(start, stop, CHANGES_MAX):
             end = min(stop, at + CHANGES_MAX)
             yield Commit(
-                offsets=run.offsets[at * U64 : end * U64],
-                generations=run.generations[at * U64 : end * U64],
+                slots=run.tickets[at * size : end * size],
                 groups=self._packed_indices[span.group_index],
                 hashes=hashes[(1 + at) * HASH_BYTES : (1 + end) * HASH_BYTES],
                 tokens=tokens * (end - at),
@@ -473,14 +469,14 @@ class StorePlanner(Part):
     def _take_slots(self, span: ObjectSpan) -> CopyRun:
         """Return a run of the span's first objects, as many as have slots and staging room."""
         room = self.staging.room(span)
-        offsets, generations = self.credits.take_slots(self._shape(span), room)
-        slots = len(offsets) // U64
-        if slots < span.objects:
-            reason = Shed.NO_STAGING if slots == room else Shed.NO_SLOT
+        tickets = self.credits.take_slots(self._shape(span), room)
+        count = len(tickets) // self._geometry.ticket_bytes
+        if count < span.objects:
+            reason = Shed.NO_STAGING if count == room else Shed.NO_SLOT
             self._counters[stores_shed(reason)] += 1
-        part = span.part(0, slots)
+        part = span.part(0, count)
         self.staging.count_span(part)
-        return CopyRun(part, offsets, generations)
+        return CopyRun(part, tickets)
 
     def _number_runs(
         self, tracked: TrackedRequest, completed: list[CopyRun], step: Step

@@ -28,7 +28,8 @@ from hybridkv.connector.worker.difference import (
     whole_verdict,
 )
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
-from hybridkv.core.copies import CopyOp, SlotRef
+from hybridkv.core.copies import CopyOp
+from hybridkv.core.packed import unpack_slots
 from hybridkv.shm.arena import Arena
 from hybridkv.vllm.blocks import block_bytes, physical
 
@@ -61,7 +62,7 @@ class Auditor:
     def compare_pairs(self, arena: Arena | None, pairs: Mapping[int, ObjectPair]) -> None:
         """Compare the objects. `arena` has their slots. None = it is not mapped here."""
         if arena is None:
-            self._add_verdicts(dict.fromkeys(pairs, AuditVerdict(AuditOutcome.UNMADE)))
+            self._add_verdicts(dict.fromkeys(pairs, AuditVerdict(AuditOutcome.INCONCLUSIVE)))
             return
         self._thread = threading.Thread(
             target=self._compare_all, args=(arena, dict(pairs)), name="hybridkv-audit", daemon=True
@@ -85,7 +86,7 @@ class Auditor:
 
     def _compare_all(self, arena: Arena, pairs: Mapping[int, ObjectPair]) -> None:
         for number, pair in pairs.items():
-            verdict = AuditVerdict(AuditOutcome.UNMADE)
+            verdict = AuditVerdict(AuditOutcome.INCONCLUSIVE)
             try:
                 verdict = self._compare_pair(arena, pair)
             except Exception as error:  # noqa: BLE001  # no audit is no reason not to serve
@@ -97,7 +98,7 @@ class Auditor:
 
         Raises BadSlotError where a slot is another object's, or has lost its bytes.
         """
-        computed = _slot_op(pair, pair.computed)
+        _, computed = _slot_ops(pair)
         # A part that ranks share is compared by the one that wrote it; the others pass.
         own_parts = [part for part in self._parts if part.writes(computed)]
         return whole_verdict([self._compare_part(arena, pair, part) for part in own_parts])
@@ -106,7 +107,7 @@ class Auditor:
         """Compare one part of two objects. Raises BadSlotError."""
         layers = self.layers[pair.group_index]
         part_bytes = pair.count * sum(layer.block_bytes for layer in layers)
-        stored, computed = _slot_op(pair, pair.stored), _slot_op(pair, pair.computed)
+        stored, computed = _slot_ops(pair)
         stored_bytes = _proven_bytes(arena, part, stored, part_bytes)
         computed_bytes = _proven_bytes(arena, part, computed, part_bytes)
         verdict = compare(layers, self.bounds, pair.count, stored_bytes, computed_bytes)
@@ -123,16 +124,12 @@ def _proven_bytes(arena: Arena, part: PartLayout, op: CopyOp, part_bytes: int) -
     return np.frombuffer(arena.memory, np.uint8, part_bytes, offset)
 
 
-def _slot_op(pair: ObjectPair, slot: SlotRef) -> CopyOp:
-    """Return an op without blocks, by which a part of the slot is found and proven."""
-    return CopyOp(
-        slot=slot,
-        group_index=pair.group_index,
-        chunk=pair.chunk,
-        count=pair.count,
-        first=0,
-        blocks=(),
-    )
+def _slot_ops(pair: ObjectPair) -> list[CopyOp]:
+    """Return an op without blocks for each slot of a pair, by which its parts are found."""
+    return [
+        CopyOp(slot, pair.group_index, chunk=pair.chunk, count=pair.count, first=0, blocks=())
+        for slot in unpack_slots(pair.tickets)
+    ]
 
 
 def layer_numbers(spec: Any, name: str, view: torch.Tensor) -> LayerNumbers:

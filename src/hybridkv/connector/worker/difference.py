@@ -129,8 +129,8 @@ def compare(
 ) -> AuditVerdict:
     """Return the verdict on one part of an object of `count` stored blocks: [layer][block][bytes].
 
-    Layers with the same bytes pass whatever their numbers are. UNMADE where a layer has other bytes
-    and its numbers are not known.
+    Layers with the same bytes pass whatever their numbers are. INCONCLUSIVE where a layer has other
+    bytes and its numbers are not known.
     """
     verdicts: list[AuditVerdict] = []
     at = 0
@@ -146,13 +146,13 @@ def compare(
 def whole_verdict(verdicts: Sequence[AuditVerdict]) -> AuditVerdict:
     """Return the verdict on a whole from those on all its pieces.
 
-    It differs where a piece does, and is UNMADE where a piece is. Nothing at all passes.
+    It differs where a piece does, and is INCONCLUSIVE where a piece is. Nothing at all passes.
     """
-    is_known = all(verdict.outcome is not AuditOutcome.UNMADE for verdict in verdicts)
+    is_known = all(verdict.outcome is not AuditOutcome.INCONCLUSIVE for verdict in verdicts)
     verdict = worst([AuditVerdict(AuditOutcome.PASSED), *verdicts])
     if is_known or verdict.outcome is AuditOutcome.DIFFERED:
         return verdict
-    return AuditVerdict(AuditOutcome.UNMADE)
+    return AuditVerdict(AuditOutcome.INCONCLUSIVE)
 
 
 def _compare_layer(

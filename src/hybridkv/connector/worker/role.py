@@ -25,9 +25,10 @@ from hybridkv.connector.worker.copiers import CopierFactory, MappedArena, ShardB
 from hybridkv.connector.worker.difference import LayerNumbers
 from hybridkv.connector.worker.relay import Relay
 from hybridkv.connector.worker.worker_settings import WorkerSettings
-from hybridkv.core.copies import NULL_BLOCK, CopyOp, SlotRef
+from hybridkv.core.copies import NULL_BLOCK, CopyOp
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import stages_of_node
+from hybridkv.core.packed import SlotRef
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena, new_lock
 from hybridkv.vllm.blocks import physical
 from hybridkv.vllm.layout import WorkerLayout, block_views, is_replicated, worker_layout
@@ -217,7 +218,7 @@ class WorkerRole:
             is_idle = plan.is_idle and not plan.loads
             self.weights.begin_step(plan.number, plan.question, is_idle=is_idle)
             if plan.is_idle:
-                self.weights.give_way()
+                self.weights.yield_to_reading()
         self.attach_arena(plan)
         refused: list[str] = []
         if plan.loads and not self._has_weights_of(plan):
@@ -275,7 +276,7 @@ class WorkerRole:
         self._copier_has_stores = True
         self._report.counters[metrics.STORE_SECONDS] += time.perf_counter() - started
 
-    def map_anew(self) -> None:
+    def remap_arena(self) -> None:
         """Map the arena again with the next plan. Copies that run end as they would have."""
         self.boot = ""
         self._close_old_copiers()

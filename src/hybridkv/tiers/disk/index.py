@@ -234,7 +234,7 @@ class FileIndex:
                 if path in self.strays:
                     self.remove_file(path, self.strays[path])
 
-    def may_go(self, row: int) -> bool:
+    def is_evictable(self, row: int) -> bool:
         return not self._children[row]
 
     def _evict(self) -> bool:
@@ -242,7 +242,7 @@ class FileIndex:
 
         Raises OSError where no file seems to be removable.
         """
-        row = self.order.victim(self.may_go)
+        row = self.order.victim(self.is_evictable)
         if row is None:
             return False
         path = self._path(row)
@@ -316,7 +316,7 @@ class FileIndex:
         counts = Counter({_tag(self._key(row)): self._children[row] for row in rows})
         del children[_NONE]
         assert +(counts + Counter(self._absent_parents)) == children
-        self.order.check_lists(ours, self.may_go)
+        self.order.check_lists(ours, self.is_evictable)
 
     def replace(self, shard: str, names: Iterable[FileName]) -> None:
         """Index another writer's directory `shard`, which has the records `names`."""

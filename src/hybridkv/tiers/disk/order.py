@@ -106,32 +106,32 @@ class FileOrder:
         if self._evicted_bytes > self.bound_bytes // 2:
             self._evicted, self._evicted_before, self._evicted_bytes = set(), self._evicted, 0
 
-    def victim(self, may_go: Callable[[int], bool]) -> int | None:
+    def victim(self, is_evictable: Callable[[int], bool]) -> int | None:
         """Returns the row to evict next. None where there is no row.
 
         Where every row waits for another one, any of them goes.
         """
-        found = self._oldest(_INTERIOR, may_go)
+        found = self._oldest(_INTERIOR, is_evictable)
         if found is not None:
             return found
         if self.protected_bytes > self.bound_bytes // PROTECTED_SHARE:
             # One at a time: after its eviction the prefix before it may go, and is the next.
-            cold = self._oldest(_PROTECTED, may_go)
+            cold = self._oldest(_PROTECTED, is_evictable)
             if cold is not None:
                 self.protected_bytes -= self._sizes[cold]
                 self._stages[cold] = _COLD
                 self._unlink(cold)
                 self._link(cold, _COLD)
-        unread = [self._oldest(stage, may_go) for stage in (_COLD, _PROBATION)]
+        unread = [self._oldest(stage, is_evictable) for stage in (_COLD, _PROBATION)]
         rows = [row for row in unread if row is not None]
         if rows:
             return min(rows, key=self._ticks.__getitem__)
-        found = self._oldest(_PROTECTED, may_go)
+        found = self._oldest(_PROTECTED, is_evictable)
         if found is None and self.is_listed(_BLOCKED):
             found = self._next[_BLOCKED]
         return found
 
-    def check_lists(self, rows: Set[int], may_go: Callable[[int], bool]) -> None:
+    def check_lists(self, rows: Set[int], is_evictable: Callable[[int], bool]) -> None:
         """Check the lists against the rows that they should have. Raises AssertionError."""
         listed: list[int] = []
         for head in range(FIRST_ROW):
@@ -139,17 +139,17 @@ class FileOrder:
             while row != head:
                 assert self._before[row] == before
                 assert self._blocked[row] == (head == _BLOCKED)
-                assert self._stages[row] == head or (head == _BLOCKED and not may_go(row))
+                assert self._stages[row] == head or (head == _BLOCKED and not is_evictable(row))
                 listed.append(row)
                 before, row = row, self._next[row]
         assert sorted(listed) == sorted(rows)
         protected = [self._sizes[row] for row in rows if self._stages[row] == _PROTECTED]
         assert sum(protected) == self.protected_bytes
 
-    def _oldest(self, stage: int, may_go: Callable[[int], bool]) -> int | None:
+    def _oldest(self, stage: int, is_evictable: Callable[[int], bool]) -> int | None:
         """Returns the least recently used row of a list that may go, and blocks those before."""
         while (row := self._next[stage]) != stage:
-            if may_go(row):
+            if is_evictable(row):
                 return row
             self._unlink(row)
             self._link(row, _BLOCKED)
