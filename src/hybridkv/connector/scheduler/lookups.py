@@ -16,6 +16,7 @@ from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step
 from hybridkv.connector.scheduler.requests import (
+    NO_CHANGE,
     Change,
     RequestEvent,
     RequestLookup,
@@ -76,7 +77,7 @@ class Offer(NamedTuple):
     """The answer to the engine that asks what it can load of a request."""
 
     tokens: int | None  # Tokens beyond the engine's own hit. None = it is to ask again.
-    change: Change = Change()  # What changes of the request with it.
+    change: Change = NO_CHANGE  # What changes of the request with it.
 
 
 class Lookups(Part):

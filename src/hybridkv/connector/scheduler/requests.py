@@ -237,6 +237,9 @@ class Change(NamedTuple):
     message: wire.Request | None = None  # It is queued for the daemon once the change is written.
 
 
+NO_CHANGE = Change()
+
+
 @dataclass(eq=False, slots=True)
 class TrackedRequest:
     """One request of the engine, and everything that the connector knows of it."""

@@ -200,7 +200,9 @@ class SchedulerRole:
             self.requests.advance(tracked, change, now)
         if not tracked.is_prefetching:
             return 0
-        self.requests.advance(tracked, self.audits.offer_chunk(tracked, local_tokens, now), now)
+        if self.audits.current is not None:
+            change = self.audits.offer_chunk(tracked, local_tokens, now)
+            self.requests.advance(tracked, change, now)
         offer = self.lookups.tokens_to_load(tracked, local_tokens, now)
         deadline = tracked.lookup.deadline
         self.requests.advance(tracked, offer.change, now)
