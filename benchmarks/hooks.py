@@ -39,9 +39,9 @@ from benchmarks.rows import print_rows
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
+from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
-from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.connector.worker.relay import Relay
 from hybridkv.core.coverage import needed_blocks
 from hybridkv.core.errors import HybridKVError
@@ -353,7 +353,7 @@ class _Bench:
 
         A step of this benchmark is shorter.
         """
-        fd = self.side.slots_fd
+        fd = self.side.session.link.fd if self.side.stores.credits.is_awaiting else None
         if fd is not None:
             select.select([fd], [], [], ANSWER_SECONDS)
         self._hear()

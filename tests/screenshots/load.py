@@ -10,6 +10,7 @@ from typing import NamedTuple
 from hybridkv.connector.scheduler.requests import (
     RequestLoad,
     RequestLookup,
+    StoreProgress,
     TrackedRequest,
     explain_request,
 )
@@ -170,7 +171,7 @@ class Player(threading.Thread):
             lookup=RequestLookup(asked, answer=found),
             load=RequestLoad(loaded_tokens=loaded, loaded_bytes=size),
             local_seen=0,
-            stored_objects=stored,
+            progress=StoreProgress(objects=stored),
         )
         explanation = explain_request(served.geometry, tracked)
         self._requests += 1

@@ -86,11 +86,12 @@ PAUSE_STEPS = 12  # How many steps the first pause of a role lasts that is switc
 BREAKABLE = {
     "": "on_new_request offer_hit on_allocated make_plan on_report on_finished on_step_end "
     "change_identity exchange_messages on_reply",
-    "audits": "on_answer offer_chunk on_store_begun must_wait add_pairs on_report end_if_over",
+    "audits": "on_answer offer_chunk on_store_begun must_wait on_step_planned on_report "
+    "end_if_over",
     "lookups": "look_up tokens_to_load on_found on_flush",
-    "loads": "on_allocated add_loads on_load_end",
+    "loads": "on_allocated on_step_planned on_load_end",
     "stores": "plan_stores on_report",
-    "requests": "advance end_lease",
+    "requests": "advance on_asked",
     "session": "queue_message follow",
     "session.link": "poll queue flush",
 }

@@ -71,8 +71,8 @@ SHARED_NAMES = (
     SharedNames("An object gives back what it holds, and is used no more.", "close"),
     SharedNames(
         "An event is told to each part that it concerns.",
-        "on_allocated on_connection_lost on_disconnect on_found on_job_done on_new_request"
-        " on_process_ended on_report on_reset on_step_planned",
+        "on_allocated on_disconnect on_job_done on_new_request on_process_ended on_report on_reset"
+        " on_step_planned",
     ),
     SharedNames(
         "An owner does or says it with its part of the same method.",

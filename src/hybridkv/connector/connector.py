@@ -24,13 +24,14 @@ from hybridkv.client.control import (
 )
 from hybridkv.client.start_daemon import ensure_daemon
 from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
+from hybridkv.connector.scheduler.announced import NO_GROUP
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.fallbacks import NoRole, RoleFallback
-from hybridkv.connector.scheduler.kv_events import NO_GROUP, event_group
+from hybridkv.connector.scheduler.kv_events import event_group
 from hybridkv.connector.scheduler.loads import RAM
+from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
-from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.connector.stats import HybridKVStats, export_metrics
 from hybridkv.connector.worker.role import WorkerRole

@@ -15,7 +15,7 @@ from hybridkv.core.packed import unpack_slots
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import Decline
 from tests.unit.connector.test_scheduler import CHUNK, STORED, Rig, tables
-from tests.unit.daemon.tierclient import GEOMETRY, Client
+from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client
 from tests.waiting import until
 
 pytestmark = pytest.mark.engine
@@ -177,7 +177,7 @@ def test_a_role_that_follows_goes_on_with_the_budget_and_what_differed(rig: Rig)
     from hybridkv.connector.scheduler.audits import Audits
 
     found(rig, compared(rig, begun(rig)), DIFFERED, PASSED, PASSED)
-    follower = Audits(rig.side.requests, rig.side.audits.budget)
+    follower = Audits(rig.side.requests, rig.side.audits.budget, IDENTITY)
     assert follower.is_cut_off
 
 

@@ -10,12 +10,13 @@ import pytest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from hybridkv.connector.scheduler.drafted import DraftedBlocks
-from hybridkv.connector.scheduler.requests import TrackedRequest
+from hybridkv.connector.scheduler.requests import RequestLoad, TrackedRequest
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.vllm.adapters import Adapters
 from hybridkv.vllm.batch_faults import BatchFaults
 from hybridkv.vllm.drafters import NO_DRAFTER, Drafter
+from tests.unit.connector.requests import make_context, registry, step_of
 
 BLOCK = 4
 BLOCKS = 64
@@ -35,11 +36,13 @@ class Engine:
         faults: BatchFaults = BatchFaults(),  # noqa: B008  # It is a frozen value.
         geometry: Geometry = GEOMETRY,
     ) -> None:
-        self.drafted = DraftedBlocks(drafter, geometry, BLOCKS, faults)
         self.has_states = len(geometry.groups) > 1
         self.states: dict[str, list[int]] = {}
         """Tables of the recurrent group, for which blocks of the attention group stand."""
-        self.tracked: dict[str, TrackedRequest] = {}
+        self.registry = registry(geometry)
+        self.tracked = self.registry.by_id
+        context = make_context(geometry, drafter=drafter, pool_blocks=BLOCKS - 1, faults=faults)
+        self.drafted = DraftedBlocks(context, self.registry)
         self.tables: dict[str, list[int]] = {}
         self.requests: dict[str, Any] = {}
 
@@ -92,7 +95,7 @@ class Engine:
                 req_ids=[*steps], num_computed_tokens=[start for start, _ in steps.values()]
             ),
         )
-        self.drafted.on_step(output, self.tracked, self.block_tables)
+        self.drafted.on_step_planned(step_of(output, self.block_tables), 0.0)
         known = ((name, self.tracked[name].drafted) for name in steps if name in self.tracked)
         return {name: drafted.storable for name, drafted in known if drafted is not None}
 
@@ -179,7 +182,7 @@ def test_a_block_has_no_mark_from_its_life_before() -> None:
 def test_what_was_loaded_is_proven_by_its_name() -> None:
     engine = Engine()
     engine.add("a", range(13), [1, 2, 3, 4])
-    engine.tracked["a"].load.restored = range(8)
+    engine.tracked["a"].load = RequestLoad(restored=range(8))
     assert engine.step(a=(8, 5)) == {"a": 12}
     engine.add("b", range(13), [1, 2, 7, 8])
     assert engine.step(b=(8, 5)) == {"b": 12}, "of which this one hits the blocks"
@@ -188,9 +191,10 @@ def test_what_was_loaded_is_proven_by_its_name() -> None:
 def test_a_load_proves_nothing_after_the_request_was_preempted() -> None:
     engine = Engine()
     engine.add("a", range(13), [1, 2, 3, 4])
-    engine.tracked["a"].load.restored = range(8)
+    engine.tracked["a"].load = RequestLoad(restored=range(8))
     engine.step(a=(8, 5))
     engine.requests["a"].num_preemptions = 1
+    assert not engine.registry.on_asked(engine.tracked["a"], 8, 0.0), "it waits for its lookup"
     engine.tables["a"] = [11, 12, 3, 4]
     assert engine.step(a=(8, 5)) == {"a": 0}
 
@@ -246,7 +250,7 @@ def test_after_a_step_of_which_nothing_is_known_no_block_is_proven() -> None:
     engine = Engine()
     engine.add("a", range(13), [1, 2, 3, 4])
     engine.step(a=(0, 8))
-    engine.drafted.on_unobserved_steps(engine.tracked)
+    engine.drafted.on_unobserved_steps(0.0)
     assert engine.step(a=(8, 5)) == {"a": 0}
     engine.add("b", range(13), [1, 2, 7, 8])
     assert engine.step(b=(8, 5)) == {"b": 0}
@@ -261,12 +265,12 @@ def test_that_blocks_are_proven_no_more_is_one_line_of_the_log(
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)
     engine = Engine()
-    engine.drafted.on_unobserved_steps(engine.tracked)
+    engine.drafted.on_unobserved_steps(0.0)
     assert not caplog.records
     engine.add("a", range(9), [1, 2, 3])
     engine.step(a=(0, 9))
     for _ in range(3):
-        engine.drafted.on_unobserved_steps(engine.tracked)
+        engine.drafted.on_unobserved_steps(0.0)
     ours.removeHandler(caplog.handler)
     (line,) = {record.getMessage() for record in caplog.records}
     assert "not stored until" in line

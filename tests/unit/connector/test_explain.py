@@ -33,7 +33,7 @@ def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> No
     found = Found(1, 1, 3, masks, b"", {"disk": 2}, "")
     tracked = request_of_600_tokens()
     tracked.lookup = RequestLookup(ASKED, answer=found)
-    tracked.local_seen, tracked.stored_objects = 128, 2
+    tracked.local_seen, tracked.progress.objects = 128, 2
     tracked.load = RequestLoad(loaded_tokens=256, loaded_bytes=4096)
     explanation = explain_request(GEMMA3, tracked)
     assert explanation.groups == [

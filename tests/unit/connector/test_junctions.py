@@ -10,6 +10,7 @@ from hybridkv.connector.scheduler.requests import RequestLookup, TrackedRequest
 from hybridkv.core.speed import Speed
 from hybridkv.wire.messages import Found
 from tests.layouts import LAYOUTS
+from tests.unit.connector.requests import registry, step_of
 
 pytestmark = pytest.mark.engine
 
@@ -30,20 +31,22 @@ def tracked_request(*junctions: int, own: int = 0) -> TrackedRequest:
 
 def test_where_windows_are_kept_the_engine_is_asked_for_nothing() -> None:
     """It has the windows at every boundary. Other versions of vLLM lack the field."""
-    tracked, junctions = tracked_request(2, own=7), Junctions(LAYOUTS["gemma3"])
+    tracked, junctions = tracked_request(2, own=7), Junctions(registry(LAYOUTS["gemma3"]))
     junctions.on_offer(tracked, 0, Speed(), Speed())
-    junctions.move_wishes({"asked": CHUNK}, {"asked": tracked})
+    output = SimpleNamespace(num_scheduled_tokens={"asked": CHUNK})
+    junctions.on_step_planned(step_of(output), 0.0)
     assert tracked.request.shared_prefix_boundary == 7
 
 
 def wishes(tracked: TrackedRequest, step: int, steps: int, start: int = 0) -> list[int]:
     """The engine's field before each of `steps` steps of `step` tokens."""
-    junctions, request = Junctions(GEOMETRY), tracked.request
+    junctions, request = Junctions(registry(GEOMETRY, asked=tracked)), tracked.request
+    output = SimpleNamespace(num_scheduled_tokens={"asked": step, "another": 1})
     junctions.on_offer(tracked, start, Speed(), Speed())
     request.num_computed_tokens, seen = start, []
     for _ in range(steps):
         seen.append(request.shared_prefix_boundary)
-        junctions.move_wishes({"asked": step, "another": 1}, {"asked": tracked})
+        junctions.on_step_planned(step_of(output), 0.0)
         request.num_computed_tokens += step
     return seen
 
@@ -69,16 +72,19 @@ def test_without_a_junction_nothing_is_changed() -> None:
 
 
 def test_a_state_that_costs_more_than_it_spares_is_not_asked_for() -> None:
-    tracked, junctions = tracked_request(2, 4), Junctions(GEOMETRY)
+    tracked, junctions = tracked_request(2, 4), Junctions(registry(GEOMETRY))
     # A step's overhead alone is worth three chunks.
     junctions.on_offer(tracked, 0, Speed(per_second=300 * CHUNK), Speed())
     assert tracked.request.shared_prefix_boundary == 4 * CHUNK
 
 
 def test_a_request_that_has_ended_is_forgotten() -> None:
-    tracked, junctions = tracked_request(2), Junctions(GEOMETRY)
+    tracked, requests = tracked_request(2), registry(GEOMETRY)
+    junctions = Junctions(requests)
     junctions.on_offer(tracked, 0, Speed(), Speed())
-    junctions.move_wishes({}, {})
+    junctions.on_step_planned(step_of(SimpleNamespace(num_scheduled_tokens={})), 0.0)
     tracked.request.shared_prefix_boundary = 7
-    junctions.move_wishes({"asked": CHUNK}, {"asked": tracked})
+    requests.by_id["asked"] = tracked
+    output = SimpleNamespace(num_scheduled_tokens={"asked": CHUNK})
+    junctions.on_step_planned(step_of(output), 0.0)
     assert tracked.request.shared_prefix_boundary == 7

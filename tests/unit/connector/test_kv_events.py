@@ -13,6 +13,9 @@ from hybridkv.connector.metrics import (
     CHUNKS_NOT_SHOWN,
     CHUNKS_WITHDRAWN,
 )
+from hybridkv.connector.scheduler.announced import EventGroup
+from hybridkv.connector.scheduler.kv_events import KVEventPublisher, PresentObjects
+from hybridkv.connector.scheduler.requests import RequestLookup, TrackedRequest
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import parse_settings
 from hybridkv.vllm.hook_guard import fault
@@ -38,8 +41,6 @@ def make_request(
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
-    from hybridkv.connector.scheduler.requests import TrackedRequest
-
     hash_fn = get_hash_fn_by_name("sha256")
     init_none_hash(hash_fn)
     hasher = get_request_block_hasher(BLOCK, hash_fn)
@@ -57,7 +58,6 @@ def make_request(
 
 
 def make_events() -> tuple[Any, Counter[Metric]]:
-    from hybridkv.connector.scheduler.kv_events import KVEventPublisher
 
     counters: Counter[Metric] = Counter()
     return KVEventPublisher(GEOMETRY, counters), counters
@@ -65,11 +65,9 @@ def make_events() -> tuple[Any, Counter[Metric]]:
 
 def store(events: Any, tracked: Any, *chunks: int) -> list[Any]:
     """Commit every group's objects of some chunks; returns the events."""
-    from hybridkv.connector.scheduler.stores import StoredObjects
 
-    events.on_committed(
-        [StoredObjects(tracked, index, chunks) for index in range(len(GEOMETRY.groups))]
-    )
+    present = [PresentObjects(index, chunks) for index in range(len(GEOMETRY.groups))]
+    events.on_committed({tracked: present})
     fresh: list[Any] = events.take_new()
     return fresh
 
@@ -136,7 +134,7 @@ def test_what_only_a_tier_has_is_announced_as_storage() -> None:
         ("BlockStored", "STORAGE", second),
         ("BlockRemoved", "CPU", second),
     ]
-    tracked.lookup.hashes = tracked.chunk_hashes(GEOMETRY, 0, 3)
+    tracked.lookup = RequestLookup(tracked.chunk_hashes(GEOMETRY, 0, 3))
     events.on_found(tracked, Found(1, 1, 2, [b"\1\1\0", b"\1\1\0"], b""))
     stored, removed = events.take_new()
     assert (stored.medium, stored.block_hashes) == ("CPU", second), "it came up again"
@@ -153,7 +151,6 @@ def test_what_only_a_tier_has_is_announced_as_storage() -> None:
 
 
 def test_storage_events_say_what_those_of_ram_said() -> None:
-    from hybridkv.connector.scheduler.kv_events import EventGroup
 
     events, _ = make_events()
     events.group = EventGroup(1, "full_attention")
@@ -210,7 +207,6 @@ def test_chunks_that_are_too_many_are_counted_and_not_announced() -> None:
 
 def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     """As where vLLM's own functions refuse a request; what the daemon says goes on being heard."""
-    from hybridkv.connector.scheduler.stores import StoredObjects
 
     counters: Counter[Metric] = Counter()
     settings = parse_settings({"server": f"unix://{tmp_path}/none.sock"})
@@ -220,9 +216,8 @@ def test_a_fault_withdraws_what_was_announced(tmp_path: Path) -> None:
     (stored,) = store(events, tracked, 0)
     broken = make_request("s", [*range(CHUNK)])
     broken.request = SimpleNamespace(num_tokens=CHUNK, block_hashes=[b"h" * 32] * BLOCKS)
-    side.events.update(
-        lambda events: events.on_committed([StoredObjects(broken, index, (0,)) for index in (0, 1)])
-    )
+    present = [PresentObjects(index, (0,)) for index in (0, 1)]
+    side.events.update(lambda events: events.on_committed({broken: present}))
     assert counters[fault("kv_events")] == 1
     (gone,) = side.on_step_end()
     assert set(stored.block_hashes) <= set(gone.block_hashes)

@@ -10,6 +10,7 @@ import pytest
 
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.metrics import LOOKUPS_OUTRUN, LOOKUPS_PROMOTED
+from hybridkv.connector.scheduler.requests import Change, RequestEvent
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.lab.daemon_process import DaemonProcess
@@ -93,7 +94,8 @@ def test_tokens_that_came_up_too_late_were_asked_for_and_not_hit(slow: DaemonPro
         "the daemon reads",
     )
     tracked, now = scheduler.requests.by_id["r"], time.monotonic()
-    scheduler.requests.decline_lookup(tracked, Decline.LATE_ANSWER, now)
+    late = Change(RequestEvent.SETTLED, declined=Decline.LATE_ANSWER)
+    scheduler.requests.advance(tracked, late, now)
     scheduler.on_finished("r")
     scheduler.session.link.flush(now)
     with ControlClient(slow.socket_path) as control:

@@ -14,6 +14,7 @@ from hybridkv.connector.metrics import transition_ignored
 from hybridkv.connector.scheduler.requests import (
     STORY_MAX,
     TRANSITIONS,
+    Change,
     RequestEvent,
     RequestRegistry,
     RequestState,
@@ -42,15 +43,22 @@ class Tracking:
 
     def after(self, event: RequestEvent) -> RequestState:
         """Return the state after an event."""
-        self.requests.advance(self.tracked, event, 0.0)
+        self.requests.advance(self.tracked, Change(event), 0.0)
         return self.tracked.state
+
+    def open_lease(self) -> int:
+        """Give the request another lease, and return its number."""
+        lease = self.requests.next_lease()
+        lookup = self.tracked.lookup._replace(lease=lease)
+        self.requests.advance(self.tracked, Change(lookup=lookup), 0.0)
+        return lease
 
 
 def test_an_event_that_the_table_does_not_name_changes_nothing() -> None:
     for state, event in itertools.product(RequestState, RequestEvent):
         if (state, event) not in TRANSITIONS:
             tracking = Tracking(state)
-            lease = tracking.requests.open_lease(tracking.tracked)
+            lease = tracking.open_lease()
             assert tracking.after(event) is state
             assert tracking.tracked.lookup.lease == lease
             assert not tracking.sent
@@ -92,12 +100,13 @@ def test_done_is_final_and_reached_from_every_state_by_finishing() -> None:
 def test_a_lease_is_always_let_go(events: list[RequestEvent]) -> None:
     """After FINISHED, with no load in flight, the lease is released and the request forgotten."""
     tracking = Tracking()
-    opened = [tracking.requests.open_lease(tracking.tracked)]
+    opened = [tracking.open_lease()]
     for event in events:
         before = tracking.tracked.state
         state = tracking.after(event)
-        if state is RequestState.PREFETCHING and before is not state:
-            opened.append(tracking.requests.open_lease(tracking.tracked))
+        is_renewed = event is RequestEvent.RENEWED
+        if state is RequestState.PREFETCHING and (before is not state or is_renewed):
+            opened.append(tracking.open_lease())
         is_held = state not in (RequestState.READY, RequestState.BYPASS, RequestState.DONE)
         assert tracking.tracked.lookup.lease == (opened[-1] if is_held else 0)
         assert tracking.requests.by_lease == ({opened[-1]: tracking.tracked} if is_held else {})

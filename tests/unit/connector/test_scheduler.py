@@ -1,13 +1,11 @@
 """The scheduler role over a real daemon, hook by hook; vLLM's requests are plain values here."""
 
-import copy
 import logging
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,20 +24,17 @@ from hybridkv.connector.metrics import (
 )
 from hybridkv.connector.scheduler.loads import LOAD_SECONDS_MAX
 from hybridkv.connector.scheduler.lookups import Patience
+from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.connector.scheduler.requests import RequestState, explain_request
-from hybridkv.connector.scheduler.session import EngineIdentity
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
-from hybridkv.core.packed import unpack_slots
 from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import PrefillSpeed, Speed
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from hybridkv.wire.messages import Commit, Decline, Found, Free, Lookup
-from tests.forked_daemon import ForkedDaemon
-from tests.layouts import LAYOUTS
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats
 from tests.waiting import DEADLINE_SECONDS, until
@@ -181,25 +176,6 @@ def loading(rig: Rig, name: str = "r", local: int = 0) -> Any:
     return request
 
 
-def test_objects_of_each_shape_have_slots_in_a_small_arena(tmp_path: Path) -> None:
-    """Slots for two steps would need more than an engine's share of the arena."""
-    groups = LAYOUTS["gpu_blocks"].groups
-    large = tuple(replace(group, layer_bytes=16 * group.layer_bytes) for group in groups)
-    geometry = replace(LAYOUTS["gpu_blocks"], groups=large)
-    with ForkedDaemon(str(tmp_path / "small.sock"), "1MiB") as daemon:
-        parsed = parse_settings({"server": f"unix://{daemon.socket_path}", "audit": "off"})
-        role = requests.make_role(parsed, geometry, IDENTITY, Counter())
-        assert len(role.stores.credits.pools) > 1
-
-        def has_slots() -> bool:
-            role.exchange_messages(time.monotonic())
-            role.reserve_slots(time.monotonic())
-            return requests.has_write_slots(role)
-
-        until(has_slots, "every shape has slots")
-        role.close()
-
-
 def test_a_daemon_that_stays_away_is_one_line_of_the_log(
     rig: Rig, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,27 +279,6 @@ def test_asking_again_asks_nobody_and_changes_nothing(rig: Rig) -> None:
     assert not rig.step({}).failed
 
 
-def test_a_plan_is_handed_over_once_and_leaves_the_engines_own_alone(rig: Rig) -> None:
-    request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.on_new_request(request)
-    rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), rig.offered(request))
-    output = SimpleNamespace(
-        num_scheduled_tokens={}, total_num_scheduled_tokens=0, kv_connector_block_state=None
-    )
-    before = copy.deepcopy(output)
-    first, second = (
-        rig.side.plan_step(output, lambda _: []),
-        rig.side.plan_step(output, lambda _: []),
-    )
-    assert output == before
-    assert (list(first.loads), list(second.loads)) == (["r"], [])
-    runs = first.loads["r"].runs
-    assert {run.span.group_index for run in runs} == set(range(len(GEOMETRY.groups)))
-    assert len({slot for run in runs for slot in unpack_slots(run.tickets)}) == sum(
-        run.objects for run in runs
-    )
-
-
 def test_a_resumed_request_is_looked_up_with_what_it_has_generated(rig: Rig) -> None:
     """Its hashes are read where the engine keeps them (C17, C39)."""
     request = rig.request(1, 2 * CHUNK)
@@ -415,9 +370,9 @@ def test_the_loads_of_a_plan_that_a_fault_ends_fail(rig: Rig, part: str) -> None
     with pytest.raises(ZeroDivisionError):
         rig.planned({"another": 1}, tables(1))
     delattr(broken, name)
-    assert sorted(rig.side.plan_after_fault(()).failed) == ["r", "unknown"]
+    assert sorted(rig.side.plan_failures((), is_off=False).failed) == ["r", "unknown"]
     rig.step({}, finished=("r",), failed=("r",))
-    assert rig.side.plan_after_fault(()).failed == []
+    assert rig.side.plan_failures((), is_off=False).failed == []
 
 
 def test_what_was_loaded_is_not_stored_again_and_counted_by_its_plan(rig: Rig) -> None:
@@ -464,7 +419,7 @@ def test_groups_that_limit_a_hit_are_counted(
     """Where groups disagree the hit is the least of them, and those are counted (B35)."""
     rig.side.on_new_request(rig.request(2, STORED * CHUNK + 1))
     lease = rig.side.requests.by_id["r"].lookup.lease
-    rig.side.lookups.on_found(Found(lease, lease, hit, [*masks], b""), 0.0)
+    rig.side.on_reply(Found(lease, lease, hit, [*masks], b""), 0.0)
     counted = {m: count for m, count in rig.counters.items() if m.family == "hits_limited"}
     assert counted == {hits_limited(group): count for group, count in limits.items()}
 
@@ -501,7 +456,9 @@ def test_a_load_that_does_not_end_is_named_once_and_shown(
     loading(rig, "slow")
     loading(rig, "quick")
     assert rig.gauge("loads_overdue") == 0
-    rig.side.loads.loading["slow"].load.allocated_at -= LOAD_SECONDS_MAX + 1
+    slow = rig.side.loads.loading["slow"]
+    allocated_at = slow.load.allocated_at - LOAD_SECONDS_MAX - 1
+    slow.load = slow.load._replace(allocated_at=allocated_at)
     ours = logging.getLogger("vllm.hybridkv")
     ours.addHandler(caplog.handler)
     try:
@@ -645,9 +602,9 @@ def test_a_fault_while_blocks_are_given_fails_the_load_once(rig: Rig) -> None:
     with pytest.raises(ZeroDivisionError):
         rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), offer)
     rig.side.room.most_blocks = broken
-    rig.side.fail_load("r", offer)
+    rig.side.loads.fail_load("r", offer)
     assert rig.step({}, finished=("r",), failed=("r",)).failed == ["r"]
-    assert rig.side.plan_after_fault(()).failed == []
+    assert rig.side.plan_failures((), is_off=False).failed == []
     assert rig.side.requests.by_id["r"].state is RequestState.BYPASS
     rig.side.on_finished("r")
     assert not rig.side.requests.by_id
@@ -660,7 +617,7 @@ def test_a_side_that_is_switched_off_gives_back_what_it_held(rig: Rig) -> None:
     assert rig.offered(request)
     assert rig.value("leases") == 1
     greeted = rig.side.session.link.greetings
-    plan = rig.side.plan_while_off(())
+    plan = rig.side.plan_failures((), is_off=True)
     assert plan.session == greeted + 1
     until(lambda: rig.value("sessions") == 0 or rig.value("leases") == 0, "no worker copies")
     assert rig.side.session.link.welcome is None
@@ -866,10 +823,11 @@ def test_what_is_stored_after_a_reset_is_committed_once_the_weights_are_known(
     done, boots = {number: {0} for number in plan.stores}, {rig.side.session.boot: 1}
     answer = answered("", plan.number)
     rig.side.on_report(set(), set(), rig.report(boots=boots, done=done, weights=answer))
-    assert not rig.side.changes
+    assert not rig.side.stores.changes
     assert rig.side.has_pending_work(), "they are not committed"
     rig.side.on_report(set(), set(), rig.report(boots=boots, weights=answered(weights)))
-    assert {type(message) for message in rig.side.changes} == {Commit if weights == "a" else Free}
+    sent = {type(message) for message in rig.side.stores.changes}
+    assert sent == {Commit if weights == "a" else Free}
     assert not rig.side.has_pending_work()
     rig.side.close()
 

@@ -9,14 +9,14 @@ import pytest
 
 from hybridkv.connector.messages import StepReport
 from hybridkv.connector.metrics import Shed, stores_shed
-from hybridkv.connector.scheduler.requests import TrackedRequest
-from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
+from hybridkv.connector.scheduler.requests import StoreProgress, TrackedRequest
 from hybridkv.core.copies import NULL_BLOCK, CopyRun
 from hybridkv.core.coverage import slot_shapes, stored_counts
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.metrics import Metric
 from tests.layouts import LAYOUTS
 from tests.packing import packed_slots
+from tests.unit.connector.requests import registry, step_of, store_planner
 
 STEP_TOKENS = 8192
 PROMPT_TOKENS = 128 << 10
@@ -38,8 +38,6 @@ class Prefill:
         self.geometry = geometry
         self.staging_bytes = staging_bytes
         self.counters: Counter[Metric] = Counter()
-        limits = StoreLimits(STEP_TOKENS, staging_bytes=staging_bytes)
-        self.planner = StorePlanner(geometry, limits, self.counters)
         tokens = PROMPT_TOKENS + generated
         self.request = SimpleNamespace(
             num_tokens=PROMPT_TOKENS,
@@ -49,7 +47,13 @@ class Prefill:
                 at.to_bytes(32, "little") for at in range(tokens // geometry.hash_tokens)
             ],
         )
-        self.tracked = TrackedRequest(self.request, next_chunk=[0] * len(geometry.groups))
+        progress = StoreProgress([0] * len(geometry.groups))
+        tracked = TrackedRequest(self.request, progress=progress)
+        self.planner = store_planner(
+            registry(geometry, self.counters, r=tracked),
+            step_tokens=STEP_TOKENS,
+            staging_bytes=staging_bytes,
+        )
         self.stored: set[StoredObject] = set()  # Those that are planned.
         self.reports = deque([StepReport()] * late)
         self.inflight: list[CopyRun] = []
@@ -76,7 +80,7 @@ class Prefill:
             self.planner.credits.on_granted(shape, slots * 8, 0.0)
         state = SimpleNamespace(boundary_state_offloads={"r": offers})
         output = SimpleNamespace(num_scheduled_tokens={"r": tokens}, kv_connector_block_state=state)
-        runs = self.planner.plan_stores(output, {"r": self.tracked}, lambda _: tables)
+        runs = self.planner.plan_stores(step_of(output, lambda _: tables))
         request.num_computed_tokens = end
         ranks = set(range(geometry.ranks))
         self.reports.append(StepReport(done=dict.fromkeys(runs, ranks)))
@@ -89,7 +93,7 @@ class Prefill:
         ended = [self.planner.storing[number].run for number in report.done]
         ended_ids = {id(run) for run in ended}
         self.inflight = [run for run in self.inflight if id(run) not in ended_ids]
-        self.planner.on_report(report, lambda step: True)
+        self.planner.on_report(report, 0.0)
         return sum(run.objects for run in runs.values())
 
     def stored_of(self, group_index: int) -> int:
@@ -218,10 +222,10 @@ def test_a_lost_daemon_gives_no_staging_back() -> None:
     geometry = LAYOUTS["qwen3"]
     prefill = Prefill(geometry, step_bytes(geometry), 1, 0)
     assert prefill.step(STEP_TOKENS)
-    prefill.planner.on_connection_lost()
+    prefill.planner.on_connection_lost(0.0)
     assert prefill.step(STEP_TOKENS) == 0
     assert prefill.counters[stores_shed(Shed.NO_STAGING)] == 1
-    assert prefill.planner.committed == []
+    assert prefill.planner.changes == []
     assert prefill.step(1) == STEP_TOKENS // geometry.chunk_tokens
 
 

@@ -10,8 +10,13 @@ from vllm.lora.request import LoRARequest
 
 from hybridkv.connector.messages import StepReport
 from hybridkv.connector.metrics import TAILS_STORED, Shed, stores_shed
-from hybridkv.connector.scheduler.requests import DraftedTokens, TrackedRequest, block_tables
-from hybridkv.connector.scheduler.stores import StoreLimits, StorePlanner
+from hybridkv.connector.scheduler.requests import (
+    DraftedTokens,
+    RequestLookup,
+    StoreProgress,
+    TrackedRequest,
+    block_tables,
+)
 from hybridkv.core.coverage import needed_chunks, part_bytes, slot_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes
@@ -22,6 +27,7 @@ from hybridkv.vllm.adapters import Adapters
 from hybridkv.wire.messages import Commit, Found, Free
 from tests.layouts import LAYOUTS
 from tests.packing import packed_slots
+from tests.unit.connector.requests import registry, step_of, store_planner
 
 STEP_CHUNKS = 4
 STEPS = 8
@@ -43,12 +49,12 @@ class Watched(list[Any]):
 def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
     geometry = LAYOUTS["gemma3"]
     step = STEP_CHUNKS * geometry.chunk_tokens
-    stores = StorePlanner(geometry, StoreLimits(step), Counter())
     request = SimpleNamespace(num_tokens=STEPS * step, num_prompt_tokens=STEPS * step)
     request.block_hashes = [
         bytes([number % 256]) * 32 for number in range(STEPS * step // geometry.hash_tokens)
     ]
-    tracked = TrackedRequest(request, next_chunk=[0] * len(geometry.groups))
+    tracked = TrackedRequest(request, progress=StoreProgress([0] * len(geometry.groups)))
+    stores = store_planner(registry(geometry, r=tracked), step_tokens=step)
     groups = [
         Watched(
             SimpleNamespace(block_id=1 + at) for at in range(STEPS * step // group.tokens_per_block)
@@ -69,7 +75,7 @@ def test_a_step_reads_no_more_of_the_block_tables_than_it_stores() -> None:
             kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
         )
         runs = stores.plan_stores(
-            output, {"r": tracked}, lambda _: block_tables(SimpleNamespace(blocks=groups))
+            step_of(output, lambda _: block_tables(SimpleNamespace(blocks=groups)))
         )
         assert sum(run.objects for run in runs.values()) == STEP_CHUNKS * len(geometry.groups)
         for group, blocks, seen in zip(geometry.groups, groups, before, strict=True):
@@ -85,7 +91,6 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
     geometry = LAYOUTS[name]
     chunks = 20
     tokens = chunks * geometry.chunk_tokens
-    stores = StorePlanner(geometry, StoreLimits(tokens), Counter())
     request = SimpleNamespace(
         num_tokens=tokens,
         num_prompt_tokens=prompt_chunks * geometry.chunk_tokens + 1,
@@ -94,7 +99,9 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
             number.to_bytes(32, "little") for number in range(1, 1 + tokens // geometry.hash_tokens)
         ],
     )
-    tracked = TrackedRequest(request, tenant=77, next_chunk=[0] * len(geometry.groups))
+    progress = StoreProgress([0] * len(geometry.groups))
+    tracked = TrackedRequest(request, tenant=77, progress=progress)
+    stores = store_planner(registry(geometry, r=tracked), step_tokens=tokens)
     hashes = [tracked.chunk_hashes(geometry, chunk, 1) for chunk in range(chunks)]
     groups = [
         [SimpleNamespace(block_id=1 + at) for at in range(tokens // group.tokens_per_block)]
@@ -108,11 +115,12 @@ def test_a_commit_has_parents_tenants_and_eviction_classes(name: str, prompt_chu
         kv_connector_block_state=SimpleNamespace(boundary_state_offloads={}),
     )
     runs = stores.plan_stores(
-        output, {"r": tracked}, lambda _: block_tables(SimpleNamespace(blocks=groups))
+        step_of(output, lambda _: block_tables(SimpleNamespace(blocks=groups)))
     )
     report = StepReport(done={number: set(range(geometry.ranks)) for number in runs})
     seen = set()
-    for commit in stores.on_report(report, lambda step: True):
+    stores.on_report(report, 0.0)
+    for commit in stores.changes:
         assert isinstance(commit, Commit)
         assert unpack_u64(commit.tenants).tolist() == [77]
         (index,) = unpack_u64(commit.groups)
@@ -155,8 +163,6 @@ class Step:
             self.geometry = replace(self.geometry, hash_tokens=unit, alignment_tokens=unit)
         self.tokens = chunks * self.geometry.chunk_tokens
         self.counters: Counter[Metric] = Counter()
-        limits = StoreLimits(self.tokens, with_tails=bool(unit))
-        self.stores = StorePlanner(self.geometry, limits, self.counters)
         self.request = SimpleNamespace(
             request_id="r",
             num_tokens=self.tokens,
@@ -169,7 +175,10 @@ class Step:
                 for number in range(self.tokens // self.geometry.hash_tokens)
             ],
         )
-        self.tracked = TrackedRequest(self.request, next_chunk=[0] * len(self.geometry.groups))
+        progress = StoreProgress([0] * len(self.geometry.groups))
+        self.tracked = TrackedRequest(self.request, progress=progress)
+        requests = registry(self.geometry, self.counters, r=self.tracked)
+        self.stores = store_planner(requests, step_tokens=self.tokens, with_tails=bool(unit))
         self.tables = [
             # With room for tokens that are not known yet.
             [
@@ -184,6 +193,17 @@ class Step:
             slots = packed_slots(range(chunks * len(self.tables)))
             self.stores.credits.on_granted(shape, slots, 0.0)
 
+    def found(self, masks: list[bytes], chunks: int = 0, tails: bytes = b"") -> None:
+        """A lookup has found these chunks, or the second of the tails."""
+        found = Found(1, 1, chunks, masks, b"", tail=2 if tails else 0)
+        self.tracked.lookup = RequestLookup(tails=tails, found=found)
+
+    def settled(self) -> list[Commit | Free]:
+        """What is sent once all ranks have reported all runs."""
+        ranks = set(range(self.geometry.ranks))
+        self.stores.on_report(StepReport(done=dict.fromkeys([*self.stores.storing], ranks)), 0.0)
+        return self.stores.changes
+
     def stored(
         self, scheduled: int, offers: list[tuple[int, int, int]] | None = None, number: int = 0
     ) -> dict[int, set[int]]:
@@ -196,7 +216,7 @@ class Step:
             num_scheduled_tokens={"r": scheduled}, kv_connector_block_state=state
         )
         tables = block_tables(SimpleNamespace(blocks=self.tables))
-        runs = self.stores.plan_stores(output, {"r": self.tracked}, lambda _: tables, number)
+        runs = self.stores.plan_stores(step_of(output, lambda _: tables, number))
         chunks: dict[int, set[int]] = {index: set() for index in range(len(self.tables))}
         for run in runs.values():
             chunks[run.span.group_index] |= set(
@@ -236,14 +256,6 @@ def test_a_group_without_blocks_stores_less_and_never_something_else() -> None:
     assert step.stored(4 * chunk) == {0: set(), 1: {2, 3}}
 
 
-def test_what_a_lookup_found_is_not_stored_again() -> None:
-    """Group by group, and set, not added up (C20, D3)."""
-    step = Step("gemma4", 4)
-    found = Found(1, 1, 2, [b"\1\1\0\0", b"\1\0\0\1"], b"")
-    step.tracked.lookup.found = found
-    assert step.stored(step.tokens) == {0: {2, 3}, 1: {1, 2}}
-
-
 def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
     """B34: at a boundary of ours that the step has reached, once, and never the null block."""
     step = Step("qwen3next", 4)
@@ -252,7 +264,7 @@ def test_a_state_is_taken_where_it_stands_and_nowhere_else() -> None:
     assert step.stored(2 * chunk, offers)[0] == {0}
     assert step.counters[stores_shed(Shed.STATE_UNALIGNED)] == 4
     assert step.stored(2 * chunk, offers)[0] == set(), "offered again after a load"
-    step.tracked.lookup.found = Found(1, 1, 0, [b"", b"\0\0\1", b""], b"")
+    step.found([b"", b"\0\0\1", b""])
     assert step.stored(3 * chunk, [(1, 3, 3 * chunk)])[1] == set(), "the lookup found it"
 
 
@@ -280,9 +292,7 @@ def test_a_state_is_named_when_the_token_after_it_is_sampled(is_sampled: bool) -
     if is_sampled:
         request.all_token_ids, request.num_tokens = tokens, len(tokens)
     named = step.tracked.chunk_hashes(step.geometry, 0, 2) if is_sampled else b""
-    ranks = set(range(step.geometry.ranks))
-    report = StepReport(done=dict.fromkeys([*step.stores.storing], ranks))
-    messages = step.stores.on_report(report, lambda step: True)
+    messages = step.settled()
     commits = [message for message in messages if isinstance(message, Commit)]
     states = [commit for commit in commits if commit.groups == pack_u64([0])]
     assert [commit.parents + commit.hashes for commit in states] == ([named] if is_sampled else [])
@@ -294,11 +304,11 @@ def test_what_is_not_stored_for_want_of_proof_is_counted_once() -> None:
     """Neither what was stored before, nor what the daemon has, nor what only waits for a token."""
     step = Step("gemma4", 4)
     chunk = step.geometry.chunk_tokens
-    step.tracked.drafted = drafted = DraftedTokens(0, proven=9 * chunk, storable=chunk)
+    step.tracked.drafted = DraftedTokens(0, proven=9 * chunk, storable=chunk)
     assert step.stored(2 * chunk) == {0: {0}, 1: {0}}
     assert step.counters[stores_shed(Shed.UNPROVEN)] == 0
-    drafted.proven = drafted.storable = 0
-    step.tracked.lookup.found = Found(1, 1, 0, [b"\0\0\1\0", b"\0\0\0\0"], b"")
+    step.tracked.drafted = DraftedTokens(0, proven=0)
+    step.found([b"\0\0\1\0", b"\0\0\0\0"])
     for _ in range(2):
         assert step.stored(3 * chunk + 1) == {0: set(), 1: set()}
         assert step.counters[stores_shed(Shed.UNPROVEN)] == 1 + 2
@@ -322,12 +332,11 @@ def test_a_tail_is_stored_where_every_state_is_offered_inside_a_chunk() -> None:
     hashes = step.request.block_hashes
     assert {tail.hashes for tail in tails} == {hashes[2 * 4 - 1] + hashes[2 * 4 + 1]}
     assert not any(step.stored(end, offers).values()), "offered again"
-    step.tracked.forget_stored()
+    step.tracked.progress.forget()
     step.stored(end, offers)
     assert step.counters[TAILS_STORED] == 2, "what is there is of other weights"
     found = Step("qwen3next", 4, unit=64)
-    found.tracked.lookup.tails = hashes[2 * 4] + hashes[2 * 4 + 1]
-    found.tracked.lookup.found = Found(1, 1, 3, [b""] * 3, b"", tail=2)
+    found.found([b""] * 3, 3, tails=hashes[2 * 4] + hashes[2 * 4 + 1])
     found.stored(end, offers)
     assert found.counters[TAILS_STORED] == 0, "the lookup found it"
 
@@ -360,8 +369,7 @@ def test_what_a_step_computed_is_committed_if_it_had_the_adapter_of_its_plan(loa
     assert step.stored(tokens, number=2) == {0: {0}}
     adapters.on_step_planned(2, ["r"])
     adapters.on_report(2, {0: {1: loaded} if loaded else {}})
-    report = StepReport(done={run: {0} for run in step.stores.storing})
-    messages = step.stores.on_report(report, lambda step: True)
+    messages = step.settled()
     assert [type(message) for message in messages] == [Commit if loaded == OLD else Free]
     if loaded == OLD:
         (commit,) = messages
@@ -384,5 +392,4 @@ def test_what_was_planned_with_another_adapter_than_the_present_one_is_not_commi
     adapters.on_step_planned(2, ["r"])
     adapters.on_report(2, {0: {1: NEW}})
     assert step.tracked.has_hashes()
-    report = StepReport(done={run: {0} for run in step.stores.storing})
-    assert [type(message) for message in step.stores.on_report(report, lambda step: True)] == [Free]
+    assert [type(message) for message in step.settled()] == [Free]

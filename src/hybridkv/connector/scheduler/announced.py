@@ -11,6 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -18,6 +19,16 @@ from hybridkv.core.geometry import Geometry, GroupKind
 CHUNKS_MAX = 1 << 17
 """Chunks that are known at once, in some 400 bytes each. One more chunk takes the place of a chunk
 that is not shown. Where all known chunks are shown, the new chunk is not learned."""
+
+
+class EventGroup(NamedTuple):
+    """The group whose blocks events list, as vLLM's own events name it."""
+
+    gid: int | None = None
+    kind: str | None = None
+
+
+NO_GROUP = EventGroup()
 
 
 @dataclass(eq=False, slots=True)

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from hybridkv.connector.messages import ObjectPair, StepPlan, StepReport
+from hybridkv.connector.messages import ObjectPair, StepReport
 from hybridkv.connector.metrics import audited
+from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step
 from hybridkv.connector.scheduler.requests import (
+    Change,
     RequestRegistry,
     RequestState,
     TrackedRequest,
@@ -81,22 +83,19 @@ class Audit:
         return all(index in compared or not self.stored_ticket(index, size) for index in groups)
 
 
-class Audits:
+class Audits(Part):
     """The audits of one engine. `now` is monotonic seconds."""
 
-    def __init__(self, requests: RequestRegistry, budget: AuditBudget) -> None:
+    def __init__(self, requests: RequestRegistry, budget: AuditBudget, identity: bytes) -> None:
+        """`identity` is that of the engine at the daemon."""
         self._requests = requests
-        self._session = requests.session
+        self._daemon = requests.daemon
         self._geometry = requests.geometry
         self._counters = requests.counters
         self.budget = budget
+        self.identity = identity
         self.current: Audit | None = None
         """The audit that is going on."""
-
-    @property
-    def identity(self) -> bytes:
-        """The identity that the session has at the daemon."""
-        return self._session.hello.namespace or b""
 
     @property
     def is_cut_off(self) -> bool:
@@ -115,49 +114,48 @@ class Audits:
             return 0
         return self._requests.next_lease()
 
-    def on_answer(self, tracked: TrackedRequest, found: Found, now: float) -> None:
-        """Keep the audit that an answer offers, or end the lease of the offer."""
+    def on_answer(self, tracked: TrackedRequest | None, found: Found, now: float) -> None:
+        """Keep the audit that an answer offers, or end the lease of the offer.
+
+        `tracked` is the request that takes the answer. None = there is none.
+        """
         offer = found.audit
         if offer is None:
             return
         packed = len(self._geometry.groups) * self._geometry.ticket_bytes
         is_sound = len(offer.slots) == packed and not found.tail
         is_near = offer.chunk in (found.chunks, found.chunks - 1)
-        if self.current is None and is_sound and is_near and not self.is_cut_off:
+        is_free = self.current is None and not self.is_cut_off
+        if tracked is not None and tracked.is_prefetching and is_free and is_sound and is_near:
             self.current = Audit(tracked, self.identity, offer, offer.lease)
         else:
             self._release(offer.lease, now)
 
-    def on_unwanted_answer(self, found: Found, now: float) -> None:
-        """End the audit lease of an answer that no request waits for."""
-        if found.audit is not None:
-            self._release(found.audit.lease, now)
-
-    def offer_chunk(self, tracked: TrackedRequest, local_tokens: int, now: float) -> None:
+    def offer_chunk(self, tracked: TrackedRequest, local_tokens: int, now: float) -> Change:
         """Give the audited request the shorter hit, unless the engine itself has the chunk.
 
         The engine asks about a request again and again. Only its first question changes something.
         """
         audit, found = self.current, tracked.lookup.found
         if audit is None or audit.tracked is not tracked or audit.found or found is None:
-            return
+            return Change()
         chunk = audit.offer.chunk
         if local_tokens > chunk * self._geometry.chunk_tokens:
             # The engine has the chunk or its beginning, and would not compute it.
             self._drop(now)
-            return
+            return Change()
+        lookup, offer = tracked.lookup, audit.offer
         masks = [mask[:chunk] + b"\0" + mask[chunk + 1 :] for mask in found.masks]
         if chunk < found.chunks:
-            lookup, offer = tracked.lookup, audit.offer
             found = replace(found, depth=chunk, masks=masks, slots=offer.shorter_slots)
             # From here on the load has the lease of the shorter hit, and the audit the other.
-            self._requests.by_lease.pop(lookup.lease, None)
-            audit.lease, lookup.lease = lookup.lease, audit.lease
-            self._requests.by_lease[lookup.lease] = tracked
+            lease, audit.lease = audit.lease, lookup.lease
+            lookup = lookup._replace(lease=lease)
         else:
             found = replace(found, masks=masks)
-        tracked.lookup.found = audit.found = found
+        audit.found = found
         self.budget.spent_tokens += self._geometry.chunk_tokens
+        return Change(lookup=lookup._replace(found=found))
 
     def on_store_begun(self, tracked: TrackedRequest, number: int, run: CopyRun) -> None:
         """Note the object to compare in a store run of whole chunks, if it has one."""
@@ -188,7 +186,7 @@ class Audits:
         item.is_stored = True
         return True
 
-    def add_pairs(self, plan: StepPlan, now: float) -> None:
+    def on_step_planned(self, step: Step, now: float) -> None:
         """Add the pairs to compare to a plan, and end an audit that has no more to wait for."""
         audit = self.current
         if audit is None:
@@ -202,13 +200,13 @@ class Audits:
         for number, item in audit.objects.items():
             if item.is_stored and not item.sent_at and item.verdict is None:
                 item.sent_at = now
-                plan.audits[number] = item.pair
+                step.plan.audits[number] = item.pair
 
-    def on_report(self, report: StepReport, now: float) -> bool:
-        """Take the verdicts of the workers. Returns True if the engine is cut off by them."""
+    def on_report(self, report: StepReport, now: float) -> None:
+        """Take the verdicts of the workers."""
         audit = self.current
         if audit is None:
-            return False
+            return
         for number, verdicts in report.audits.items():
             item = audit.objects.get(number)
             if item is None or item.verdict is not None:
@@ -217,7 +215,6 @@ class Audits:
             if len(item.verdicts) >= self._geometry.ranks:
                 item.verdict = worst(list(item.verdicts.values()))
         self.end_if_over(now)
-        return self.is_cut_off
 
     def end_if_over(self, now: float) -> None:
         """End the present audit if it is over."""
@@ -246,18 +243,17 @@ class Audits:
                 return
         self.finish(audit, verdict, now)
 
-    def on_reset(self, now: float) -> None:
+    def on_reset(self, is_empty: bool, now: float) -> None:
         """Drop the audit, because the engine may compute with other weights from here on."""
-        if self.current is not None:
-            self._drop(now)
+        self._drop(now)
 
-    def on_new_identity(self, now: float) -> None:
+    def on_new_identity(self, identity: EngineIdentity, now: float) -> None:
         """Drop the audit, and make one due for the new weights."""
-        self.on_reset(now)
+        self._drop(now)
+        self.identity = identity.namespace
         self.budget.forget_audited()
 
-    def on_connection_lost(self) -> None:
-        """Forget the audit. With the connection the daemon has ended its lease."""
+    def on_connection_lost(self, now: float) -> None:
         self.current = None
 
     def count_prefill(self, tracked: TrackedRequest) -> None:
@@ -270,10 +266,8 @@ class Audits:
         outcome, detail = verdict.outcome, verdict.sentence
         self.budget.on_outcome(audit.identity, outcome)
         self._counters[audited(outcome)] += 1
-        tracked.audited = verdict
-        self._session.queue_message(
-            ReportAudit(wire_name(tracked), outcome, detail[:FACT_MAX]), now
-        )
+        report = ReportAudit(wire_name(tracked), outcome, detail[:FACT_MAX])
+        self._requests.advance(tracked, Change(audited=verdict, message=report), now)
         if outcome is AuditOutcome.DIFFERED:
             text = (
                 "hybridkv: the live audit of %s found that this engine computes other bytes than "
@@ -293,7 +287,7 @@ class Audits:
         offer, found = audit.offer, audit.found
         slots = offer.slots + (found.slots if found is not None else b"")
         for batch in batches(slots, CHANGES_MAX * self._geometry.ticket_bytes):
-            self._session.queue_message(ReportCorrupt(batch), now)
+            self._daemon.queue_message(ReportCorrupt(batch), now)
 
     def _drop(self, now: float) -> None:
         audit, self.current = self.current, None
@@ -301,4 +295,4 @@ class Audits:
             self._release(audit.lease, now)
 
     def _release(self, lease: int, now: float) -> None:
-        self._session.queue_message(Release(lease), now)
+        self._daemon.queue_message(Release(lease), now)

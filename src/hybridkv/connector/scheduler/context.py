@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridkv.connector.scheduler.kv_events import NO_GROUP, EventGroup
+from hybridkv.connector.scheduler.announced import NO_GROUP, EventGroup
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.audit import AuditBudget
 from hybridkv.core.geometry import Geometry

@@ -17,48 +17,48 @@ differs on, nothing of the request is stored, because all later KV reads the ear
 
 import logging
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
-from hybridkv.connector.scheduler.requests import DraftedTokens, TrackedRequest
+from hybridkv.connector.scheduler.context import SchedulerContext
+from hybridkv.connector.scheduler.parts import Part, Step, Tables
+from hybridkv.connector.scheduler.requests import (
+    Change,
+    DraftedTokens,
+    RequestRegistry,
+    TrackedRequest,
+)
 from hybridkv.core.copies import NULL_BLOCK
-from hybridkv.core.geometry import Geometry, Group, GroupKind
+from hybridkv.core.geometry import Group, GroupKind
 from hybridkv.vllm.batch_faults import BatchFaults
-from hybridkv.vllm.drafters import Drafter
+from hybridkv.vllm.drafters import NO_DRAFTER
 from hybridkv.vllm.hashing import extra_keys_at
 
 logger = logging.getLogger("vllm.hybridkv")
 
-Tables = Callable[[str], Sequence[Sequence[int]]]
 _MARK_BYTES = 8
 _ALL = 1 << 62  # More tokens than any request has.
 
 
-class DraftedBlocks:
+class DraftedBlocks(Part):
     """The marks of one engine's blocks, and with them what may be stored of each request."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        geometry: Geometry,
-        blocks: int,
-        faults: BatchFaults = BatchFaults(),  # noqa: B008  # It is a frozen value.
-    ) -> None:
-        """`blocks`: the engine's block ids are 0 to `blocks` - 1."""
-        self._drafter = drafter
-        self._geometry = geometry
-        self._faults = faults
+    def __init__(self, context: SchedulerContext, requests: RequestRegistry) -> None:
+        self._drafter = context.drafter or NO_DRAFTER
+        self._requests = requests
+        self._geometry = requests.geometry
+        self._faults = context.faults
         self._groups = [
             group
-            for group in geometry.groups
-            if group.kind is not GroupKind.RECURRENT or faults != BatchFaults()
+            for group in self._geometry.groups
+            if group.kind is not GroupKind.RECURRENT or self._faults != BatchFaults()
         ]
         """The groups whose blocks have marks. A drafter has no layers among recurrent ones."""
-        self._marks = array("q", bytes(_MARK_BYTES * blocks))
+        self._marks = array("q", bytes(_MARK_BYTES * (context.pool_blocks + 1)))
         """A mark for each block id, in whatever group the block is now. 0 = it has no mark."""
 
-    def on_unobserved_steps(self, requests: Mapping[str, TrackedRequest]) -> None:
+    def on_unobserved_steps(self, now: float) -> None:
         """Delete all marks, because the engine computed steps that were not observed.
 
         Blocks that were proven before stay in the engine's own cache, which goes on to hit them.
@@ -70,12 +70,14 @@ class DraftedBlocks:
                 "until they are evicted, or the cache is reset (reset_prefix_cache)"
             )
         self._marks = array("q", bytes(_MARK_BYTES * len(self._marks)))
-        for tracked in requests.values():
+        for tracked in self._requests.by_id.values():
             if tracked.drafted is not None:
-                tracked.drafted.proven = 0
+                change = Change(drafted=tracked.drafted._replace(proven=0))
+                self._requests.advance(tracked, change, now)
 
-    def on_step(self, output: Any, requests: Mapping[str, TrackedRequest], tables: Tables) -> None:
-        """Update marks and the requests' DraftedTokens from vLLM's SchedulerOutput of a step."""
+    def on_step_planned(self, step: Step, now: float) -> None:
+        """Update the marks, and the DraftedTokens of the step's requests."""
+        requests, output, tables = self._requests.by_id, step.output, step.tables
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -95,39 +97,43 @@ class DraftedBlocks:
                 or (is_beside and not tracked.adapter)
                 or (self._faults.in_sessions and tracked.request.resumable)
             )
-            self._advance(
+            drafted = self._after_step(
                 tracked,
                 start=start,
                 end=ends[name],
                 is_proven=is_drafted and not is_wrong,
                 tables=tables,
             )
+            self._requests.advance(tracked, Change(drafted=drafted), now)
 
-    def _advance(
+    def _after_step(
         self, tracked: TrackedRequest, start: int, end: int, is_proven: bool, tables: Tables
-    ) -> None:
-        """Take a request's step over the tokens [start, end). The last of them may be drafts.
+    ) -> DraftedTokens:
+        """Return a request's DraftedTokens after a step over the tokens [start, end).
 
-        `is_proven`: the step gives the KV that the tokens have alone, the drafter's too.
+        The last of these tokens may be drafts. `is_proven`: the step gives the KV that the tokens
+        have alone, the drafter's too.
         """
-        request, drafted, table = tracked.request, tracked.drafted, None
+        request, before, table = tracked.request, tracked.drafted, None
         known = request.num_tokens
-        if drafted is None or drafted.preemptions != request.num_preemptions:
+        if before is None or before.preemptions != request.num_preemptions:
             table = tables(request.request_id)
-            drafted = tracked.drafted = self._start_tracking(tracked, start, table)
+            before = self._start_tracking(tracked, start, table)
+        proven, marked, begun = before.proven, before.marked, before.begun
         if not is_proven:
             # With asynchronous scheduling `start` counts drafts that may be rejected yet.
-            drafted.proven = min(drafted.proven, start, known - 1)
+            proven = min(proven, start, known - 1)
         elif end < known and self._is_stale(request, end):
-            drafted.proven = min(drafted.proven, end - 1)
+            proven = min(proven, end - 1)
         computed = min(end, known)
-        drafted.storable = min(computed, known - self._drafter.lookahead_tokens, drafted.proven)
+        storable = min(computed, known - self._drafter.lookahead_tokens, proven)
         unit = self._geometry.hash_tokens
-        if drafted.storable // unit > drafted.marked // unit or computed > drafted.begun:
+        if storable // unit > marked // unit or computed > begun:
             table = table or tables(request.request_id)
-            self._compute(request, table, drafted.marked, computed, drafted.storable)
-            drafted.marked = max(drafted.marked, drafted.storable)
-            drafted.begun = -(-computed // unit) * unit
+            self._compute(request, table, marked, computed, storable)
+            marked = max(marked, storable)
+            begun = -(-computed // unit) * unit
+        return DraftedTokens(before.preemptions, proven, storable, marked, begun)
 
     def _is_stale(self, request: Any, end: int) -> bool:
         """Return True if a step that ends inside a prompt takes a wrong token for the next one.
@@ -146,8 +152,7 @@ class DraftedBlocks:
 
         The tokens before `start` are the engine's own hit and the request's load.
         """
-        request, proven = tracked.request, _ALL
-        restored, tracked.load.restored = tracked.load.restored, range(0)
+        request, proven, restored = tracked.request, _ALL, tracked.load.restored
         local = restored.start if restored.stop == start else start
         for group in self._groups:
             size = group.tokens_per_block

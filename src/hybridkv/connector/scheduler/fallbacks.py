@@ -96,16 +96,14 @@ class RoleFallback(NoRole):
         self, request: Any, tables: Callable[[], Sequence[Sequence[int]]], external_tokens: int
     ) -> None:
         """Let the load fail that the engine waits for."""
-        self._role.fail_load(request.request_id, external_tokens)
+        self._role.loads.fail_load(request.request_id, external_tokens)
 
     def plan_step(self, output: Any, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepPlan:
         """Return a plan that fails the loads which no worker knows of.
 
         While the role is off, the session ends too, and the daemon gets back all that it lent.
         """
-        if self._guard.is_on:
-            return self._role.plan_after_fault(output.num_scheduled_tokens)
-        return self._role.plan_while_off(output.num_scheduled_tokens)
+        return self._role.plan_failures(output.num_scheduled_tokens, not self._guard.is_on)
 
     def on_report(
         self, finished: Collection[str], failed: Collection[str], report: StepReport | None

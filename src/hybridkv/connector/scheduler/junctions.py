@@ -7,20 +7,22 @@ to be stored as any other. The next wish takes its place with the plan of that s
                            wish    2816        5632        -
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from hybridkv.connector.scheduler.requests import TrackedRequest
-from hybridkv.core.geometry import Geometry
+from hybridkv.connector.scheduler.parts import Part, Step
+from hybridkv.connector.scheduler.requests import RequestRegistry, TrackedRequest
 from hybridkv.core.junctions import tokens_of_cost, worth_keeping
 from hybridkv.core.speed import Speed
 from hybridkv.core.state_boundaries import recurrent_groups
 from hybridkv.vllm.seams import keep_state_at, state_wish
 
 
-class Junctions:
+class Junctions(Part):
     """The wishes of all requests that have some."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, requests: RequestRegistry) -> None:
+        geometry = requests.geometry
+        self._requests = requests
         self._chunk_tokens = geometry.chunk_tokens
         states = recurrent_groups(geometry)
         sizes = [group.block_bytes * geometry.parts(group) for group in states]
@@ -43,12 +45,11 @@ class Junctions:
         self._boundaries[request.request_id] = sorted({*ours, state_wish(request)})
         self._wish(tracked, start)
 
-    def move_wishes(
-        self, scheduled: Mapping[str, int], by_id: Mapping[str, TrackedRequest]
-    ) -> None:
-        """A step is planned, with `scheduled` tokens of each request."""
+    def on_step_planned(self, step: Step, now: float) -> None:
+        """Move the wishes of requests whose steps have passed theirs."""
+        scheduled = step.output.num_scheduled_tokens
         for request_id in [*self._boundaries]:
-            tracked, tokens = by_id.get(request_id), scheduled.get(request_id, 0)
+            tracked, tokens = self._requests.by_id.get(request_id), scheduled.get(request_id, 0)
             if tracked is None:
                 del self._boundaries[request_id]
             elif tokens:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from hybridkv.connector import metrics
-from hybridkv.connector.scheduler.announced import AnnouncedChunks
+from hybridkv.connector.scheduler.announced import NO_GROUP, AnnouncedChunks, EventGroup
+from hybridkv.connector.scheduler.parts import EngineIdentity, Part
 from hybridkv.connector.scheduler.requests import TrackedRequest
-from hybridkv.connector.scheduler.stores import StoredObjects
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
@@ -44,16 +44,6 @@ HASHES_MAX = 4096  # Block hashes in one event.
 TOKENS_MAX = 1 << 24
 """Tokens of announced chunks that are kept, in 4 bytes each, for an event about another medium.
 Chunks whose tokens are not kept are announced in RAM only."""
-
-
-class EventGroup(NamedTuple):
-    """The group whose blocks events list, as vLLM's own events name it."""
-
-    gid: int | None = None
-    kind: str | None = None
-
-
-NO_GROUP = EventGroup()
 
 
 def event_group(geometry: Geometry, specs: Sequence[Any]) -> EventGroup:
@@ -86,7 +76,7 @@ class PresentObjects(NamedTuple):
     chunks: Sequence[int]  # The numbers of their chunks in the prompt.
 
 
-class KVEventPublisher:
+class KVEventPublisher(Part):
     """The announced chunks, and events that vLLM has not taken yet. There are none if it is off."""
 
     def __init__(
@@ -132,13 +122,9 @@ class KVEventPublisher:
             logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
             self.withdraw_all()
 
-    def on_committed(self, stored: Iterable[StoredObjects]) -> None:
-        """Announce what is new in RAM with objects that were committed."""
-        by_request: dict[TrackedRequest, list[PresentObjects]] = {}
-        for tracked, group_index, chunks in stored:
-            present = by_request.setdefault(tracked, [])
-            present.append(PresentObjects(group_index, chunks))
-        for tracked, present in by_request.items():
+    def on_committed(self, stored: Mapping[TrackedRequest, Sequence[PresentObjects]]) -> None:
+        """Announce what is new in RAM with objects of requests that were committed."""
+        for tracked, present in stored.items():
             hashed = len(tracked.request.block_hashes) * self._geometry.hash_tokens
             hashed = min(hashed, tracked.request.num_tokens - self._geometry.lookahead_tokens)
             # Stored objects were computed. The next token may yet be taken back, so no hash that
@@ -172,8 +158,14 @@ class KVEventPublisher:
             gone = [] if is_below else self.anywhere.lose(chunk_hash, group_index)
             self._withdraw(from_ram, gone)
 
+    def on_new_identity(self, identity: EngineIdentity, now: float) -> None:
+        self.update(KVEventPublisher.withdraw_all)
+
+    def on_connection_lost(self, now: float) -> None:
+        self.update(KVEventPublisher.withdraw_all)
+
     def withdraw_all(self) -> None:
-        """Withdraw all chunks: the daemon or the identity changed, so nothing is known any more."""
+        """Withdraw all chunks, because nothing is known of them any more."""
         self.in_ram.forget_all()
         self.anywhere.forget_all()
         for medium, announced in self._announced.items():

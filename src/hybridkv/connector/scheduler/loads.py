@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridkv.connector import metrics
-from hybridkv.connector.messages import LoadPlan, StepPlan
+from hybridkv.connector.messages import LoadPlan
+from hybridkv.connector.scheduler.parts import Part, Step
 from hybridkv.connector.scheduler.requests import (
+    Change,
     RequestEvent,
     RequestRegistry,
     RequestState,
@@ -21,89 +23,83 @@ logger = logging.getLogger("vllm.hybridkv")
 
 RAM = "ram"  # The tier that every load reads. The tiers below it have names of their own.
 LOAD_SECONDS_MAX = 10.0  # A load copies memory. A load that takes longer is reported as overdue.
-_STATES_WITH_LOAD = (RequestState.WAITING_FOR_LOAD, RequestState.LOADING, RequestState.DRAINING)
 
 
 @dataclass(eq=False)
-class LoadPlanner:
+class LoadPlanner(Part):
     """All loads of one engine, each from the blocks that it gets to its end."""
 
     requests: RequestRegistry
     to_fail: list[str] = field(default_factory=list)
     """Requests that wait for a load which nobody planned. The next plan fails them."""
-    to_plan: list[TrackedRequest] = field(default_factory=list)
-    """Requests whose loads go into the next plan."""
+    to_plan: dict[str, TrackedRequest] = field(default_factory=dict)
+    """Requests whose loads no worker knows of, by id. They go into the next plan."""
     loading: dict[str, TrackedRequest] = field(default_factory=dict)
     """Requests whose loads have not ended, by id, the oldest first."""
+    overdue: set[str] = field(default_factory=set)
+    """Those of which the log has a line that the load does not end."""
     speed: Speed = Speed()  # Of loads, in bytes a second.
 
     def on_allocated(
         self, tracked: TrackedRequest, tables: Sequence[Sequence[int]], tokens: int, now: float
     ) -> None:
         """Prepare a load, because the engine has blocks for `tokens` tokens of the offer."""
-        request_id, load = tracked.request.request_id, tracked.load
-        self.requests.advance(tracked, RequestEvent.ALLOCATED, now)
+        request_id, local = tracked.request.request_id, tracked.local_seen or 0
+        self.requests.advance(tracked, Change(RequestEvent.ALLOCATED), now)
         if tracked.state is not RequestState.WAITING_FOR_LOAD:
             self.to_fail.append(request_id)
             return
-        geometry, found, local = self.requests.geometry, tracked.lookup.found, load.local_tokens
+        geometry, lookup, change = self.requests.geometry, tracked.lookup, Change()
+        plan = LoadPlan("", ())
         try:
-            if found is None or local + tokens != tracked.lookup.hit_tokens(geometry):
+            if lookup.found is None or local + tokens != lookup.hit_tokens(geometry):
                 raise PlanError(f"the engine took {local + tokens} tokens of another offer")
-            served = [tables[group.gid] for group in geometry.groups]
             runs = plan_load(
                 geometry=geometry,
-                hit_chunks=found.depth,
+                hit_chunks=lookup.found.depth,
                 local_tokens=local,
-                tables=served,
-                tickets=found.slots,
+                tables=[tables[group.gid] for group in geometry.groups],
+                tickets=lookup.found.slots,
             )
-            load.plan = LoadPlan(self.requests.session.boot, runs, tracked.lookup.adapter)
+            plan = LoadPlan(self.requests.daemon.boot, runs, lookup.adapter)
         except PlanError as error:
-            self.requests.decline(tracked, Decline.PLAN_FAILED, str(error))
+            change = Change(declined=Decline.PLAN_FAILED, detail=str(error))
             logger.warning("hybridkv: %s is computed: %s", request_id, error)
-            load.plan = LoadPlan("", ())
-        load.tokens, load.allocated_at = tokens, now
+        load = tracked.load._replace(plan=plan, local_tokens=local, tokens=tokens, allocated_at=now)
+        self.requests.advance(tracked, change._replace(load=load), now)
         self.requests.room.count_load(request_id, tracked.request.num_tokens + 1)
-        load.is_handed_over = load.is_overdue = False
-        self.to_plan.append(tracked)
-        self.loading[request_id] = tracked
+        self.to_plan[request_id] = self.loading[request_id] = tracked
 
-    def mark_load_failed(self, request_id: str) -> None:
-        """Fail the load that the engine waits for, unless the next plan already has it."""
-        tracked = self.requests.by_id.get(request_id)
-        if tracked is None or tracked not in self.to_plan:
+    def fail_load(self, request_id: str, tokens: int) -> None:
+        """Fail the load of `tokens` tokens that the engine waits for, unless the next plan has it.
+
+        0 = it waits for none.
+        """
+        if tokens and request_id not in self.to_plan:
             self.to_fail.append(request_id)
-            if tracked is not None:
-                tracked.load.is_handed_over = True
 
-    def add_loads(self, plan: StepPlan, now: float) -> None:
+    def on_step_planned(self, step: Step, now: float) -> None:
         """Add all loads that have blocks to a plan, and all requests whose load must fail."""
+        plan = step.plan
         plan.failed += self.to_fail
-        for tracked in self.to_plan:
+        for request_id, tracked in self.to_plan.items():
             if tracked.load.plan.runs and tracked.state is not RequestState.DRAINING:
-                plan.loads[tracked.request.request_id] = tracked.load.plan
+                plan.loads[request_id] = tracked.load.plan
             else:
-                plan.failed.append(tracked.request.request_id)
-            self.requests.advance(tracked, RequestEvent.PLANNED, now)
-
-    def on_handed_over(self) -> None:
-        """Forget what the last `add_loads` added, because the workers get that plan."""
-        for tracked in self.to_plan:
-            tracked.load.is_handed_over = True
-        self.to_plan.clear()
-        self.to_fail.clear()
+                plan.failed.append(request_id)
+            self.requests.advance(tracked, Change(RequestEvent.PLANNED), now)
+        self.requests.room.on_running(step.output.num_scheduled_tokens)
 
     def take_unsent(self) -> list[str]:
         """Forget all loads that no worker knows of. Returns their requests, which must fail now."""
-        failed = [*self.to_fail]
-        self.to_fail.clear()
+        unsent = [*self.to_fail, *self.to_plan]
+        self.on_handed_over()
+        return unsent
+
+    def on_handed_over(self) -> None:
+        """Forget what the last plan has, because the workers get it."""
         self.to_plan.clear()
-        for tracked in self.requests.by_id.values():
-            if tracked.state in _STATES_WITH_LOAD and not tracked.load.is_handed_over:
-                tracked.load.is_handed_over = True
-                failed.append(tracked.request.request_id)
-        return failed
+        self.to_fail.clear()
 
     def count_overdue(self, now: float) -> int:
         """Return the number of loads older than LOAD_SECONDS_MAX, and log each of them once.
@@ -116,8 +112,8 @@ class LoadPlanner:
             if now - tracked.load.allocated_at <= LOAD_SECONDS_MAX:
                 break
             overdue += 1
-            if not tracked.load.is_overdue:
-                tracked.load.is_overdue = True
+            if request_id not in self.overdue:
+                self.overdue.add(request_id)
                 text = "hybridkv: the load of %s has not ended for %d s, and the request waits"
                 logger.warning(text, request_id, LOAD_SECONDS_MAX)
         return overdue
@@ -125,16 +121,15 @@ class LoadPlanner:
     def on_load_end(self, tracked: TrackedRequest, has_failed: bool, now: float) -> None:
         """Count a load whose end the workers reported, and release its lease."""
         self.loading.pop(tracked.request.request_id, None)
+        self.overdue.discard(tracked.request.request_id)
         if has_failed:
-            self.requests.decline(tracked, Decline.LOAD_FAILED)
-            self.requests.end_lease(tracked, now, has_failed=True)
             # The engine computes all of it now, and it is stored again although it was found.
-            tracked.forget_stored()
-            self.requests.advance(tracked, RequestEvent.FAILED, now)
+            lookup = tracked.lookup._replace(found=None)
+            change = Change(RequestEvent.FAILED, lookup, declined=Decline.LOAD_FAILED)
+            self.requests.advance(tracked, change._replace(forgets_stored=True), now)
             return
         geometry, counters = self.requests.geometry, self.requests.counters
         load, loaded_bytes = tracked.load, 0
-        load.restored = range(load.local_tokens, load.local_tokens + load.tokens)
         if tracked.adapter is not None:
             tracked.adapter.blocks.note_blocks(load.plan.adapter)
         for run in load.plan.runs:
@@ -153,10 +148,13 @@ class LoadPlanner:
         request_id, size = tracked.request.request_id, format_size(loaded_bytes)
         text = "hybridkv: loaded %d tokens, %s, for %s in %.1f ms"
         logger.debug(text, load.tokens, size, request_id, 1e3 * seconds)
-        load.loaded_tokens += load.tokens
-        load.loaded_bytes += loaded_bytes
-        self.requests.end_lease(tracked, now, loaded_tokens=load.tokens, loaded_bytes=loaded_bytes)
-        self.requests.advance(tracked, RequestEvent.LOADED, now)
+        loaded = load._replace(
+            bytes=loaded_bytes,
+            restored=range(load.local_tokens, load.local_tokens + load.tokens),
+            loaded_tokens=load.loaded_tokens + load.tokens,
+            loaded_bytes=load.loaded_bytes + loaded_bytes,
+        )
+        self.requests.advance(tracked, Change(RequestEvent.LOADED, load=loaded), now)
 
     def tiers_of(self, tracked: TrackedRequest) -> dict[str, int]:
         """Return the tokens of the request's load by the tier that they come from."""

@@ -2,13 +2,17 @@
 
     PREFETCHING --allocated--> WAITING_FOR_LOAD --planned--> LOADING --loaded--> READY
          |  lookup sent on arrival; "no answer yet" = ask again               |
+         +-- renewed: its chunks have other names now --> PREFETCHING         |
          +-- settled: miss, deadline passed, nothing to load --> READY        |
          +-- outrun: no answer can add a token --> OUTRUN --settled--> READY  |
          any state --failed--> BYPASS: never offered to the cache again <-----+
          finished --> DONE, but while a load waits or runs:
              --finished--> DRAINING --loaded/failed--> DONE
 
-TRANSITIONS is the table. An event that it does not list for a state changes nothing and is counted.
+TRANSITIONS is the table. An event that it does not list for a state is counted and ignored.
+
+A request's record is written here alone. The parts of the scheduler role read it, and say in a
+Change what they want: `RequestRegistry.advance` writes it, and does what the event asks for.
 """
 
 import logging
@@ -17,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from hybridkv.connector.messages import LoadPlan
 from hybridkv.connector.metrics import Shed, declined, transition_ignored
-from hybridkv.connector.scheduler.session import DaemonSession
+from hybridkv.connector.scheduler.parts import Part
 from hybridkv.core.audit import AuditVerdict
 from hybridkv.core.coverage import lacking
 from hybridkv.core.geometry import Geometry
@@ -66,10 +70,12 @@ class RequestEvent(StrEnum):
     FINISHED = "finished"
     """The request ended. Its blocks are the engine's again, unless a load is in flight."""
     RESUMED = "resumed"  # The engine asks again about a request that it preempted.
+    RENEWED = "renewed"  # It is looked up anew, because its chunks have other names now.
 
 
 TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
     (RequestState.PREFETCHING, RequestEvent.SETTLED): RequestState.READY,
+    (RequestState.PREFETCHING, RequestEvent.RENEWED): RequestState.PREFETCHING,
     (RequestState.PREFETCHING, RequestEvent.OUTRUN): RequestState.OUTRUN,
     (RequestState.OUTRUN, RequestEvent.SETTLED): RequestState.READY,
     (RequestState.OUTRUN, RequestEvent.FINISHED): RequestState.DONE,
@@ -113,8 +119,7 @@ def longest_hit_tokens(geometry: Geometry, tokens: int, with_tails: bool) -> int
     return min(tokens - 1, hit_chunks_max(geometry) * geometry.chunk_tokens) // unit * unit
 
 
-@dataclass(eq=False, slots=True)
-class RequestLookup:
+class RequestLookup(NamedTuple):
     """A request's last lookup. Times are monotonic seconds."""
 
     hashes: bytes = b""  # The chunk hashes that were looked up; empty until a lookup was sent.
@@ -146,24 +151,21 @@ class RequestLookup:
         return self.tails[(tail - 1) * HASH_BYTES : tail * HASH_BYTES] if tail else b""
 
 
-@dataclass(eq=False, slots=True)
-class RequestLoad:
+class RequestLoad(NamedTuple):
     """A request's last load, and the sums of all its loads."""
 
     plan: LoadPlan = LoadPlan("", ())
     local_tokens: int = 0  # Tokens of the engine's own hit; the load begins after them.
     tokens: int = 0
+    bytes: int = 0  # Known once it has succeeded.
     allocated_at: float = 0.0  # When the engine had blocks for the load, in monotonic seconds.
-    is_handed_over: bool = False  # True if the workers have the load and will report its end.
-    is_overdue: bool = False  # True if the log has a line that the load does not end.
     restored: range = range(0)
-    """The tokens of a load that succeeded, by their numbers. Empty once the request runs."""
+    """The tokens of a load that succeeded, by their numbers. Empty once the engine asks again."""
     loaded_tokens: int = 0  # Tokens of all loads of the request that succeeded.
     loaded_bytes: int = 0  # Bytes of the same loads.
 
 
-@dataclass(eq=False, slots=True)
-class DraftedTokens:
+class DraftedTokens(NamedTuple):
     """How far a request's blocks hold the KV of its tokens, between two preemptions.
 
     Each length is the number of tokens from the request's first token on.
@@ -184,6 +186,61 @@ class StoredState(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class StoreProgress:
+    """What of a request is stored, or has begun to be."""
+
+    next_chunk: list[int] = field(default_factory=list)
+    """The first chunk whose store is not settled, by group. Recurrent groups do not use theirs."""
+    states: set[StoredState] = field(default_factory=set)
+    tail: int = 0  # The tokens of the last tail whose store has begun; 0 = none has.
+    objects: int = 0  # Objects whose store has begun.
+    shed_chunks: dict[Shed, int] = field(default_factory=dict)
+    """For each reason not to store objects, the chunk up to which its counter has counted."""
+
+    def forget(self) -> None:
+        """Let everything be stored that `RequestLookup.found` does not have."""
+        self.next_chunk = [0] * len(self.next_chunk)
+        self.states.clear()
+        self.tail = 0
+
+    def settle(self, group_index: int, chunk: int) -> None:
+        """Note that nothing of a group is left to be stored before this chunk."""
+        self.next_chunk[group_index] = max(chunk, self.next_chunk[group_index])
+
+    def note_begun(
+        self, *, objects: int = 0, state: StoredState | None = None, tail: int = 0
+    ) -> None:
+        """Note that the store of objects, of a state or of a tail has begun."""
+        self.objects += objects
+        self.tail = tail or self.tail
+        if state is not None:
+            self.states.add(state)
+
+    def shed(self, reason: Shed, chunk: int) -> None:
+        """Note that chunks before this one are counted as not stored, for this reason."""
+        self.shed_chunks[reason] = max(chunk, self.shed_chunks.get(reason, 0))
+
+
+class Change(NamedTuple):
+    """What is to change of a request. A part that is None stays as it is."""
+
+    event: RequestEvent | None = None
+    lookup: RequestLookup | None = None
+    load: RequestLoad | None = None
+    forgets_stored: bool = False
+    """True if everything is to be stored again that `lookup.found` does not have."""
+    drafted: DraftedTokens | None = None
+    audited: AuditVerdict | None = None
+    declined: wire.Decline | None = None
+    """Why the request, or what it waits for, is not served. It is counted."""
+    detail: str = ""  # A sentence that says more than `declined`, or nothing.
+    message: wire.Request | None = None  # It is queued for the daemon once the change is written.
+
+
+NO_CHANGE = Change()
+
+
+@dataclass(eq=False, slots=True)
 class TrackedRequest:
     """One request of the engine, and everything that the connector knows of it."""
 
@@ -197,21 +254,15 @@ class TrackedRequest:
     state: RequestState = RequestState.PREFETCHING
     story: deque[RequestEvent] = field(default_factory=partial(deque, (), STORY_MAX))
     """The events that led to its state, the last one last. TRANSITIONS says how."""
-    lookup: RequestLookup = field(default_factory=RequestLookup)
-    load: RequestLoad = field(default_factory=RequestLoad)
+    lookup: RequestLookup = RequestLookup()
+    load: RequestLoad = RequestLoad()
     preemptions: int = 0  # The engine's count when the request was last looked up.
     local_seen: int | None = None
     """Tokens of the engine's own hit when it last asked. None = it has not asked."""
     declined: wire.Decline | None = None
     """The reason of the last decline or failure. None = there was none."""
     decline_detail: str = ""  # A sentence that says more than the reason, or nothing.
-    next_chunk: list[int] = field(default_factory=list)
-    """The first chunk whose store is not settled, by group. Recurrent groups do not use theirs."""
-    stored_states: set[StoredState] = field(default_factory=set)
-    stored_tail: int = 0  # The tokens of the last tail whose store has begun; 0 = none has.
-    stored_objects: int = 0  # Objects whose store has begun.
-    shed_chunks: dict[Shed, int] = field(default_factory=dict)
-    """For each reason not to store objects, the chunk up to which its counter has counted."""
+    progress: StoreProgress = field(default_factory=StoreProgress)
     drafted: DraftedTokens | None = None  # None = it has not run, or the KV is always proven.
     audited: AuditVerdict | None = None  # The verdict of its live audit; None = there is none.
 
@@ -219,13 +270,6 @@ class TrackedRequest:
     def is_prefetching(self) -> bool:
         """True while the request waits for its lookup, or for blocks for the hit that was found."""
         return self.state is RequestState.PREFETCHING
-
-    def forget_stored(self) -> None:
-        """Let everything of the request be stored again, as if nothing of it were there."""
-        self.lookup.found = None
-        self.next_chunk = [0] * len(self.next_chunk)
-        self.stored_states.clear()
-        self.stored_tail = 0
 
     def has_hashes(self) -> bool:
         """Return True if the chunks have hashes.
@@ -277,12 +321,23 @@ class TrackedRequest:
         return adapter_hashes(hashes, self.adapter_hash) if self.adapter_hash else hashes
 
 
+class Outbox(Protocol):
+    """What the daemon is told through (`session.DaemonSession`)."""
+
+    boot: str
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    def queue_message(self, message: wire.Request, now: float) -> bool: ...
+
+
 @dataclass
-class RequestRegistry:
+class RequestRegistry(Part):
     """All requests from their arrival to their end, by id and by lease."""
 
     geometry: Geometry
-    session: DaemonSession
+    daemon: Outbox
     room: BlockRoom
     meter: StatsCollector
     counters: Counter[Metric]
@@ -290,12 +345,38 @@ class RequestRegistry:
     by_lease: dict[int, TrackedRequest] = field(default_factory=dict)
     last_lease: int = 0
 
-    def advance(self, tracked: TrackedRequest, event: RequestEvent, now: float) -> None:
-        """Take the request to the state after `event`, and do what the new state asks for.
+    def advance(self, tracked: TrackedRequest, change: Change, now: float) -> None:
+        """Write a change, take the request to the state after its event, and do what that asks for.
 
         An event that TRANSITIONS does not list for the present state is counted and ignored. The
         first of its kind is logged with the request's story.
         """
+        lookup = change.lookup
+        if lookup is not None:
+            if lookup.lease != tracked.lookup.lease:
+                self.by_lease.pop(tracked.lookup.lease, None)
+                if lookup.lease:
+                    self.by_lease[lookup.lease] = tracked
+            tracked.lookup = lookup
+        if change.load is not None:
+            tracked.load = change.load
+        if change.forgets_stored:
+            tracked.progress.forget()
+        if change.drafted is not None:
+            tracked.drafted = change.drafted
+        if change.audited is not None:
+            tracked.audited = change.audited
+        if change.declined is not None:
+            self.counters[declined(change.declined)] += 1
+            tracked.declined, tracked.decline_detail = change.declined, change.detail
+        if change.event is not None:
+            self._take_event(tracked, change.event, now, is_declined=change.declined is not None)
+        if change.message is not None:
+            self.daemon.queue_message(change.message, now)
+
+    def _take_event(
+        self, tracked: TrackedRequest, event: RequestEvent, now: float, is_declined: bool
+    ) -> None:
         state = tracked.state
         next_state = TRANSITIONS.get((state, event))
         if next_state is None:
@@ -308,84 +389,69 @@ class RequestRegistry:
             return
         tracked.state = next_state
         tracked.story.append(event)
-        if next_state in STATES_WITHOUT_LEASE:
-            self.end_lease(tracked, now)
+        lease = tracked.lookup.lease
+        if lease and (next_state in STATES_WITHOUT_LEASE or event is RequestEvent.RENEWED):
+            load = tracked.load if event is RequestEvent.LOADED else RequestLoad()
+            release = wire.Release(
+                lease,
+                load.tokens,
+                load.bytes,
+                event is RequestEvent.FAILED,
+                # It is computed although the daemon may have a hit.
+                is_declined and state is RequestState.PREFETCHING,
+            )
+            del self.by_lease[lease]
+            tracked.lookup = tracked.lookup._replace(lease=0)
+            self.daemon.queue_message(release, now)
         if next_state is RequestState.DONE:
             self.send_explanation(tracked, now)
             self.by_id.pop(tracked.request.request_id, None)
             self.room.on_running((tracked.request.request_id,))
+
+    def on_asked(self, tracked: TrackedRequest, local_tokens: int, now: float) -> bool:
+        """Note that the engine asks, and has `local_tokens` tokens itself. True = it resumes it.
+
+        The engine asks while a request has no blocks. So it has lost all that a load restored.
+        """
+        tracked.local_seen = local_tokens
+        if tracked.load.restored:
+            tracked.load = tracked.load._replace(restored=range(0))
+        preemptions = tracked.request.num_preemptions
+        if preemptions > tracked.preemptions and tracked.state is RequestState.OUTRUN:
+            self.advance(tracked, Change(RequestEvent.SETTLED), now)
+        if preemptions > tracked.preemptions and tracked.state is RequestState.READY:
+            tracked.preemptions = preemptions
+            self.advance(tracked, Change(RequestEvent.RESUMED), now)
+            return True
+        return False
 
     def story(self, request_id: str) -> list[RequestEvent]:
         """Return the last events of a request that is tracked. Empty for any other."""
         tracked = self.by_id.get(request_id)
         return [*tracked.story] if tracked is not None else []
 
-    def decline(self, tracked: TrackedRequest, reason: wire.Decline, detail: str = "") -> None:
-        """Count why a request is not served, and keep the reason for `hybridkv explain`."""
-        self.counters[declined(reason)] += 1
-        tracked.declined, tracked.decline_detail = reason, detail
-
-    def decline_lookup(
-        self, tracked: TrackedRequest, reason: wire.Decline, now: float, detail: str = ""
-    ) -> None:
-        """Decline a request that waits for its lookup. The engine computes it."""
-        self.decline(tracked, reason, detail)
-        self.end_lease(tracked, now, is_unused=True)
-        self.advance(tracked, RequestEvent.SETTLED, now)
-
     def next_lease(self) -> int:
         """Return the number of a new lease."""
         self.last_lease += 1
         return self.last_lease
 
-    def open_lease(self, tracked: TrackedRequest) -> int:
-        """Give the request a new lease, and return the lease's number."""
-        lease = tracked.lookup.lease = self.next_lease()
-        self.by_lease[lease] = tracked
-        return lease
-
-    def end_lease(
-        self,
-        tracked: TrackedRequest,
-        now: float,
-        *,
-        loaded_tokens: int = 0,
-        loaded_bytes: int = 0,
-        has_failed: bool = False,
-        is_unused: bool = False,
-    ) -> None:
-        """End the request's lease, if it has one, and tell the daemon what was loaded under it.
-
-        `is_unused` says that the request is computed although the daemon may have a hit.
-        """
-        lease, tracked.lookup.lease = tracked.lookup.lease, 0
-        if lease:
-            self.by_lease.pop(lease, None)
-            release = wire.Release(lease, loaded_tokens, loaded_bytes, has_failed, is_unused)
-            self.session.queue_message(release, now)
-
     def on_connection_lost(self, now: float) -> None:
-        """Let each request that waits be looked up once more, in the time that its lookup has left.
-
-        With the connection the daemon has ended every lease.
-        """
-        self.by_lease.clear()
-        for tracked in self.by_id.values():
-            lookup = tracked.lookup
-            lookup.lease = 0
+        """Let each request that waits be looked up once more, in the time that it has left."""
+        for tracked in [*self.by_id.values()]:
+            lookup, event, reason = tracked.lookup._replace(lease=0), None, None
             if tracked.state is RequestState.OUTRUN:
-                self.advance(tracked, RequestEvent.SETTLED, now)
+                event = RequestEvent.SETTLED
             elif tracked.is_prefetching and lookup.lost:
-                self.decline_lookup(tracked, wire.Decline.LOST, now)
+                event, reason = RequestEvent.SETTLED, wire.Decline.LOST
             elif tracked.is_prefetching:
-                lookup.found, lookup.pending = None, None
-                lookup.sent, lookup.lost = False, True
+                lookup = lookup._replace(found=None, pending=None, sent=False, lost=True)
+            self.advance(tracked, Change(event, lookup, declined=reason), now)
 
     def send_explanation(self, tracked: TrackedRequest, now: float) -> None:
         """Send the daemon the explanation of a request that ended, for `hybridkv explain`."""
-        if self.session.is_connected:
+        if self.daemon.is_connected:
             explanation = explain_request(self.geometry, tracked)
-            self.session.queue_message(wire.ReportRequest(wire_name(tracked), explanation), now)
+            self.daemon.queue_message(wire.ReportRequest(wire_name(tracked), explanation), now)
 
 
 def wire_name(tracked: TrackedRequest) -> str:
@@ -405,7 +471,7 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
         lacks = {group.gid: chunk for group, chunk in missing}
     return wire.RequestExplanation(
         prompt_tokens=tracked.request.num_prompt_tokens,
-        stored_objects=tracked.stored_objects,
+        stored_objects=tracked.progress.objects,
         chunk_tokens=geometry.chunk_tokens,
         asked_chunks=asked_chunks,
         first_chunk=hashes[:HASH_BYTES],
@@ -427,7 +493,7 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
         junctions=[
             chunks * geometry.chunk_tokens
             for chunks in found.junctions
-            if any(state.chunk == chunks - 1 for state in tracked.stored_states)
+            if any(state.chunk == chunks - 1 for state in tracked.progress.states)
         ],
     )
 

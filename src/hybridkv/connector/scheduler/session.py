@@ -11,17 +11,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
 from hybridkv.client.link import Link
 from hybridkv.client.start_daemon import start_detached
-from hybridkv.connector.metrics import DAEMON_CONNECTS, DAEMON_LOSSES, daemon_unsent
+from hybridkv.connector.messages import StepReport
+from hybridkv.connector.metrics import (
+    ATTACH_FAILED,
+    DAEMON_CONNECTS,
+    DAEMON_LOSSES,
+    SLOTS_CONDEMNED,
+    daemon_unsent,
+)
 from hybridkv.connector.scheduler.nodes import NodesLink
+from hybridkv.connector.scheduler.parts import EngineIdentity, Part
+from hybridkv.connector.scheduler.requests import Outbox
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import fingerprint
 from hybridkv.core.metrics import Metric
 from hybridkv.core.packed import SLOT_BYTES, SlotRef, batches, pack_slots
 from hybridkv.wire import messages as wire
@@ -31,21 +38,8 @@ logger = logging.getLogger("vllm.hybridkv")
 RESPAWN_SECONDS = 5.0  # A daemon of our own that died is started again at most this often.
 
 
-class EngineIdentity(NamedTuple):
-    """The identity of an engine's bytes: they may be reused where all of this agrees."""
-
-    namespace: bytes
-    facts: Mapping[str, object]
-    """What the namespace is the fingerprint of, for people."""
-
-    @classmethod
-    def of_facts(cls, facts: Mapping[str, object]) -> "EngineIdentity":
-        """Return the identity that is made of these facts."""
-        return cls(fingerprint(facts), facts)
-
-
 @dataclass(eq=False)
-class DaemonSession:
+class DaemonSession(Part, Outbox):
     """One engine's session. No method waits. `now` is monotonic seconds."""
 
     socket_path: str
@@ -136,7 +130,20 @@ class DaemonSession:
         logger.info("hybridkv: connected to the daemon at %s", self.socket_path)
         return self.queue_message(wire.ReportIdentity(describe_facts(self.facts)), now)
 
-    def condemn_slots(self, node: int, slots: Iterable[SlotRef], now: float) -> None:
+    def on_report(self, report: StepReport, now: float) -> None:
+        """Take which ranks map the arena, and report slots whose bytes were proven wrong."""
+        if self.nodes is not None:
+            self.nodes.on_report(report.number, report.answers)
+        self.attached_ranks = report.boots
+        if report.is_disabled or report.counters.get(ATTACH_FAILED):
+            self.unmapped = self.boot
+        elif self.workers_attached():
+            self.unmapped = ""
+        for node, slots in report.corrupt.items():
+            self.counters[SLOTS_CONDEMNED] += len(slots)
+            self._condemn_slots(node, slots, now)
+
+    def _condemn_slots(self, node: int, slots: Iterable[SlotRef], now: float) -> None:
         """Report slots of a node whose bytes were proven wrong to the daemon there."""
         for batch in batches(pack_slots(sorted(slots)), wire.CHANGES_MAX * SLOT_BYTES):
             message = wire.ReportCorrupt(batch)
@@ -145,7 +152,7 @@ class DaemonSession:
             else:
                 self._count_unsent(message, self.nodes.queue_on(node, message))
 
-    def send_identity(self, identity: EngineIdentity, now: float) -> None:
+    def on_new_identity(self, identity: EngineIdentity, now: float) -> None:
         """Give the engine another identity, which its bytes have from here on."""
         self.hello = msgspec.structs.replace(self.hello, namespace=identity.namespace)
         self.link.greet_with(self.hello)

@@ -6,17 +6,8 @@ one plan later, or two plans later with asynchronous scheduling. A staging that 
 than that puts stores off until the request generates.
 """
 
-from typing import NamedTuple
-
 from hybridkv.core.copies import ObjectSpan
 from hybridkv.core.geometry import Geometry
-
-
-class _RankShare(NamedTuple):
-    """The objects of a span that one rank writes."""
-
-    first: int  # The place in the span of the first object that the rank writes.
-    step: int  # The distance to the next one.
 
 
 class StagingCredits:
@@ -39,7 +30,7 @@ class StagingCredits:
         size, fitting = self._part_bytes(span), span.objects
         for share, used_bytes in zip(self._shares(span), self.used_bytes, strict=True):
             fitting_here = (self.bytes_max - used_bytes) // size
-            fitting = min(fitting, share.first + fitting_here * share.step)
+            fitting = min(fitting, share.start + fitting_here * share.step)
         return fitting
 
     def count_span(self, span: ObjectSpan) -> None:
@@ -55,18 +46,19 @@ class StagingCredits:
             return
         size = sign * self._part_bytes(span)
         for rank, share in enumerate(self._shares(span)):
-            self.used_bytes[rank] += size * len(range(share.first, span.objects, share.step))
+            self.used_bytes[rank] += size * len(share)
 
-    def _shares(self, span: ObjectSpan) -> list[_RankShare]:
-        """Return each rank's share of the span.
+    def _shares(self, span: ObjectSpan) -> list[range]:
+        """Return the places in the span of the objects that each rank writes.
 
         Ranks write all objects, or take turns with objects that they share (PartLayout.writes).
         """
         ranks = self._geometry.ranks
         if not self._geometry.groups[span.group_index].replicated:
-            return [_RankShare(0, 1)] * ranks
+            return [range(span.objects)] * ranks
         sharers = self._geometry.node_ranks // self._geometry.node_stages
-        return [_RankShare((rank - span.first_chunk) % sharers, sharers) for rank in range(ranks)]
+        first, stop = span.first_chunk, span.objects
+        return [range((rank - first) % sharers, stop, sharers) for rank in range(ranks)]
 
     def _part_bytes(self, span: ObjectSpan) -> int:
         return span.count * self._geometry.groups[span.group_index].block_bytes

@@ -1,12 +1,11 @@
 """Stores: the objects that a step completes, their slots, and their commits.
 
-Nothing is sent from here: messages to the daemon are returned.
+What a report ends is committed with the end of the step (`send_changes`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple
 
 from hybridkv.client.credits import SlotCredits
@@ -20,14 +19,21 @@ from hybridkv.connector.metrics import (
     stores_shed,
 )
 from hybridkv.connector.scheduler.audits import Audits
-from hybridkv.connector.scheduler.requests import StoredState, TrackedRequest, hit_chunks_max
+from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
+from hybridkv.connector.scheduler.kv_events import KVEventPublisher, PresentObjects
+from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step
+from hybridkv.connector.scheduler.requests import (
+    RequestRegistry,
+    StoredState,
+    TrackedRequest,
+    hit_chunks_max,
+)
 from hybridkv.connector.scheduler.staging import StagingCredits
 from hybridkv.core.copies import NULL_BLOCK, CopyRun, ObjectSpan, storable_spans
 from hybridkv.core.coverage import SlotShape, slot_shapes
 from hybridkv.core.eviction_classes import eviction_classes
-from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.metrics import Metric
 from hybridkv.core.packed import batches, consecutive, pack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.wire.messages import CHANGES_MAX, Commit, Free
@@ -64,50 +70,35 @@ class StateOffer(NamedTuple):
     tokens: int  # The tokens that the state has read.
 
 
-class StoredObjects(NamedTuple):
-    """Objects of one request and group that are committed."""
-
-    tracked: TrackedRequest
-    group_index: int
-    chunks: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """The bounds of what is stored of an engine, and of how much at once."""
-
-    step_tokens: int  # The most tokens of a step.
-    with_generated: bool = True  # True if generated tokens are stored too.
-    with_tails: bool = False  # True if states inside a chunk are stored too (core.tails).
-    staging_bytes: int | None = None  # The size of the smallest staging; None = no bound.
-
-
-class StorePlanner:
+class StorePlanner(Part):
     """All stores of one engine, each from the step that completes an object to its commit."""
 
     def __init__(
         self,
-        geometry: Geometry,
-        limits: StoreLimits,
-        counters: Counter[Metric],
-        numbers: Iterator[int] | None = None,
-        audits: Audits | None = None,
+        context: SchedulerContext,
+        life: EngineLife,
+        requests: RequestRegistry,
+        audits: Audits,
+        events: KVEventPublisher,
     ) -> None:
-        """`numbers` are those of runs, of which none is given twice in the life of an engine.
+        """Nothing is committed before the weights are proven and `audits` have compared it.
 
-        `audits` compare objects before these are committed.
+        `events` announce it then.
         """
-        self._geometry = geometry
-        self._limits = limits
-        self._counters = counters
-        self._numbers = numbers or count(1)
+        self._context = context
+        self._requests = requests
+        self._geometry = geometry = requests.geometry
+        self._counters = requests.counters
+        self._numbers = life.run_numbers
+        self._weights = life.weights
         self._audits = audits
+        self._events = events
         self._chunks_max = hit_chunks_max(geometry)  # No hit has chunks after so many.
         self._full_groups: list[int] = []
         self._windowed_groups: list[int] = []
         self._recurrent_groups: dict[int, int] = {}  # The index of each recurrent group by its gid.
         # As many slots as two full steps can complete objects.
-        chunks = 2 * -(-limits.step_tokens // geometry.chunk_tokens) + 2
+        chunks = 2 * -(-context.step_tokens // geometry.chunk_tokens) + 2
         slots: Counter[SlotShape] = Counter()
         for index, group in enumerate(geometry.groups):
             is_recurrent = group.kind is GroupKind.RECURRENT
@@ -120,20 +111,45 @@ class StorePlanner:
             for shape in slot_shapes(geometry, group):
                 slots[shape] += max(4, chunks // 4) if is_recurrent else chunks
         self.credits = SlotCredits(slots, geometry.ticket_bytes)
-        self.staging = StagingCredits(geometry, limits.staging_bytes)
+        self.staging = StagingCredits(geometry, context.staging_bytes)
         self._packed_indices = [pack_u64([index]) for index in range(len(geometry.groups))]
         self._block_bytes = [group.block_bytes for group in geometry.groups]
         self._parts = [geometry.parts(group) for group in geometry.groups]
-        self._step = 0  # The number of the last step that was planned.
         self.storing: dict[int, StoreRun] = {}
         """The runs that ranks are writing, by the number under which the workers report each."""
         self.unproven: list[StoreRun] = []
         """Runs that all ranks have reported and that must wait. It is not known which weights
         computed them, or a live audit compares an object of them."""
-        self.committed: list[StoredObjects] = []  # The objects that the last `on_report` committed.
+        self.changes: list[Commit | Free] = []  # Messages that leave with the end of the step.
 
-    def on_connection_lost(self) -> None:
+    @property
+    def may_commit(self) -> bool:
+        """False once what the engine computes may not be shared, until that ends."""
+        return not self._weights.is_stale and not self._audits.is_cut_off
+
+    def on_step_planned(self, step: Step, now: float) -> None:
+        if step.can_store and self.may_commit:
+            step.plan.stores = self.plan_stores(step)
+
+    def on_reset(self, is_empty: bool, now: float) -> None:
+        """Commit what is of the weights before the reset: nothing that is being written now."""
+        self.send_changes(now)
+        self.withdraw_stores()
+
+    def on_new_identity(self, identity: EngineIdentity, now: float) -> None:
+        """Commit what is of the old weights, under the old name."""
+        self.send_changes(now)
+        self.withdraw_stores()
+
+    def send_changes(self, now: float) -> None:
+        """Send the commits of the last report, and the slots that it gave back."""
+        changes, self.changes = self.changes, []
+        for message in changes:
+            self._requests.daemon.queue_message(message, now)
+
+    def on_connection_lost(self, now: float) -> None:
         """Forget all slots, which are gone with the daemon."""
+        self.changes.clear()
         self.credits.forget_slots()
         self.unproven.clear()
         for storing in self.storing.values():
@@ -149,46 +165,34 @@ class StorePlanner:
         for storing in (*self.storing.values(), *self.unproven):
             storing.unstored = frozenset(range(storing.run.objects))
 
-    def plan_stores(
-        self,
-        output: Any,
-        requests: dict[str, TrackedRequest],
-        tables: Callable[[str], Sequence[Sequence[int]]],
-        step: int = 0,
-    ) -> dict[int, CopyRun]:
+    def plan_stores(self, step: Step) -> dict[int, CopyRun]:
         """Return the copies of the objects that this step completes, by the number of the run.
 
-        `step` is the number of the step's plan. An object waits for a later step where there is no
-        slot for it, or no room in the staging. The engine soon frees blocks of windows and states,
-        so these come before full attention, which it keeps until the end of the request.
+        An object waits for a later step where there is no slot for it, or no room in the staging.
+        The engine soon frees blocks of windows and states, so these come before full attention,
+        which it keeps until the end of the request.
         """
-        self._step = step
         offers: Mapping[str, Any] = {}
         if self._recurrent_groups:
-            offers = output.kv_connector_block_state.boundary_state_offloads
+            offers = step.output.kv_connector_block_state.boundary_state_offloads
         windowed, full = self._windowed_groups, self._full_groups
         if self.staging.bytes_max is None:
-            return self._plan_groups(output, requests, tables, [*windowed, *full], offers)
-        runs = self._plan_groups(output, requests, tables, windowed, offers)
-        return {**runs, **self._plan_groups(output, requests, tables, full, {})}
+            return self._plan_groups(step, [*windowed, *full], offers)
+        runs = self._plan_groups(step, windowed, offers)
+        return {**runs, **self._plan_groups(step, full, {})}
 
     def _plan_groups(
-        self,
-        output: Any,
-        requests: dict[str, TrackedRequest],
-        tables: Callable[[str], Sequence[Sequence[int]]],
-        attention: list[int],
-        offers: Mapping[str, Any],
+        self, step: Step, attention: list[int], offers: Mapping[str, Any]
     ) -> dict[int, CopyRun]:
         """Return the runs of these attention groups, and of the states that the engine offers."""
         runs: dict[int, CopyRun] = {}
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = requests.get(request_id)
+        for request_id, scheduled in step.output.num_scheduled_tokens.items():
+            tracked = self._requests.by_id.get(request_id)
             if tracked is None or not tracked.has_hashes():
                 continue
             request = tracked.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-            if not self._limits.with_generated:
+            if not self._context.settings.store_generated:
                 tokens = min(tokens, request.num_prompt_tokens)
             state_tokens = tokens
             if tracked.drafted is not None:
@@ -203,17 +207,17 @@ class StorePlanner:
                 self._shed(tracked, Shed.BEYOND_LOOKUP, reachable_tokens, tokens)
                 chunks = self._chunks_max
             completed: list[CopyRun] = []
-            if attention and min(tracked.next_chunk[i] for i in attention) < chunks:
-                completed += self._attention(tracked, attention, chunks, tables(request_id))
+            if attention and min(tracked.progress.next_chunk[i] for i in attention) < chunks:
+                completed += self._attention(tracked, attention, chunks, step.tables(request_id))
             states = [StateOffer(*offer) for offer in offers.get(request_id, ())]
-            if self._limits.with_tails and states:
+            if self._context.with_tails and states:
                 states, inside = self._separate(states)
-                runs.update(self._tail(tracked, inside, tables, tokens))
-            held = tables(request_id) if states else ()
+                runs.update(self._tail(tracked, inside, step, tokens))
+            held = step.tables(request_id) if states else ()
             for offer in states:
                 completed += self._state(tracked, offer, state_tokens, held)
             if completed:
-                runs.update(self._number_runs(tracked, completed))
+                runs.update(self._number_runs(tracked, completed, step))
         return runs
 
     def _shed(self, tracked: TrackedRequest, reason: Shed, tokens: int, stop_tokens: int) -> None:
@@ -222,34 +226,33 @@ class StorePlanner:
         They end within `stop_tokens` tokens. Objects that RAM had, or that were stored before, do
         not count.
         """
-        found, counted = tracked.lookup.found, tracked.shed_chunks.get(reason, 0)
+        found, progress = tracked.lookup.found, tracked.progress
+        counted = progress.shed_chunks.get(reason, 0)
         start, stop = map(self._geometry.whole_chunks, (tokens, stop_tokens))
         for index in (*self._windowed_groups, *self._full_groups):
-            first = max(start, counted, tracked.next_chunk[index])
+            first = max(start, counted, progress.next_chunk[index])
             mask = found.masks[index] if found is not None else b""
             self._counters[stores_shed(reason)] += max(0, stop - first) - mask.count(1, first, stop)
-        tracked.shed_chunks[reason] = max(counted, stop)
+        progress.shed(reason, stop)
 
-    def on_report(
-        self, report: StepReport, is_proven: Callable[[int], bool]
-    ) -> list[Commit | Free]:
-        """Return the messages for the slots that every rank is done with.
+    def on_report(self, report: StepReport, now: float) -> None:
+        """Commit the objects whose slots every rank is done with.
 
-        Slots become objects, or are freed where a rank did not write its part. They wait until
-        `is_proven` says of the step that computed them that the weights are known
-        (`WeightsWatch.is_proven`).
+        Slots are freed where a rank did not write its part. They wait until the weights of the step
+        that computed them are known.
         """
+        if not self.may_commit:
+            self.withdraw_stores()
         ended, self.unproven = [*self.unproven, *self._end_runs(report)], []
-        self.committed = []
-        messages: list[Commit | Free] = []
+        committed: dict[TrackedRequest, list[PresentObjects]] = {}
         for storing in ended:
-            if not is_proven(storing.step):
+            if not self._weights.is_proven(storing.step):
                 self.unproven.append(storing)
                 continue
             adapter = storing.tracked.adapter
             if adapter and not adapter.has_computed(storing.adapter_hash, storing.step):
                 storing.unstored = frozenset(range(storing.run.objects))
-            if self._audits is not None and self._audits.must_wait(storing.run, storing.unstored):
+            if self._audits.must_wait(storing.run, storing.unstored):
                 self.unproven.append(storing)
                 continue
             storing.hashes = storing.hashes or self._hashes(storing.tracked, storing.run)
@@ -261,11 +264,15 @@ class StorePlanner:
                 self._counters[stores_shed(Shed.FAILED)] += len(bad)
                 size = self._geometry.ticket_bytes
                 unused = b"".join([run.tickets[at * size : (at + 1) * size] for at in bad])
-                messages += map(Free, batches(unused, CHANGES_MAX * size))
+                self.changes += map(Free, batches(unused, CHANGES_MAX * size))
                 good = consecutive(sorted({*range(run.objects)} - {*bad}))
             for part in good:
-                messages += self._commit(storing, part.start, part.stop)
-        return messages
+                self.changes += self._commit(storing, part.start, part.stop)
+                if not storing.tail_tokens:
+                    chunks = range(run.span.first_chunk, run.span.first_chunk + run.objects)
+                    present = PresentObjects(run.span.group_index, chunks[part.start : part.stop])
+                    committed.setdefault(storing.tracked, []).append(present)
+        self._events.update(lambda events: events.on_committed(committed))
 
     def _end_runs(self, report: StepReport) -> Iterator[StoreRun]:
         """Yield the runs that the last rank reports now, unless their slots are gone."""
@@ -288,9 +295,6 @@ class StorePlanner:
         """Yield the commits of the run's objects [start, stop)."""
         run, tracked, hashes = storing.run, storing.tracked, storing.hashes
         span = run.span
-        chunks = range(span.first_chunk + start, span.first_chunk + stop)
-        if not storing.tail_tokens:
-            self.committed.append(StoredObjects(tracked, span.group_index, chunks))
         self._counters[OBJECTS_STORED] += stop - start
         part_bytes, parts = self._shape(span)
         object_bytes = part_bytes * parts * self._geometry.nodes
@@ -346,7 +350,7 @@ class StorePlanner:
         """
         found = tracked.lookup.found
         for index in attention:
-            first = tracked.next_chunk[index]
+            first = tracked.progress.next_chunk[index]
             if first >= chunks:
                 continue
             group = self._geometry.groups[index]
@@ -367,7 +371,7 @@ class StorePlanner:
                     # The blocks are still this request's in the next step, where it goes on.
                     reached = span.first_chunk + run.objects
                     break
-            tracked.next_chunk[index] = max(first, reached)
+            tracked.progress.settle(index, reached)
 
     def _state(
         self,
@@ -399,13 +403,13 @@ class StorePlanner:
         found = tracked.lookup.found
         mask = found.masks[index] if found is not None else b""
         state = StoredState(index, chunk)
-        if state in tracked.stored_states or any(mask[chunk : chunk + 1]):
+        if state in tracked.progress.states or any(mask[chunk : chunk + 1]):
             return
         span = ObjectSpan(index, chunk, 1, (offer.block,))
         if self.staging.is_too_small(span):
             self._counters[stores_shed(Shed.TOO_LARGE)] += 1
         elif (run := self._take_slots(span)).objects:
-            tracked.stored_states.add(state)
+            tracked.progress.note_begun(state=state)
             answer = tracked.lookup.answer
             is_junction = answer is not None and chunk + 1 in answer.junctions
             self._counters[JUNCTIONS_STORED] += is_junction
@@ -425,11 +429,7 @@ class StorePlanner:
         return at_ends, inside
 
     def _tail(
-        self,
-        tracked: TrackedRequest,
-        offers: Mapping[int, StateOffer],
-        tables: Callable[[str], Sequence[Sequence[int]]],
-        tokens: int,
+        self, tracked: TrackedRequest, offers: Mapping[int, StateOffer], step: Step, tokens: int
     ) -> Iterator[tuple[int, CopyRun]]:
         """Yield the runs of a tail, if the engine offers its state in every recurrent group.
 
@@ -442,27 +442,28 @@ class StorePlanner:
             return
         boundary, geometry = boundaries.pop(), self._geometry
         chunk, unit = boundary // geometry.chunk_tokens, geometry.hash_tokens
-        if boundary > tokens or boundary == tracked.stored_tail or boundary % unit:
+        if boundary > tokens or boundary == tracked.progress.tail or boundary % unit:
             return
         if chunk >= self._chunks_max:
             self._counters[stores_shed(Shed.BEYOND_LOOKUP)] += len(geometry.groups)
             return
         name = tracked.tail_hashes([tracked.request.block_hashes[boundary // unit - 1]], [boundary])
         blocks = {index: offer.block for index, offer in offers.items()}
-        present = tables(tracked.request.request_id)
+        present = step.tables(tracked.request.request_id)
         for index in self._full_groups:
             blocks[index] = present[geometry.groups[index].gid][chunk]
         if NULL_BLOCK in blocks.values() or name == tracked.lookup.tail_found():
             return
         before = tracked.chunk_hashes(geometry, chunk - 1, 1) if chunk else bytes(HASH_BYTES)
-        tracked.stored_tail = boundary
+        tracked.progress.note_begun(tail=boundary)
         self._counters[TAILS_STORED] += 1
         for index in sorted(blocks):
             span = ObjectSpan(index, chunk, 1, (blocks[index],))
             if self.staging.is_too_small(span):
                 self._counters[stores_shed(Shed.TOO_LARGE)] += 1
             elif (run := self._take_slots(span)).objects:
-                tail = StoreRun(run, before + name, tracked, self._step, tail_tokens=boundary)
+                number = step.plan.number
+                tail = StoreRun(run, before + name, tracked, number, tail_tokens=boundary)
                 yield self._number_run(tail)
 
     def _take_slots(self, span: ObjectSpan) -> CopyRun:
@@ -478,7 +479,7 @@ class StorePlanner:
         return CopyRun(part, tickets)
 
     def _number_runs(
-        self, tracked: TrackedRequest, completed: list[CopyRun]
+        self, tracked: TrackedRequest, completed: list[CopyRun], step: Step
     ) -> Iterator[tuple[int, CopyRun]]:
         """Yield the runs with the numbers under which the workers will report them."""
         first = objects = -1
@@ -487,7 +488,7 @@ class StorePlanner:
             if first != run.span.first_chunk or objects != run.objects:
                 first, objects = run.span.first_chunk, run.objects
                 hashes = self._hashes(tracked, run)
-            yield self._number_run(StoreRun(run, hashes, tracked, self._step))
+            yield self._number_run(StoreRun(run, hashes, tracked, step.plan.number))
 
     def _hashes(self, tracked: TrackedRequest, run: CopyRun) -> bytes:
         """Return `StoreRun.hashes`. Empty while a token that the last hash covers is not known."""
@@ -504,8 +505,8 @@ class StorePlanner:
         number = next(self._numbers)
         self.storing[number] = storing
         storing.adapter_hash = storing.tracked.adapter_hash
-        storing.tracked.stored_objects += storing.run.objects
-        if self._audits is not None and not storing.tail_tokens:
+        storing.tracked.progress.note_begun(objects=storing.run.objects)
+        if not storing.tail_tokens:
             self._audits.on_store_begun(storing.tracked, number, storing.run)
         return number, storing.run
 
