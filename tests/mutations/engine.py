@@ -342,8 +342,8 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "nobody-says-release",
         "the daemon is never told that a lease has ended",
-        "RequestRegistry.end_lease",
-        body("tracked.lookup.lease = 0"),
+        "RequestRegistry._take_event",
+        never("lease"),
         "C18 C25 D9",
         (f"{SCHEDULER}::test_a_lease_that_nothing_is_loaded_under_is_let_go_at_once",),
     ),
@@ -407,7 +407,7 @@ FAULTS: tuple[Mutation, ...] = (
     Mutation(
         "forgets-undrafted-steps",
         "a step in which vLLM ran no drafter counts as any other",
-        "DraftedBlocks._advance",
+        "DraftedBlocks._after_step",
         body("return original(**{**arguments, 'is_proven': True})"),
         "C31",
         (f"{DRAFTED}::test_a_step_without_the_drafter_leaves_gaps_in_all_of_its_requests",),
