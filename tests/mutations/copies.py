@@ -91,7 +91,7 @@ FAULTS: tuple[Mutation, ...] = (
                 pass
         """),
         "B38 C11",
-        (f"{PIPELINE}::test_a_device_that_fails_ends_the_copier_and_hangs_nobody", DEVICES),
+        (f"{PIPELINE}::test_a_device_that_fails_ends_the_copier_and_hangs_nobody",),
     ),
     Mutation(
         "told-before-it-is-over",

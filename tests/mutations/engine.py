@@ -343,7 +343,7 @@ FAULTS: tuple[Mutation, ...] = (
         "nobody-says-release",
         "the daemon is never told that a lease has ended",
         "RequestRegistry._take_event",
-        never("lease"),
+        never("STATES_WITHOUT_LEASE"),
         "C18 C25 D9",
         (f"{SCHEDULER}::test_a_lease_that_nothing_is_loaded_under_is_let_go_at_once",),
     ),

@@ -57,7 +57,7 @@ FAULTS: tuple[Mutation, ...] = (
         "weights_fact",
         body("return []"),
         "D16",
-        (f"{IDENTITY}::test_every_single_change_is_a_miss_and_no_change_is_a_hit",),
+        (f"{IDENTITY}::test_every_single_change_is_a_miss_and_no_change_is_a_hit[some]",),
     ),
     Mutation(
         "forgets-the-draft-model",

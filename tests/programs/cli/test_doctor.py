@@ -83,26 +83,12 @@ def test_engines_whose_weights_cannot_be_read_are_a_warning(daemon: DaemonProces
     assert found.what.startswith("1 engines share with no other")
 
 
-def test_another_size_than_the_running_daemons_is_a_warning(daemon: DaemonProcess) -> None:
-    found = host(at(daemon.socket_path, 1 << 20))["memory"]
-    assert found.verdict is Verdict.WARN
-    assert found.sentence.startswith("ram=1MiB is asked for, and the running daemon has 64MiB")
-
-
 def test_no_daemon_at_a_socket_of_ones_own_is_a_warning_that_says_how_to_start_one(
     tmp_path: Path,
 ) -> None:
     found = host(at(tmp_path / "none.sock"))["daemon"]
     assert found.verdict is Verdict.WARN
     assert found.remedy.startswith('start one: "hybridkv serve --socket')
-
-
-def test_with_auto_no_daemon_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    found = host(Settings())
-    assert found["daemon"].verdict is Verdict.OK
-    assert "vLLM will start one" in found["daemon"].what
-    assert list(tmp_path.iterdir()) == [], "a check makes nothing"
 
 
 def test_another_users_daemon_fails(

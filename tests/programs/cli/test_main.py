@@ -1,10 +1,8 @@
 """The command itself: whoever reads it may go at any time, and bad words are one sentence."""
 
 import contextlib
-import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -99,19 +97,6 @@ def test_a_variable_names_the_socket(
     assert capsys.readouterr().err.splitlines()[-1].startswith("hybridkv: HYBRIDKV_SOCKET: ")
 
 
-def test_so_it_is_for_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with nobody_reads():
-        assert main(["--help"]) == 141
-    assert capsys.readouterr().err == ""
-
-
-def test_without_a_standard_output_it_works(
-    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdout", None)
-    assert main(["stats", "--socket", daemon.socket_path]) == 0
-
-
 def test_a_request_that_is_no_text(
     daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,14 +105,6 @@ def test_a_request_that_is_no_text(
         "hybridkv: request '\\udcff' is not UTF-8, and no engine names one so; "
         "a name as the engine's log has it works\n"
     )
-
-
-def test_what_the_terminal_cannot_show_ends_nothing(daemon: DaemonProcess) -> None:
-    raw = io.BytesIO()
-    with io.TextIOWrapper(raw, encoding="ascii") as file, contextlib.redirect_stdout(file):
-        assert main(["top", "--once", "--socket", daemon.socket_path]) == 0
-        output = raw.getvalue().decode()
-    assert re.search(r"^ram +\?{24} 0B of 64MiB", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("module", ["hybridkv.wire.messages", "hybridkv.cli.top", "rich.live"])

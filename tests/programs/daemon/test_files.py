@@ -3,7 +3,6 @@
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,53 +67,6 @@ def test_a_second_daemon_without_a_lock_in_its_way_ends(daemon: DaemonProcess) -
     finally:
         daemon.process.send_signal(signal.SIGCONT)
     until(lambda: boot_at(daemon.socket_path) == boot, "the first one serves")
-
-
-def test_of_two_daemons_the_one_whose_place_was_taken_ends(tmp_path: Path) -> None:
-    """Both names of a hanging daemon are gone. Neither daemon removes what is the other's."""
-    path = tmp_path / "daemon.sock"
-    with ForkedDaemon(str(path), "16MiB") as first:
-        with ControlClient(first.socket_path) as control:
-            arena = Path(control.welcome.arena_path)
-        assert first.process is not None
-        first.process.send_signal(signal.SIGSTOP)
-        path.unlink()
-        Path(f"{path}.lock").unlink()
-        with ForkedDaemon(str(path), "16MiB") as second:
-            boot = boot_at(second.socket_path)
-            assert arena.exists(), "it is in use"
-            first.process.send_signal(signal.SIGCONT)
-            assert first.process.wait(DEADLINE_SECONDS) == 0
-            assert not arena.exists()
-            assert boot_at(second.socket_path) == boot
-
-
-def test_arenas_of_daemons_that_end_late_are_removed(tmp_path: Path) -> None:
-    """The next daemon removes them as soon as nobody uses them."""
-    path = tmp_path / "daemon.sock"
-    with ForkedDaemon(str(path), "16MiB") as first:
-        first.kill()
-        (left,) = stale_arenas(path)
-        user = subprocess.Popen(
-            [sys.executable, "-c", LOCK, str(left)], stdout=subprocess.PIPE, stdin=subprocess.PIPE
-        )
-        with user:
-            assert user.stdout is not None
-            user.stdout.readline()
-            first.start()
-            assert len(stale_arenas(path)) == 2
-            user.communicate()
-        until(lambda: left not in stale_arenas(path), "it is removed")
-        assert len(stale_arenas(path)) == 1
-
-
-LOCK = """
-import fcntl, sys
-file = open(sys.argv[1], "rb+")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("locked", flush=True)
-sys.stdin.read()
-"""
 
 
 def test_a_start_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """The arena in another directory than /dev/shm, and engines that have it at another path."""
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
 from hybridkv.daemon.filesystem import stale_arenas
@@ -42,44 +40,6 @@ def test_the_arena_is_there_and_nowhere_else(shm_path: Path, tmp_path: Path) -> 
         daemon.start()
         assert list(shm_path.iterdir()) == [arena], "it was taken over"
     assert list(shm_path.iterdir()) == []
-
-
-def test_another_directory_begins_empty_and_leaves_nothing(shm_path: Path, tmp_path: Path) -> None:
-    with ForkedDaemon(str(tmp_path / "d.sock"), RAM) as usual:
-        usual.kill()
-        assert len(stale_arenas(Path(usual.socket_path))) == 1
-        with daemon_in(shm_path, tmp_path) as daemon:
-            (arena,) = stale_arenas(Path(daemon.socket_path), shm_path)
-            assert arena.parent == shm_path
-
-
-def test_commands_look_there(
-    shm_path: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By an argument or by the variable."""
-    arguments = ["--shm-dir", str(shm_path), "--socket", str(tmp_path / "d.sock"), "--json"]
-
-    def listed() -> list[dict[str, object]]:
-        assert main(["arenas", *arguments]) == 0
-        rows = json.loads(capsys.readouterr().out)
-        return [row for row in rows if row["path"].startswith(f"{shm_path}/")]
-
-    with daemon_in(shm_path, tmp_path) as daemon:
-        (row,) = listed()
-        assert (row["in_use"], row["socket"]) == (True, daemon.socket_path)
-        daemon.kill()
-        assert main(["stop", "--free", *arguments]) == 0
-        capsys.readouterr()
-        assert listed() == []
-        capsys.readouterr()
-        daemon.start()
-        monkeypatch.setenv("HYBRIDKV_SHM_DIR", str(shm_path))
-        assert main(["stop", "--socket", daemon.socket_path, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["kept_bytes"] > 0
-        assert len(listed()) == 1
 
 
 def test_the_variable_is_the_daemons_default(

@@ -276,16 +276,6 @@ def test_no_request_deletes_more_than_s3_takes(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(Deleting.counts) == [100, 1000, 1000]
 
 
-def test_what_is_behind_a_long_hole_is_found(server: S3Server, prefix: str, make: Make) -> None:
-    """As a recurrent state at the end of a prompt, of which none is stored before."""
-    tier, samples = make(server.url(prefix)), [make_sample(number) for number in range(80)]
-    stored = {1, 5, 79}
-    tier.put([samples[number].write_request() for number in stored])
-    assert tier.find([sample.key for sample in samples]) == [
-        number in stored for number in range(80)
-    ]
-
-
 def test_what_is_found_while_others_fail_is_found(
     server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,15 +411,6 @@ def test_keys_that_are_rotated_in_their_file_are_used_after_the_next_opening(
 )
 def test_a_url_that_cannot_work(url: str, words: str) -> None:
     assert words in sentence(url)
-
-
-def test_the_endpoint_of_the_url_goes_before_the_environment(
-    server: S3Server, prefix: str, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    assert make(server.url(prefix)).put([make_sample(1).write_request()]) == [None]
 
 
 def test_plain_http_is_only_for_an_endpoint_that_says_so(

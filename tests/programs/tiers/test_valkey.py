@@ -410,20 +410,6 @@ def test_a_url_that_cannot_work(url: str, words: str) -> None:
     assert words in sentence(url)
 
 
-def test_a_bound_of_bytes_is_refused_without_the_password() -> None:
-    assert sentence("valkey://:qzxjwv@127.0.0.1/0?bytes=1GiB") == (
-        "tier valkey://127.0.0.1/0: bytes= is not taken,"
-        " since the server's maxmemory and maxmemory-policy bound it;"
-        " a URL without bytes= works"
-    )
-
-
-def test_an_unknown_option_is_told_without_the_password() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'prefix'") as caught:
-        tier_of("valkey://:qzxjwv@127.0.0.1/0?prefx=a")
-    assert "qzxjwv" not in str(caught.value)
-
-
 def test_another_protocol_is_a_wrong_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
 

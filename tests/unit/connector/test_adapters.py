@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from hybridkv.connector.metrics import LOADS_DONE, LOOKUPS_MISSED, declined
+from hybridkv.connector.metrics import (
+    LOADS_DONE,
+    LOOKUPS_MISSED,
+    OBJECTS_STORED,
+    Shed,
+    declined,
+    stores_shed,
+)
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.adapters import AdapterRefusal
@@ -122,3 +129,33 @@ def test_what_was_loaded_is_of_the_adapters_old_weights(rig: LoraRig) -> None:
     rig.run({})
     assert rig.offered(rig.arrive("u")) == 0
     assert rig.counters[LOOKUPS_MISSED] == 1, "the new weights are looked up"
+
+
+def test_other_weights_of_the_adapter_find_nothing(rig: LoraRig) -> None:
+    rig.loaded = {1: NEW}
+    rig.run({})
+    assert rig.offered(rig.arrive()) == 0
+    assert rig.counters[LOOKUPS_MISSED] == 1
+
+
+@pytest.mark.parametrize("then", [OLD, NEW], ids=["the same", "others"])
+def test_what_is_computed_before_an_adapter_is_known_is_stored_afterwards(
+    rig: LoraRig, then: bytes
+) -> None:
+    """The first step with an adapter loads it, and its report says which weights it has."""
+    rig.run({})
+    rig.await_slots()
+    asking = rig.arrive()
+    rig.run({})
+    assert rig.side.offer_hit(asking, 0) == 0
+    rig.side.on_allocated(asking, lambda: tables(TOKENS), 0)
+    rig.loaded = {1: OLD}
+    assert not rig.run({"r": 2 * CHUNK}).stores
+    asking.num_computed_tokens = 2 * CHUNK
+    rig.loaded = {1: then}
+    plan = rig.run({"r": CHUNK})
+    spans = [run.span for run in plan.stores.values()]
+    assert {(span.first_chunk, span.objects) for span in spans if not span.group_index} == {(0, 3)}
+    objects = sum(span.objects for span in spans)
+    assert rig.counters[OBJECTS_STORED] == (objects if then == OLD else 0)
+    assert rig.counters[stores_shed(Shed.FAILED)] == (0 if then == OLD else objects)

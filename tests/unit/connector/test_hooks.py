@@ -692,3 +692,29 @@ def test_adapters_are_followed_while_a_role_is_off(roles: Roles, changes: bool) 
     reset_prefix_cache(roles)
     assert known.weights is not None, "the engine has no block of the old weights"
     assert not roles.faults()
+
+
+def test_a_renewal_that_fails_loses_no_load_that_must_fail(
+    roles: Roles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = Paused(roles)
+    scheduler, chunk = roles.scheduler, paused.side.geometry.chunk_tokens
+    scheduler.guard.pause("the test says so")
+    waiting = request("waiting", chunk + 1)
+    scheduler.on_new_request(waiting)
+    scheduler.update_state_after_alloc(waiting, blocks_of(chunk), chunk)
+    monkeypatch.setattr(scheduler, "make_scheduler_role", lambda: 1 // 0)
+    paused.now += PAUSE_SECONDS
+    scheduler.take_events()
+    assert scheduler.counters[fault("begin_anew")] == 1
+    assert scheduler.build_connector_meta(IDLE).failed == ["waiting"]
+
+
+def test_a_load_that_no_worker_was_told_of_fails_with_the_next_role(roles: Roles) -> None:
+    """The engine waits for it, and the pause may end before the next plan."""
+    paused = Paused(roles)
+    roles.scheduler.guard.pause("the test says so")
+    roles.scheduler.update_state_after_alloc(request("r"), blocks_of(1), 128)
+    paused.now += PAUSE_SECONDS
+    roles.scheduler.take_events()
+    assert roles.step(IDLE).failed_recving == {"r"}

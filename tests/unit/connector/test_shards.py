@@ -11,7 +11,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import canonical_mapping
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
-from hybridkv.connector.copy.part import PartLayout
+from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.copy.shards import ShardsCopier
 from hybridkv.connector.worker.copiers import CopierFactory, ShardBlocks
 from hybridkv.connector.worker.worker_settings import WorkerSettings
@@ -324,3 +324,32 @@ def test_a_store_ends_with_its_last_shard_and_fails_with_any(outcomes: tuple[boo
         assert ended == []
         inner.on_stored(op, outcome)
     assert ended == [all(outcomes)]
+
+
+@pytest.mark.parametrize("damaged", [[0], [3], [1, 2]])
+def test_a_damaged_part_fails_the_load_and_names_the_slot_once(
+    arena: Arena, damaged: list[int]
+) -> None:
+    workers, slots = Workers(arena, on_ranks(attention, "LBHNC", 8, 1)), Slots(arena)
+    ops = slots.objects(workers, 0)
+    workers.store(ops)
+    size = ops[1].count * workers.part_bytes(0)
+    for part in damaged:
+        arena.memory[ops[1].slot.offset + payload_offset(SHARDS) + part * size + 5] ^= 0x10
+    error = workers.load(0, ops)
+    assert isinstance(error, BadSlotError)
+    assert error.slots == [ops[1].slot]
+    assert workers.load(0, ops[:1]) is None
+
+
+def test_a_load_ends_with_its_last_shard_and_has_the_errors_of_all() -> None:
+    copier, copiers = delayed_shards()
+    ops = [whole_object(SlotRef(4096 * at, 7), at, (1,)) for at in range(2)]
+    ended: list[HybridKVError | None] = []
+    copier.load(ops, ended.append)
+    for inner, op in zip(copiers, ops, strict=True):
+        assert ended == []
+        inner.on_loaded(BadSlotError(op, "torn"))
+    (error,) = ended
+    assert isinstance(error, BadSlotError)
+    assert error.slots == [op.slot for op in ops]

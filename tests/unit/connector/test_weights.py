@@ -36,6 +36,156 @@ def answers_of(
     }
 
 
+def test_after_a_reset_all_ranks_are_heard_before_anything_is_offered() -> None:
+    watch = WeightsWatch(("a", "b"))
+    assert watch.is_current
+    watch.on_reset(True)
+    assert not watch.is_current
+    assert watch.on_answers(answers_of(0, "a", "b")) is None, "an answer to an older question"
+    assert not watch.is_current
+    assert watch.on_answers({0: WeightsAnswer(1, 0, "a")}) is None
+    assert not watch.is_current, "the other rank has not answered"
+    watch.on_answers({1: WeightsAnswer(1, 0, "b")})
+    assert watch.is_current, "the same weights, and so the same identity"
+    watch.on_reset(True)
+    for _ in range(2):
+        assert watch.on_answers(answers_of(2, "a", "c", era=1)) == ("a", "c")
+        assert not watch.is_current, "the daemon does not know yet"
+    watch.is_identified = True
+    assert watch.on_answers(answers_of(2, "a", "c", era=1)) is None
+    assert watch.is_current
+    assert watch.identity_digests == ("a", "c")
+    assert watch.eras == (1, 1)
+
+
+def test_what_could_be_read_later_is_of_the_blocks_that_are_there() -> None:
+    """The weights are the same; the engine has another name, and goes on with its blocks."""
+    watch = WeightsWatch(("random", "b"))
+    watch.on_step_planned(1)
+    unread = answers_of(0, "random", "b", steps=(1,))
+    unread[0] = unread[0]._replace(unread=2, is_reading=True)
+    assert watch.on_answers(unread) is None
+    assert watch.is_proven(1)
+    assert (watch.unread, watch.has_reading_workers) == (2, True)
+    read = WeightsAnswer(0, 0, "a", revision=1)
+    assert watch.on_answers({0: read}) == ("a", "b")
+    watch.is_identified = True
+    assert watch.is_current
+    assert watch.block_digests == ("a", "b")
+    assert (watch.unread, watch.has_reading_workers) == (0, False)
+    watch.on_answers({0: WeightsAnswer(0, 1, "c", revision=2), 1: WeightsAnswer(0, 0, "b")})
+    assert watch.is_stale, "a later era is of other weights, however often it was read"
+
+
+def test_weights_that_change_after_a_reset_was_answered() -> None:
+    """A trainer resets first, and updates by its own code; nothing was computed between."""
+    watch = WeightsWatch(("a",))
+    watch.on_step_planned(1)
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
+    watch.on_reset(True)
+    watch.on_answers(answers_of(1, "a"))
+    assert watch.is_current, "nothing has changed yet"
+    watch.on_step_planned(2, loads_for=watch.eras, computes=False)
+    watch.on_step_planned(3)
+    watch.on_answers(answers_of(1, "", era=1, steps=(2,)))
+    assert not watch.is_current, "what was looked up is of the old weights"
+    assert not watch.is_stale, "and was not loaded"
+    watch.on_answers(answers_of(1, "", era=1, steps=(3,)))
+    assert not watch.is_proven(3)
+    assert watch.on_answers(answers_of(1, "b", era=1)) == ("b",)
+    watch.is_identified = True
+    assert watch.is_proven(3)
+
+
+@pytest.mark.parametrize("written", ["computed", "loaded"])
+def test_blocks_of_other_weights_are_cached_by_nobody(written: str) -> None:
+    watch = WeightsWatch(("a",))
+    watch.on_step_planned(1, loads_for=(0,), computes=written == "computed")
+    assert not watch.is_proven(1), "nobody has said which weights it had"
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
+    assert watch.is_proven(1)
+    watch.on_answers(answers_of(0, "", era=1))
+    assert not watch.is_current, "they changed, and are being read"
+    watch.on_answers(answers_of(0, "a", era=1))
+    assert watch.is_current, "to the same"
+    assert watch.on_answers(answers_of(0, "b", era=2)) is None
+    assert watch.is_stale
+    assert watch.on_answers(answers_of(0, "a", era=3)) is None
+    assert watch.is_stale, "steps may have run in between"
+    watch.on_reset(False)
+    watch.on_answers(answers_of(1, "a", era=3))
+    assert watch.is_stale, "blocks were in use, so they are still there"
+    watch.on_reset(True)
+    assert watch.on_answers(answers_of(2, "b", era=4)) == ("b",)
+
+
+@pytest.mark.parametrize("eras", [(0, 0), (0, 1), (1, 1), (1, 2)])
+def test_two_resets_in_a_row_while_requests_run(eras: tuple[int, int]) -> None:
+    """What ran between them is the identity's if the workers saw one weight in all these steps."""
+    watch = WeightsWatch(("a",))
+    watch.on_step_planned(1)
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
+    watch.on_reset(False)
+    watch.on_step_planned(2)
+    watch.on_answers(answers_of(1, "", era=eras[0], steps=(2,)))
+    watch.on_reset(False)
+    watch.on_step_planned(3)
+    assert not watch.is_proven(3)
+    watch.on_answers(answers_of(2, "", era=eras[1], steps=(3,)))
+    assert watch.on_answers(answers_of(2, "a", era=eras[1])) is None
+    is_known = eras[0] == eras[1]
+    assert (watch.is_current, watch.is_stale) == (is_known, not is_known)
+    watch.on_reset(True)
+    watch.on_answers(answers_of(3, "a", era=eras[1]))
+    assert watch.is_current, "nothing of what was computed in doubt is left"
+
+
+@pytest.mark.parametrize(
+    ("era", "digest", "is_known"), [(0, "a", True), (1, "a", False), (1, "b", False)]
+)
+def test_steps_around_which_a_rank_did_not_look(era: int, digest: str, is_known: bool) -> None:
+    """As after a fault in a worker: the step is of its neighbours' weights, or of nobody's."""
+    watch = WeightsWatch(("a", "c"))
+    for number in (1, 2, 3):
+        watch.on_step_planned(number)
+    watch.on_answers(answers_of(0, "a", "c", steps=(1,)))
+    assert watch.is_proven(1)
+    assert not watch.is_proven(2)
+    look = StepLook(2, 0)
+    watch.on_answers({0: WeightsAnswer(0, 0, "a"), 1: WeightsAnswer(0, 0, "c", (look,))})
+    assert not watch.is_proven(2)
+    watch.on_answers(
+        {
+            0: WeightsAnswer(0, era, digest, (StepLook(3, era),)),
+            1: WeightsAnswer(0, 0, "c", (StepLook(3, 0),)),
+        }
+    )
+    assert watch.is_proven(3) == is_known
+    assert watch.is_stale != is_known
+
+
+def test_weights_that_change_in_a_step_are_nobodys() -> None:
+    watch = WeightsWatch(("a",))
+    watch.on_step_planned(1)
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
+    watch.on_step_planned(2)
+    watch.on_answers({0: WeightsAnswer(0, 1, "", (StepLook(2, 1),))})
+    assert not watch.is_stale, "they are perhaps being read"
+    watch.on_answers({0: WeightsAnswer(0, 2, "", (StepLook(3, 2),))})
+    assert watch.is_stale
+
+
+def test_a_repeated_report_changes_nothing() -> None:
+    watch = WeightsWatch(("a",))
+    old = answers_of(0, "", era=1)
+    watch.on_answers(old)
+    assert watch.on_answers(answers_of(0, "b", era=1, steps=(1,))) == ("b",)
+    watch.is_identified = True
+    watch.on_answers(old)
+    watch.on_answers(answers_of(0, "a", steps=(1,)))
+    assert watch.is_current
+
+
 def test_steps_that_no_worker_speaks_of_are_forgotten_as_unknown() -> None:
     watch = WeightsWatch(("a",))
     for number in range(1, STEPS_MAX + 1):
@@ -381,46 +531,3 @@ def test_a_load_that_began_before_the_weights_changed_fails() -> None:
         assert role.take_step_report().weights[0].steps == (StepLook(number, number - 1),)
         assert role.take_finished() == ({"r"}, {"r"} if update else set())
     role.close()
-
-
-@pytest.mark.parametrize("eras", [(0, 0), (0, 1), (1, 1), (1, 2)])
-def test_two_resets_in_a_row_while_requests_run(eras: tuple[int, int]) -> None:
-    """What ran between them is the identity's if the workers saw one weight in all these steps."""
-    watch = WeightsWatch(("a",))
-    watch.on_step_planned(1)
-    watch.on_answers(answers_of(0, "a", steps=(1,)))
-    watch.on_reset(False)
-    watch.on_step_planned(2)
-    watch.on_answers(answers_of(1, "", era=eras[0], steps=(2,)))
-    watch.on_reset(False)
-    watch.on_step_planned(3)
-    assert not watch.is_proven(3)
-    watch.on_answers(answers_of(2, "", era=eras[1], steps=(3,)))
-    assert watch.on_answers(answers_of(2, "a", era=eras[1])) is None
-    is_known = eras[0] == eras[1]
-    assert (watch.is_current, watch.is_stale) == (is_known, not is_known)
-    watch.on_reset(True)
-    watch.on_answers(answers_of(3, "a", era=eras[1]))
-    assert watch.is_current, "nothing of what was computed in doubt is left"
-
-
-@pytest.mark.parametrize("written", ["computed", "loaded"])
-def test_blocks_of_other_weights_are_cached_by_nobody(written: str) -> None:
-    watch = WeightsWatch(("a",))
-    watch.on_step_planned(1, loads_for=(0,), computes=written == "computed")
-    assert not watch.is_proven(1), "nobody has said which weights it had"
-    watch.on_answers(answers_of(0, "a", steps=(1,)))
-    assert watch.is_proven(1)
-    watch.on_answers(answers_of(0, "", era=1))
-    assert not watch.is_current, "they changed, and are being read"
-    watch.on_answers(answers_of(0, "a", era=1))
-    assert watch.is_current, "to the same"
-    assert watch.on_answers(answers_of(0, "b", era=2)) is None
-    assert watch.is_stale
-    assert watch.on_answers(answers_of(0, "a", era=3)) is None
-    assert watch.is_stale, "steps may have run in between"
-    watch.on_reset(False)
-    watch.on_answers(answers_of(1, "a", era=3))
-    assert watch.is_stale, "blocks were in use, so they are still there"
-    watch.on_reset(True)
-    assert watch.on_answers(answers_of(2, "b", era=4)) == ("b",)

@@ -11,6 +11,7 @@ from hybridkv.wire.messages import (
     Explain,
     Explained,
     Found,
+    Identify,
     Lookup,
     Release,
     ReportAudit,
@@ -117,3 +118,11 @@ def test_what_came_of_an_audit_is_counted_and_explained() -> None:
     assert explained.explanation is not None
     assert explained.explanation.audit is AuditOutcome.DIFFERED
     assert explained.explanation.audit_detail == "layer x differs by 2"
+
+
+def test_an_engine_with_other_weights_by_now_is_offered_nothing() -> None:
+    geometry = LAYOUTS["qwen3"]
+    daemon = daemon_of(geometry)
+    store(daemon, geometry, 0, 0)
+    daemon.handle(1, Identify(3, b"o" * 32))
+    assert asked(daemon, 0).audit is None

@@ -14,6 +14,7 @@ from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Clear,
     Commit,
+    Done,
     Drained,
     Engines,
     Error,
@@ -449,3 +450,43 @@ def test_a_lease_number_is_used_once() -> None:
     refused = daemon.handle(1, Lookup(5, 1, hashes(1)))
     assert isinstance(refused, Error)
     assert refused.code == "lease"
+
+
+def test_identities_are_apart_and_sessions_of_one_identity_share() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "a", b"x" * 32)
+    engine(daemon, 2, QWEN3, "b", b"x" * 32)
+    engine(daemon, 3, QWEN3, "c", b"y" * 32)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    assert lookup(daemon, 2, 1, 1).chunks == 1
+    assert lookup(daemon, 3, 1, 1).chunks == 0
+    refused = engine(daemon, 4, GEMMA3, "d", b"x" * 32)
+    assert isinstance(refused, Error)
+    assert refused.code == "identity"
+
+
+def test_another_identity_from_now_on() -> None:
+    """After a weight update nothing older is found, and what is stored then is apart from it."""
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3, "a", b"x" * 32)
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [1])
+    assert daemon.handle(1, Identify(4, b"y" * 32)) == Done(4, 0)
+    assert lookup(daemon, 1, 1, 1).chunks == 0
+    commit(daemon, 1, grant(daemon, 1, PART, 1), 0, [2])
+    engine(daemon, 2, QWEN3, "b", b"x" * 32)
+    assert [lookup(daemon, 2, number, number).chunks for number in (1, 2)] == [1, 0]
+    check_daemon(daemon)
+
+
+def test_a_refused_commit_stores_nothing() -> None:
+    daemon = make_daemon()
+    engine(daemon, 1, QWEN3)
+    slots = grant(daemon, 1, PART, 3)
+    packed = pack_slots(slots)
+    refused = daemon.handle(1, Commit(packed, pack_u64([1, 0, 0]), hashes(1, 2, 3)))
+    assert isinstance(refused, Error)
+    assert refused.code == "commit"
+    assert daemon.view.metric_values().named()["objects"] == 0
+    assert commit(daemon, 1, slots, 0, [1, 2, 3]) is None
+    assert lookup(daemon, 1, 1, *range(1, 4)).chunks == 3
+    check_daemon(daemon)

@@ -189,3 +189,16 @@ def test_who_waits_for_a_tail_that_is_read_for_another_knows_its_own_place(tmp_p
     answers = [found for _, found in node.daemon.outgoing if isinstance(found, Found)]
     assert [(found.depth, found.tail) for found in answers] == [(2, 5), (2, 2)]
     assert [found.tiers for found in answers] == [{"disk": 2}] * 2
+
+
+def test_a_damaged_tail_costs_only_itself(tmp_path: Path) -> None:
+    node = below_ram(tmp_path, 0, 104)
+    for path in tmp_path.glob("objects/*/??/*"):
+        image = bytearray(path.read_bytes())
+        if bytes([104]) * 32 in image:
+            image[-1] ^= 1
+            path.write_bytes(image)
+    assert isinstance(looked_up(node), Pending)
+    node.work()
+    found = node.answer()
+    assert (found.chunks, found.tail) == (1, 0)

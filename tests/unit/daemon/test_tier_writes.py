@@ -6,6 +6,7 @@ import pytest
 
 from hybridkv.core.packed import SLOT_BYTES, unpack_slots
 from hybridkv.core.policies import EvictionClass
+from hybridkv.shm.slots import payload_offset
 from hybridkv.store.index import Slot
 from hybridkv.tiers.contract import FullError, TierError
 from hybridkv.tiers.demotion import USE_SECONDS
@@ -267,3 +268,17 @@ def test_what_goes_unwritten_is_counted(policy: str) -> None:
     line, store = node.daemon.tiers[0], node.daemon.store
     assert store.evicted
     assert line.counters["objects_shed"] == store.evicted
+
+
+def test_an_object_whose_bytes_went_bad_in_ram_is_not_written(tmp_path: Path) -> None:
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1])
+    for job in node.jobs:
+        for item in job.items:
+            assert item.slot is not None
+            node.memory[item.slot.offset + payload_offset(item.record.parts)] ^= 1
+    node.work()
+    assert not list(tmp_path.glob("objects/*/??/*"))
+    assert is_found(node.ask(1, wait_ms=0)).chunks == 0
+    assert node.daemon.tiers[0].counters["objects_wrong_in_ram"] > 0

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.geometry import Geometry
+from hybridkv.daemon import sessions
 from hybridkv.shm.slots import payload_offset
 from hybridkv.tiers.contract import TierError
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, execute
 from hybridkv.wire.codec import Frames, decode_reply, encode
-from hybridkv.wire.messages import Clear, Found, Pending, Release
+from hybridkv.wire.messages import Clear, Done, Found, Identify, Pending, Release
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import engine
 from tests.unit.daemon.tier_node import (
@@ -270,3 +271,98 @@ def test_what_is_hit_already_stays_until_the_answer(tmp_path: Path) -> None:
     node.prove(FULL, first, [1, 2])
     assert (second.lease, second.chunks) == (2, 1)
     node.prove(FULL, second, [11, 12])
+
+
+def test_swapped_files_are_each_other_objects(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    by_size: dict[int, list[Path]] = {}
+    for path in tmp_path.glob("objects/*/??/*"):
+        by_size.setdefault(path.stat().st_size, []).append(path)
+    first, second = next(paths for paths in by_size.values() if len(paths) > 1)[:2]
+    first_bytes, second_bytes = first.read_bytes(), second.read_bytes()
+    first.write_bytes(second_bytes)
+    second.write_bytes(first_bytes)
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    node.work()
+    found = node.answer()
+    node.prove(FULL, found, [1, 2, 3])
+    assert found.chunks < 3
+    assert node.daemon.tiers[0].counters["objects_damaged"] > 0
+
+
+def test_a_tier_that_hangs_holds_up_no_other(tmp_path: Path) -> None:
+    stored(tmp_path / "slow", [1, 2, 3])
+    stored(tmp_path / "well", [4, 5, 6])
+    node = Node(
+        f"disk://{tmp_path}/slow?bytes=64MiB&timeout=0.5", f"disk://{tmp_path}/well?bytes=64MiB"
+    )
+    engine(node.daemon, 1, FULL)
+    assert isinstance(node.ask(1, 2, 3, lease=1, wait_ms=200), Pending)
+    hung = [job for job in node.jobs if job.tier == 0 and job.kind is JobKind.READ]
+    node.jobs[:] = [job for job in node.jobs if job not in hung]
+    assert isinstance(node.ask(4, 5, 6, lease=2), Pending)
+    node.work()
+    assert node.answer().chunks == 3
+    node.tick(0.2)
+    assert node.answer().chunks == 0
+    node.tick(0.5)
+    assert node.daemon.tiers[0].is_hung
+    assert is_found(node.ask(1, 2, 3, lease=3)).chunks == 0, (
+        "it is not asked while a thread of it hangs"
+    )
+    for job in hung:
+        node.finish(job, execute(node.daemon.tiers[0].tier, job, node.memory))
+    assert not node.daemon.tiers[0].is_hung
+    assert is_found(node.ask(1, 2, 3, lease=4)).chunks == 3
+
+
+def test_an_engine_with_other_weights_by_now_gets_nothing(tmp_path: Path) -> None:
+    """Neither what was read for it, nor what RAM had when it asked."""
+    stored(tmp_path, [1, 2, 3])
+    node = Node(f"disk://{tmp_path}?bytes=64MiB")
+    engine(node.daemon, 1, FULL)
+    node.store(FULL, [1, 2])
+    node.work()
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    assert node.daemon.handle(1, Identify(6, b"m" * 32), node.now) == Done(6, 0)
+    node.work()
+    found = node.answer()
+    assert (found.chunks, found.slots) == (0, b"")
+    assert not any(map(any, found.masks))
+
+
+def test_what_is_read_for_a_forgotten_identity_becomes_no_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon forgets an identity without objects and sessions while its objects are read."""
+    monkeypatch.setattr(sessions, "NAMESPACES_MAX", 1)
+    node = stored(tmp_path, [1, 2, 3])
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    for identity in (b"m" * 32, b"o" * 32):
+        assert node.daemon.handle(1, Identify(6, identity), node.now) == Done(6, 0)
+    assert list(node.daemon.sessions.namespaces) == [b"m" * 32, b"o" * 32]
+    node.work()
+    assert node.answer().chunks == 0
+    assert (node.daemon.store.objects, node.daemon.store.writing_bytes) == (0, 0)
+
+
+def test_another_identity_never_gets_it(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    node.daemon.on_disconnect(1)
+    engine(node.daemon, 1, FULL, identity=b"m" * 32)
+    assert is_found(node.ask(1, 2, 3)).chunks == 0
+
+
+def test_clear_removes_what_came_while_tiers_were_cleared(tmp_path: Path) -> None:
+    node = stored(tmp_path, [1, 2, 3])
+    node.daemon.handle(1, Clear(1, tiers=True), node.now)
+    (first,) = [job for job in node.jobs if job.kind is JobKind.CLEAR]
+    node.jobs.clear()
+    outcome = execute(node.daemon.tiers[0].tier, first, node.memory)
+    node.store(FULL, [4])
+    node.work()
+    node.daemon.handle(1, Clear(2, tiers=True), node.now)
+    node.finish(first, outcome)
+    node.work()
+    assert is_found(node.ask(4)).chunks == 0
+    assert not list(tmp_path.glob("objects/*/??/*"))

@@ -585,19 +585,6 @@ def test_a_quarantine_that_somebody_removed_is_made_again(tmp_path: Path) -> Non
     check_disk(tier)
 
 
-def test_a_damaged_file_that_cannot_be_put_aside_counts_until_it_is_gone(tmp_path: Path) -> None:
-    tier = opened(tmp_path)
-    tier.put([make_sample(1).write_request()])
-    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-    with mock.patch("os.rename", side_effect=missing):
-        tier.discard([make_sample(1).key], damaged=True)
-    assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
-    check_disk(tier)
-    tier.tend()
-    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
-    check_disk(tier)
-
-
 @pytest.mark.parametrize("damaged", [False, True])
 def test_what_is_discarded_counts_until_it_is_gone(tmp_path: Path, damaged: bool) -> None:
     """Whoever puts meanwhile must not be given its room."""
@@ -644,36 +631,6 @@ def failing(*paths: str) -> Any:
         unlink(path)
 
     return mock.patch("os.unlink", fails)
-
-
-def test_what_is_put_again_where_a_file_could_not_be_removed_stays(tmp_path: Path) -> None:
-    tier, sample = opened(tmp_path), make_sample(1)
-    tier.put([sample.write_request()])
-    with failing():
-        tier.discard([sample.key])
-    check_disk(tier)
-    assert tier.put([sample.write_request()]) == [None]
-    assert tier.gauges()["bytes"] == real_bytes(tmp_path), "it counts once"
-    check_disk(tier)
-    tier.tend()
-    assert read(tier, sample) is None
-    check_disk(tier)
-
-
-def test_a_file_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
-    tier = opened(tmp_path)
-    tier.put([make_sample(number).write_request() for number in range(5)])
-    first = path_of(tier, make_sample(0).key)
-    with failing():
-        tier.discard([make_sample(number).key for number in range(5)])
-    with failing(first):
-        tier.tend()
-        assert [str(path) for path in tmp_path.glob("objects/here/??/*")] == [first]
-        assert tier.gauges()["bytes"] == real_bytes(tmp_path)
-        check_disk(tier)
-    tier.tend()
-    assert real_bytes(tmp_path) == tier.gauges()["bytes"] == 0
-    check_disk(tier)
 
 
 def test_files_that_cannot_be_removed_do_not_end_all_puts(tmp_path: Path) -> None:
@@ -871,26 +828,6 @@ def test_where_all_files_fail_the_tier_does(tmp_path: Path) -> None:
         opened(tmp_path)
     with failing_on("stat", errno.ESTALE, paths[0]), pytest.raises(TierError, match="Stale"):
         opened(tmp_path)
-
-
-def test_what_is_removed_while_it_is_taken_over_keeps_no_other_from_it(tmp_path: Path) -> None:
-    samples = [make_sample(number) for number in range(3)]
-    lost = opened(tmp_path, "lost")
-    lost.put([sample.write_request() for sample in samples])
-    tier = opened(tmp_path)
-    os.utime(tmp_path / "objects/lost/alive", (1, 1))
-    real, turns = os.rename, iter([True])
-
-    def meanwhile(path: Any, to: Any) -> None:
-        if parse_name(os.path.basename(path)) is not None and next(turns, False):
-            os.unlink(path)
-        real(path, to)
-
-    with mock.patch("os.rename", meanwhile):
-        tier.tend()
-    assert tier.index.own_count == 2
-    assert not list(tmp_path.glob("objects/lost*"))
-    check_disk(tier)
 
 
 def test_of_what_a_lost_writer_left_the_newest_is_taken_over(

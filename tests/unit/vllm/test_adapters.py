@@ -1,5 +1,6 @@
 """What a LoRA adapter computed is named by its weights, and by nothing that may be others."""
 
+import logging
 import random
 from collections import defaultdict
 from types import SimpleNamespace
@@ -82,6 +83,102 @@ def test_requests_without_an_adapter_have_none() -> None:
     assert engine.adapters.on_new_request(plain) is None
     assert engine.adapters.on_new_request(SimpleNamespace(request_id="r")) is None
     engine.step("r", loaded={})
+
+
+def test_other_weights_over_blocks_of_the_old_ones_are_refused_until_the_cache_is_empty(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = Engine()
+    adapter = engine.arrive("r")
+    old = engine.step("r", loaded={1: OLD})
+    assert adapter.has_computed(OLD, old)
+    engine.step(loaded={1: NEW})
+    assert adapter.weights is None, "the engine may hit blocks of the old weights"
+    assert adapter.refusal == AdapterRefusal.MIXED
+    engine.step(loaded={1: OLD})
+    assert adapter.weights is not None, "nothing was computed meanwhile"
+    with caplog.at_level(logging.WARNING, "vllm.hybridkv"):
+        new = engine.step("r", loaded={1: NEW})
+        back = engine.step("r", loaded={1: OLD})
+        engine.step("r", loaded={1: NEW})
+    assert len(caplog.records) == 1
+    assert "adapter a has" in caplog.text
+    assert adapter.weights is None
+    for identity, step in ((OLD, old), (NEW, new), (OLD, back)):
+        assert not adapter.has_computed(identity, step)
+    later = engine.arrive("s")
+    assert later.weights is None, "another request hits the same blocks"
+    assert not later.is_awaited
+    assert engine.arrive("b", name="b", number=1).weights is not None, "it has blocks of its own"
+    engine.adapters.on_cache_emptied()
+    assert adapter.weights == later.weights == AdapterWeights(1, (NEW,))
+    assert adapter.has_computed(NEW, engine.step("s", loaded={1: NEW}))
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_in_either_order_of_reset_and_load_the_new_weights_are_served(is_first: bool) -> None:
+    engine = Engine()
+    adapter = engine.arrive("r")
+    engine.step("r", loaded={1: OLD})
+    if is_first:
+        engine.adapters.on_cache_emptied()
+    engine.step(loaded={1: OLD if is_first else NEW})
+    if not is_first:
+        engine.adapters.on_cache_emptied()
+    number = engine.step("r", loaded={1: NEW})
+    assert adapter.weights == AdapterWeights(1, (NEW,))
+    assert adapter.has_computed(NEW, number)
+    assert not adapter.has_computed(OLD, number), "planned when the old ones were loaded"
+
+
+def test_a_step_from_before_the_reset_tells_nothing_of_what_is_computed_after_it() -> None:
+    """With asynchronous scheduling its report comes later."""
+    engine = Engine()
+    adapter = engine.arrive("r")
+    engine.step("r", loaded={1: OLD})
+    before = engine.plan("r")
+    engine.adapters.on_cache_emptied()
+    after = engine.plan("r")
+    engine.adapters.on_report(before, {0: {1: OLD}})
+    engine.adapters.on_report(after, {0: {1: NEW}})
+    assert adapter.has_computed(NEW, after)
+
+
+def test_what_was_loaded_counts_as_computed() -> None:
+    engine = Engine()
+    adapter = engine.arrive("r")
+    engine.step(loaded={1: OLD})
+    adapter.blocks.note_blocks(adapter.weights)
+    engine.step("r", loaded={1: NEW})
+    assert adapter.weights is None
+    assert adapter.refusal == AdapterRefusal.MIXED
+
+
+@pytest.mark.parametrize("lost", ["no report", "no worker began it", "some worker has none"])
+def test_a_step_whose_adapter_nobody_knows_computed_with_any(lost: str) -> None:
+    engine = Engine()
+    adapter = engine.arrive("r")
+    first = engine.step("r", loaded={1: OLD})
+    number = engine.plan("r")
+    if lost == "no worker began it":
+        engine.adapters.on_report(0, {})
+    elif lost == "some worker has none":
+        engine.adapters.on_report(number, {0: {}})
+    engine.step(loaded={1: OLD})
+    assert adapter.weights is None
+    assert not adapter.has_computed(OLD, first)
+    assert not adapter.has_computed(OLD, number)
+
+
+def test_a_step_is_not_proven_before_its_report() -> None:
+    engine = Engine()
+    adapter = engine.arrive("r")
+    first, second = engine.plan("r"), engine.plan("r")
+    engine.adapters.on_report(first, {0: {1: OLD}})
+    assert adapter.has_computed(OLD, first)
+    assert not adapter.has_computed(OLD, second)
+    engine.adapters.on_report(second, {0: {1: OLD}})
+    assert adapter.has_computed(OLD, second)
 
 
 def test_a_request_waits_for_one_report_of_an_engine_that_is_idle() -> None:
@@ -235,16 +332,3 @@ def test_no_order_of_events_names_blocks_after_other_weights() -> None:
             truth.draw.choice(events)()
         commits += truth.commits
     assert commits > 1000
-
-
-def test_a_step_from_before_the_reset_tells_nothing_of_what_is_computed_after_it() -> None:
-    """With asynchronous scheduling its report comes later."""
-    engine = Engine()
-    adapter = engine.arrive("r")
-    engine.step("r", loaded={1: OLD})
-    before = engine.plan("r")
-    engine.adapters.on_cache_emptied()
-    after = engine.plan("r")
-    engine.adapters.on_report(before, {0: {1: OLD}})
-    engine.adapters.on_report(after, {0: {1: NEW}})
-    assert adapter.has_computed(NEW, after)
