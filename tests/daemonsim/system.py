@@ -67,7 +67,7 @@ TRACED = (
     "daemon/slot_requests.py",
     "tiers/promotion.py",
     "tiers/object_search.py",
-    "tiers/object_reads.py",
+    "tiers/shared_reads.py",
     "tiers/demotion.py",
     "tiers/health.py",
 )

@@ -60,7 +60,6 @@ from hybridkv.vllm.layout import (
     parallelism_of,
 )
 from hybridkv.vllm.media import media_refusal
-from hybridkv.vllm.metrics import Increments, attempt
 from hybridkv.vllm.prefix_caching import why_computed_here
 from hybridkv.vllm.preflight import (
     config_findings,
@@ -69,6 +68,7 @@ from hybridkv.vllm.preflight import (
     state_rule,
     tails_finding,
 )
+from hybridkv.vllm.prometheus import Increments, attempt
 from hybridkv.vllm.shards import shard_findings
 from hybridkv.vllm.versions import CacheHitSource, resolve_hits
 from hybridkv.wire.messages import TEXT_MAX, WireModel

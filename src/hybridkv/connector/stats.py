@@ -1,14 +1,14 @@
 """The connector's statistics at the API server: its line in the log, and its metrics.
 
 The scheduler role counts, and adds what its workers report. How the numbers get there:
-`vllm/metrics.py`.
+`vllm/prometheus.py`.
 """
 
 from typing import Any
 
 from hybridkv.connector import metrics
 from hybridkv.core.metrics import Metric
-from hybridkv.vllm.metrics import EngineMetrics, MetricStats
+from hybridkv.vllm.prometheus import EngineMetrics, MetricStats
 
 
 class HybridKVStats(MetricStats):

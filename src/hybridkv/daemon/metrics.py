@@ -116,7 +116,7 @@ _CLIENTS: Mapping[str, MetricFamily] = {
     ),
     "below_untold": counter(
         "Objects of a tier that an engine's KV events leave out: too many.",
-        lambda daemon: daemon.subscriptions.untold,
+        lambda daemon: daemon.subscriptions.unreported,
     ),
     "spans_dropped": counter(
         "Spans that were dropped because too many waited for export.",

@@ -21,7 +21,7 @@ from hybridkv.core.speed import Speed
 from hybridkv.multi.metrics import of_child
 from hybridkv.multi.ranking import PATIENCE_SECONDS_MAX, parse_weight
 from hybridkv.vllm.hook_guard import HookGuard, fault
-from hybridkv.vllm.metrics import Increments
+from hybridkv.vllm.prometheus import Increments
 
 logger = logging.getLogger("vllm.hybridkv")
 

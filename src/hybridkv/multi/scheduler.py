@@ -19,7 +19,7 @@ from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision, WaitTimes, W
 from hybridkv.multi.stats import OWN, MultiKVConnectorStats, OwnStats
 from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
 from hybridkv.vllm.hook_guard import logger
-from hybridkv.vllm.metrics import StatsCollector
+from hybridkv.vllm.prometheus import StatsCollector
 from hybridkv.vllm.versions import CacheHitSource
 
 

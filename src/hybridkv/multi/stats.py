@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from hybridkv.core.metrics import Metric
 from hybridkv.multi.children import ChildConnectors, ChildSpec
 from hybridkv.multi.metrics import CHOICES, FAMILIES, PREFIX, stats_fault
-from hybridkv.vllm.metrics import EngineMetrics, MetricStats, attempt
+from hybridkv.vllm.prometheus import EngineMetrics, MetricStats, attempt
 
 OWN = "__own__"
 CLASSES = "__classes__"

@@ -11,7 +11,7 @@ A lookup that waits is one story, `Promotion._story`: a generator that yields wh
 2. Waiting costs no hit. From its first step on a lookup pins the hit that RAM has already, and then
    the objects that come (`held`), until the daemon has answered it and unpins the slots.
 3. An object is read once, whoever waits for it. What comes too late becomes an object of RAM too
-   (tiers.object_reads).
+   (tiers.shared_reads).
 4. If RAM has no slot left for the hit that was chosen, a shorter one is chosen.
 """
 
@@ -28,7 +28,6 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.contract import DamagedError, TierError
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
-from hybridkv.tiers.object_reads import ObjectReads
 from hybridkv.tiers.object_search import (
     LookupKey,
     LookupRequest,
@@ -37,6 +36,7 @@ from hybridkv.tiers.object_search import (
     ObjectSearch,
 )
 from hybridkv.tiers.record import Record
+from hybridkv.tiers.shared_reads import ObjectReads
 
 WAITING_MAX = 1024  # Lookups that wait at the same time. More are answered from RAM.
 STORY_MAX = 32  # What a lookup has waited for, the last times.

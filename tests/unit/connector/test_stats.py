@@ -103,7 +103,7 @@ def test_any_sequence_of_steps_and_aggregations_gives_the_same_totals(steps: lis
 
     from hybridkv.connector import HybridKVConnector
     from hybridkv.connector.stats import HybridKVStats
-    from hybridkv.vllm.metrics import StatsCollector
+    from hybridkv.vllm.prometheus import StatsCollector
 
     counters: Counter[Metric] = Counter()
     meter, scraped = StatsCollector(), one_engine()
@@ -211,7 +211,7 @@ def test_engines_are_told_apart_under_the_labels_that_are_given() -> None:
 
 
 def test_labels_from_outside_are_bounded() -> None:
-    from hybridkv.vllm.metrics import LABELS_MAX
+    from hybridkv.vllm.prometheus import LABELS_MAX
 
     scraped = one_engine()
     for number in range(3 * LABELS_MAX):

@@ -77,7 +77,7 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
     from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
     from hybridkv.core.copies import CopyRun, ObjectSpan
     from hybridkv.vllm.hook_guard import FAULTS_MAX, HookGuard
-    from hybridkv.vllm.metrics import Increments
+    from hybridkv.vllm.prometheus import Increments
 
     worker = worker_role()
     map_arena(worker, Broken())

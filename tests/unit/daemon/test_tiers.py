@@ -163,7 +163,7 @@ def test_a_damaged_region_costs_one_visit(tmp_path: Path, monkeypatch: pytest.Mo
     stored(tmp_path, prompt)
     for path in tmp_path.glob("objects/*/??/*"):
         damage(path, "flip")
-    monkeypatch.setattr("hybridkv.tiers.object_reads.JOB_ITEMS_MAX", 1)
+    monkeypatch.setattr("hybridkv.tiers.shared_reads.JOB_ITEMS_MAX", 1)
     node = stored(tmp_path, [])
     assert isinstance(node.ask(*prompt), Pending)
     node.work()

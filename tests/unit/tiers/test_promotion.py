@@ -12,9 +12,9 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.contract import DamagedError, MissingError, TierError
 from hybridkv.tiers.health import JOB_SECONDS, TierState
 from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob
-from hybridkv.tiers.object_reads import READING_SHARE
 from hybridkv.tiers.object_search import LookupRequest, ObjectSearch
 from hybridkv.tiers.promotion import Promotion, Shortfall, ShortfallKind, Wait, WaitingLookup
+from hybridkv.tiers.shared_reads import READING_SHARE
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
 

@@ -21,7 +21,7 @@ from hybridkv.vllm.batch_faults import BatchFaults
 from hybridkv.vllm.block_room import BlockRoom, Retention, retention_of
 from hybridkv.vllm.drafters import Drafter
 from hybridkv.vllm.media import MediaContents
-from hybridkv.vllm.metrics import StatsCollector
+from hybridkv.vllm.prometheus import StatsCollector
 from hybridkv.wire.messages import WireModel
 
 

@@ -36,7 +36,7 @@ from hybridkv.vllm.adapters import Adapter, AdapterWeights
 from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.hashing import ChunkHashChain, extra_keys_at
 from hybridkv.vllm.media import RequestMedia
-from hybridkv.vllm.metrics import StatsCollector
+from hybridkv.vllm.prometheus import StatsCollector
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
