@@ -706,7 +706,7 @@ def test_a_renewal_that_fails_loses_no_load_that_must_fail(
     monkeypatch.setattr(scheduler, "make_scheduler_role", lambda: 1 // 0)
     paused.now += PAUSE_SECONDS
     scheduler.take_events()
-    assert scheduler.counters[fault("begin_anew")] == 1
+    assert scheduler.counters[fault("resume")] == 1
     assert scheduler.build_connector_meta(IDLE).failed == ["waiting"]
 
 
