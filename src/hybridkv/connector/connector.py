@@ -165,16 +165,23 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if worker is not None and plan is not None:
             self.guard.resume(worker.remap_arena)
             self.guard.run_hook(
-                "start_load_kv", lambda: worker.start_loads(plan), lambda: worker.fail_all(plan)
+                "start_load_kv",
+                lambda: worker.start_loads(self._plan_on(worker.node)),
+                lambda: worker.fail_all(plan),
             )
 
     @property
     def _plan(self) -> StepPlan | None:
-        """The plan of this step for this worker. None = there is none."""
-        plan, worker = self._connector_metadata, self.worker_role
-        if isinstance(plan, NodePlans) and worker is not None:
-            return plan.on_node(worker.node)
+        """The plan of this step, as all nodes have it. None = there is none."""
+        plan = self._connector_metadata
+        if isinstance(plan, NodePlans):
+            return plan.plan
         return plan if isinstance(plan, StepPlan) else None
+
+    def _plan_on(self, node: int) -> Any:
+        """Return the plan of this step with one node's slots. It is a part of a hook's work."""
+        plan = self._connector_metadata
+        return plan.on_node(node) if isinstance(plan, NodePlans) else plan
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing, because loads are asynchronous."""
@@ -187,7 +194,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         worker, plan = self.worker_role, self._plan
         if worker is not None and plan is not None and plan.stores:
             self.guard.run_hook(
-                "wait_for_save", lambda: worker.start_stores(plan), lambda: worker.fail_stores(plan)
+                "wait_for_save",
+                lambda: worker.start_stores(self._plan_on(worker.node)),
+                lambda: worker.fail_stores(plan),
             )
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:

@@ -57,8 +57,9 @@ class ResidentHit(NamedTuple):
         slots: list[Slot] = []
         for index, start in enumerate(self.hit.starts):
             # Every object of a hit is there.
-            row = [entry[index] for entry in self.entries[start : self.hit.chunks]]  # type: ignore[index]
-            slots += [*row, *self.tail[index : index + 1]]  # type: ignore[list-item]
+            entries = self.entries[start : self.hit.chunks]
+            slots += [entry[index] for entry in entries]  # type: ignore[index, misc]
+            slots += self.tail[index : index + 1]  # type: ignore[arg-type]
         return slots
 
 
@@ -234,7 +235,7 @@ class Daemon(DaemonState):
         if self.tiers and lookup.wait_ms and is_short:
             waiting = WaitingLookup(request, ObjectSearch(request, masks))
             if self.promotion.begin(waiting, self.now):
-                target = waiting.target_chunks
+                target = waiting.target_depth
                 return wire.Pending(lookup.id, lookup.lease, lookup.wait_ms, target, masks)
             self.store.unpin(waiting.held)
             shortfall = waiting.why

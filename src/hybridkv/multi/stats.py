@@ -4,10 +4,10 @@
         ├──► build_kv_connector_stats (log lines)
         └──► MultiMetrics.observe (/metrics)
 
-The payload has each child's own under the child's name, and MultiConnector's own (`vllm/metrics`)
-under OWN. It names the class of each child, because the process that shows it has no instance of
-any child, and children loaded by module path stand in no registry. A child's fault here is counted
-among its events, and nothing raises.
+The payload has each child's own under the child's name, and MultiConnector's own
+(`vllm/prometheus.py`) under OWN. It names the class of each child, because the process that shows
+it has no instance of any child, and children loaded by module path stand in no registry. A child's
+fault here is counted among its events, and nothing raises.
 """
 
 import pkgutil

@@ -120,8 +120,8 @@ class WaitingLookup:
         return self.shortfalls[-1].sentence if self.shortfalls else ""
 
     @property
-    def target_chunks(self) -> int:
-        """The chunks of the hit that it becomes where all reads succeed, as far as is known."""
+    def target_depth(self) -> int:
+        """The depth of the hit that it becomes where all reads succeed, as far as is known."""
         return self.hits[-1].depth if self.hits else self.request.chunks
 
     @property

@@ -442,12 +442,12 @@ class Found(_Numbered, frozen=True, tag="found"):
 class Pending(_Numbered, frozen=True, tag="pending"):
     """The answer to a Lookup takes up to `wait_ms`, because tiers below RAM are read for it.
 
-    The hit will have `chunks` at most. `masks` is what RAM has now, as in Found.
+    The hit will have `depth` at most. It and `masks`, what RAM has now, are as in Found.
     """
 
     lease: Count
     wait_ms: Count
-    chunks: Count
+    depth: Count
     masks: Masks
 
 

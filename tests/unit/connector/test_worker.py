@@ -112,6 +112,29 @@ def test_a_worker_that_is_switched_off_fails_every_load_and_offers_nothing() -> 
     )
 
 
+def test_tickets_that_cannot_be_divided_by_nodes_fail_the_load_and_raise_nothing() -> None:
+    from hybridkv.connector.connector import HybridKVConnector
+    from hybridkv.connector.messages import LoadPlan, NodePlans, NodeShare, StepPlan
+    from hybridkv.core.copies import CopyRun, ObjectSpan
+    from hybridkv.vllm.hook_guard import HookGuard, fault
+
+    worker = worker_role()
+    map_arena(worker, Broken())
+    connector: Any = HybridKVConnector.__new__(HybridKVConnector)
+    connector.guard, connector.worker_role = HookGuard("worker"), worker
+    run = CopyRun(ObjectSpan(0, 0, 1, (1,)), bytes(SLOT_BYTES))
+    plan = StepPlan(loads={"a": LoadPlan("c", (run,))}, stores={1: run})
+    shares = (NodeShare("b", 0, None), NodeShare("d", 0, None))
+    connector._connector_metadata = NodePlans(plan, "c", shares)
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    done = connector.get_transfer_results(set())
+    assert (done.finished_recving, done.failed_recving) == ({"a"}, {"a"})
+    counters = connector.guard.counters
+    assert (counters[fault("start_load_kv")], counters[fault("wait_for_save")]) == (1, 1)
+    assert worker.take_step_report().unstored == {1: {0}}
+
+
 def test_of_a_run_with_a_null_block_only_the_objects_without_it_are_stored() -> None:
     """The scheduler looked at the ends of the run alone."""
     from hybridkv.connector.messages import StepPlan

@@ -169,7 +169,7 @@ def test_a_tail_that_only_a_directory_has_is_read_with_its_chunks(
         return
     pending = looked_up(node)
     assert isinstance(pending, Pending)
-    assert pending.chunks == 2, "so that the engine waits for it"
+    assert pending.depth == 2, "so that the engine waits for it"
     node.work()
     found = node.answer()
     assert (found.depth, found.tail) == (2, 5)

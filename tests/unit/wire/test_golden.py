@@ -353,7 +353,7 @@ REPLIES = [
         "1415161718191a1b1c1d1e1f9105",
     ),
     Example(
-        Pending(id=3, lease=9, wait_ms=2000, chunks=2, masks=[b"\1\0", b"\1\1"]),
+        Pending(id=3, lease=9, wait_ms=2000, depth=2, masks=[b"\1\0", b"\1\1"]),
         "1800000096a770656e64696e670309cd07d00292c4020100c4020101",
     ),
     Example(

@@ -358,7 +358,7 @@ class Lookups(Part):
             return Offer(0, Change(RequestEvent.SETTLED, declined=obstacle))
         longest = longest_hit_tokens(self.geometry, tracked.request.num_tokens, self.with_tails)
         if pending is not None:
-            longest = pending.chunks * self.geometry.chunk_tokens
+            longest = pending.depth * self.geometry.chunk_tokens
         is_outrun = longest <= local_tokens
         if is_outrun and self._must_wait:
             lookup, self._must_wait = lookup._replace(must_wait=True), False
