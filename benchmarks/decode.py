@@ -12,8 +12,9 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from hybridkv.vllm.preflight import CONNECTOR
 
 MODELS = ("qwen3", "qwen3_ngram", "qwen3_draft", "llama_eagle")
 """A model that does not draft, n-gram speculation, a draft model, and EAGLE."""
-PROMPT_TOKENS = 200
 VOCABULARY = 2000
 IDLE = {
     **CONNECTOR,
@@ -37,16 +37,26 @@ IDLE = {
 MEASURES = {"decode_step_seconds": "wall", "decode_processor_seconds": "processor"}
 
 
+@dataclass(frozen=True)
+class Work:
+    """What each engine decodes: rounds of so many prompts at once."""
+
+    rounds: int
+    requests: int
+    tokens: int
+    """To generate for each prompt."""
+    prompt_tokens: int = 200
+
+
 def measure(
-    model: str, *, words: list[str], rounds: int, requests: int, tokens: int, directory: Path
+    model: str, plain: list[str], environment: Mapping[str, str], work: Work, directory: Path
 ) -> dict[str, Any]:
     """Returns a row: milliseconds of a decode step of each engine, and the spread of ratios.
 
-    `words` are vLLM's arguments, after those of the bundled model.
+    `plain` are vLLM's arguments of an engine without a connector, and `model` names it in the row.
     """
     socket_path = str(directory / f"{model}.sock")
     transfer = {**CONNECTOR, "kv_connector_extra_config": {"server": f"unix://{socket_path}"}}
-    plain = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *words]
     arms = {
         "plain": plain,
         "idle": [*plain, f"--kv-transfer-config={json.dumps(IDLE)}"],
@@ -62,25 +72,25 @@ def measure(
         engines = {
             arm: stack.enter_context(
                 EngineProcess(
-                    arguments,
-                    directory / f"{model}.{arm}.log",
-                    lambda text: None,
-                    bundled_environment(model),
+                    arguments, directory / f"{model}.{arm}.log", lambda text: None, environment
                 )
             )
             for arm, arguments in arms.items()
         }
         accepted = []
         # The first round makes both warm.
-        for number in range(rounds + 1):
-            prompts = [rng.choices(range(2, VOCABULARY), k=PROMPT_TOKENS) for _ in range(requests)]
+        for number in range(work.rounds + 1):
+            prompts = [
+                rng.choices(range(2, VOCABULARY), k=work.prompt_tokens)
+                for _ in range(work.requests)
+            ]
             for arm in arms if number % 2 else reversed(arms):
-                first, *others = engines[arm].generate(*prompts, max_tokens=tokens)
+                first, *others = engines[arm].generate(*prompts, max_tokens=work.tokens)
                 if number:
                     for name, of_arms in seconds.items():
                         of_arms[arm].append(_step_seconds(first[name]))
                     steps = [len(answer["step_tokens"]) - 1 for answer in (first, *others)]
-                    accepted.append((tokens - 1) * requests / sum(steps))
+                    accepted.append((work.tokens - 1) * work.requests / sum(steps))
         with ControlClient(socket_path) as control:
             stored = int(control.stats().values["objects_stored"])
     if not stored:
@@ -118,19 +128,13 @@ def main() -> int:
     if unknown := sorted({*models} - {*bundled_models()}):
         parser.error(f"--models {','.join(unknown)}: {','.join(MODELS)} works")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    work = Work(arguments.rounds, arguments.requests, arguments.tokens)
     rows = []
     with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
         for model in models:
-            rows.append(
-                measure(
-                    model,
-                    words=arguments.words,
-                    rounds=arguments.rounds,
-                    requests=arguments.requests,
-                    tokens=arguments.tokens,
-                    directory=Path(directory),
-                )
-            )
+            plain = [f"--model={bundled_models()[model]}", *bundled_arguments(model)]
+            plain += arguments.words
+            rows.append(measure(model, plain, bundled_environment(model), work, Path(directory)))
             print(f"decode of {model} done", file=sys.stderr)
     print_rows(rows, arguments.json)
     return 0

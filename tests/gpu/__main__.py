@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.pack import ROOT, SITE, pack, unpack
-from tests.gpu.stages import STAGES, Step
+from tests.gpu.stages import STAGE_SECONDS, STAGES, Step
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -33,7 +33,6 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # It is not carried.
 }
 KILL_SECONDS = 10.0
-STAGE_SECONDS = 450  # A command on a lent machine ends after ten minutes.
 ENGINE_LOG_LINES = 300
 LOG_BYTES_MAX = 1 << 20  # Of one step.
 

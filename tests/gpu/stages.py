@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridkv.lab.engine_process import CONNECTOR
 
+STAGE_SECONDS = 450  # A command on a lent machine ends after ten minutes.
 GRAPHS = json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"})
 """CUDA graphs without inductor, which this PyTorch is too old for."""
 
@@ -70,11 +71,12 @@ _COPIER = Step("copier", (*_PYTEST, "-x", "tests/unit/connector/test_copier.py")
 _BYTES = Step("bytes", (*_PYTEST, "tests/gpu"), 120)
 _PATH = Step("bench path", ("-m", "hybridkv", "bench", "path", "--device=cuda", "--json"), 90)
 _GRAPHS = "--no-enforce-eager", f"--compilation-config={GRAPHS}"
-_DECODE = "--json", "--rounds=5", "--models=llama_eagle"
+_DECODE = "-m", "benchmarks.decode", "--json", "--rounds=5"
 _TRITON = "--attention-backend=TRITON_ATTN"
 """FlashAttention 4, which vLLM asks for heads of 512, needs CUTLASS's Python."""
 _PADDED = f"--speculative-config={json.dumps({'method': 'mtp', 'num_speculative_tokens': 2})}"
 """MTP as vLLM runs it by default on a GPU, with asynchronous scheduling."""
+_THREE_ENGINES = "--gpu-memory-utilization=0.31"  # On one device, at once.
 _V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 _V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
@@ -88,6 +90,13 @@ def _drafted_states(model: str, *options: str, **environment: str) -> Step:
     words = ["-m", "tests.gpu.checks.drafted_states", f"--model={model}", "--", *_ENGINE, *options]
     runner = "V2" if environment == _V2 else "V1"
     return Step(f"drafted states, {model}, {runner}", tuple(words), 330, tuple(environment.items()))
+
+
+def _restart(model: str, tokens_max: int = 160_000) -> Stage:
+    words = ["-m", "tests.gpu.checks.restart", f"--model={model}", f"--tokens-max={tokens_max}"]
+    words += ["--", *_ENGINE, "--gpu-memory-utilization=0.9"]
+    title = f"what a restart costs {model}, of true size, with drawn weights"
+    return Stage(title, (Step(f"restart, {model}", tuple(words), STAGE_SECONDS),))
 
 
 STAGES = {
@@ -181,7 +190,19 @@ STAGES = {
     ),
     "d": Stage(
         "decode steps with a connector beside those without one",
-        (Step("decode", ("-m", "benchmarks.decode", *_DECODE, "--", *_ENGINE), 300),),
+        (
+            Step("decode", (*_DECODE, "--models=llama_eagle", "--", *_ENGINE), 200),
+            Step(
+                "decode, qwen3.5-9b",
+                ("-m", "tests.gpu.checks.decode", "--", *_ENGINE, _THREE_ENGINES, *_GRAPHS),
+                330,
+            ),
+        ),
+        jobs=1,
     ),
+    "e:1": _restart("qwen3.5-9b", tokens_max=530_000),
+    "e:2": _restart("gemma3-27b"),
+    "e:3": _restart("gpt-oss-20b", tokens_max=530_000),
+    "e:4": _restart("qwen3-next"),
 }
 """deepseekv4 needs DeepGEMM, which needs PyTorch 2.13."""
