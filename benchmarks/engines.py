@@ -26,7 +26,6 @@ def connected_engine(
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": "hybridkv.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "server": f"unix://{socket_path}",
             "audit": "off",

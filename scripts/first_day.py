@@ -35,8 +35,7 @@ ARENAS = Path("/dev/shm")
 BIN = Path(sys.executable).parent
 WRAPPER = textwrap.TextWrapper(100, break_long_words=False, break_on_hyphens=False)
 SETTINGS = (
-    '{"kv_connector": "HybridKVConnector", "kv_connector_module_path": "hybridkv.connector", '
-    '"kv_role": "kv_both", "kv_load_failure_policy": "recompute", '
+    '{"kv_connector": "HybridKVConnector", "kv_role": "kv_both", '
     '"kv_connector_extra_config": {"server": "unix://%s"}}'
 )
 

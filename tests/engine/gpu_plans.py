@@ -32,7 +32,6 @@ TRANSFER = {
     "kv_connector": "HybridKVConnector",
     "kv_connector_module_path": "hybridkv.connector",
     "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
 }
 ARGUMENTS = (
     "--load-format=dummy",

@@ -278,7 +278,6 @@ def main() -> None:
         "kv_connector": "HybridKVConnector",
         "kv_connector_module_path": "hybridkv.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "server": f"unix://{socket_path}",
             "lookup_timeout_ms": 50,

@@ -63,9 +63,12 @@ def arguments_of(
     server: str | None,
     *options: str,
     extra: dict[str, object] | None = None,
-    module: str = "hybridkv.connector",
+    module: str | None = None,
 ) -> list[str]:
-    """Returns vLLM's arguments of such an engine. `module` has the connector."""
+    """Returns vLLM's arguments of such an engine.
+
+    `module` has another connector of the same name; else vLLM has ours by the plugin.
+    """
     bundled = [word for word in bundled_arguments(model) if not word.startswith(MEMORY)]
     arguments = [f"--model={bundled_models()[model]}", *bundled, f"{MEMORY}={KV_BYTES}", *options]
     if server is not None:
@@ -76,11 +79,10 @@ def arguments_of(
         }
         transfer = {
             "kv_connector": "HybridKVConnector",
-            "kv_connector_module_path": module,
             "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {**settings, **(extra or {})},
         }
+        transfer |= {} if module is None else {"kv_connector_module_path": module}
         arguments += ["--kv-transfer-config", json.dumps(transfer)]
     return arguments
 

@@ -11,6 +11,7 @@ import pytest
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict
+from hybridkv.core.settings import TRANSFER
 from hybridkv.lab.models import bundled_models
 from hybridkv.vllm.preflight import CONNECTOR
 from tests.engine.support import CommandReport
@@ -27,7 +28,6 @@ def config(**changes: Any) -> Any:
         "kv_connector": "HybridKVConnector",
         "kv_connector_module_path": "hybridkv.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {},
         "enable_prefix_caching": True,
         "calculate_kv_scales": False,
@@ -136,7 +136,6 @@ def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
             "warn",
             "--no-disable-hybrid-kv-cache-manager works",
         ),
-        ({"kv_load_failure_policy": "fail"}, "warn", '"kv_load_failure_policy":"recompute"'),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -218,9 +217,7 @@ def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
         "memory",
     }
     assert checks["chunk"]["what"].startswith("hybrid_chunk_size=200 is not a multiple of")
-    assert {"kv_load_failure_policy", "daemon"} <= {
-        n for n, check in checks.items() if check["verdict"] == "warn"
-    }
+    assert checks["daemon"]["verdict"] == "warn"
 
 
 def inspected(*arguments: str) -> dict[str, Finding]:
@@ -250,7 +247,7 @@ def test_json_that_cannot_be_read_is_one_sentence(option: str, text: str, what: 
     assert f": {what}" in report.unreadable
     assert "\n" not in report.unreadable
     is_ours = option == "--kv-transfer-config"
-    works = json.dumps(CONNECTOR, separators=(",", ":")) if is_ours else "one JSON object"
+    works = json.dumps(TRANSFER, separators=(",", ":")) if is_ours else "one JSON object"
     assert works in report.readable
 
 

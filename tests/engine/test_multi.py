@@ -44,7 +44,6 @@ def multi(model: str, children: list[dict[str, Any]], *options: str, **extra: ob
         "kv_connector": "MultiConnector",
         "kv_connector_module_path": "hybridkv.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": children, **extra},
     }
     arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *options]

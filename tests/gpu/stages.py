@@ -37,7 +37,6 @@ _TRANSFER = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": "hybridkv.connector",
     "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
 }
 _ENGINE = "--dtype=bfloat16", "--gpu-memory-utilization=0.2", "--gdn-prefill-backend=triton"
 """Of every engine. The machine has no FlashInfer, which Hopper's GDN layers would ask for."""

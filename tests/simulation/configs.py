@@ -133,7 +133,6 @@ def config_of(shape: Shape, socket_path: str, engine_id: str) -> Any:
         kv_connector="HybridKVConnector",
         kv_connector_module_path="hybridkv.connector",
         kv_role="kv_both",
-        kv_load_failure_policy="recompute",
         engine_id=engine_id,
         kv_connector_extra_config={
             "server": f"unix://{socket_path}",

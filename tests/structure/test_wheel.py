@@ -24,9 +24,10 @@ def test_the_wheel_has_no_shims_and_no_faults_on_purpose() -> None:
     assert [path for path in files if "shim" in path or "fault_injection" in path] == []
 
 
-def test_the_wheel_is_no_plugin_of_vllm() -> None:
-    """vLLM loads the plugins of every installed distribution into each of its processes."""
+def test_the_wheel_is_one_plugin_of_vllm() -> None:
+    """It registers the connector's name. A checkout's replacements of kernels are no part of it."""
     metadata = pytest.importorskip("hatchling.metadata.core")
     plugins = pytest.importorskip("hatchling.plugin.manager")
     project = metadata.ProjectMetadata(str(ROOT), plugins.PluginManager())
-    assert project.core.entry_points == {}
+    plugin = {"hybridkv": "hybridkv.vllm.plugin:register"}
+    assert project.core.entry_points == {"vllm.general_plugins": plugin}

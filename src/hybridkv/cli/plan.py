@@ -47,7 +47,7 @@ from hybridkv.shm.control_groups import memory_groups
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import PROTOCOL_VERSION, Welcome
 
-_COMMAND_CHECKS = frozenset((Check.CONNECTOR, Check.KV_ROLE, Check.KV_LOAD_FAILURE_POLICY))
+_COMMAND_CHECKS = frozenset((Check.CONNECTOR, Check.KV_ROLE))
 """Checks of a `vllm serve` command line that a plan is not about."""
 _SHOWN_CHECKS = frozenset((Check.FIRST_HIT, Check.SPECULATIVE_DECODING))
 """Checks that a plan shows even where nothing is wrong."""

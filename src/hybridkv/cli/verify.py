@@ -22,7 +22,7 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.policies import LoadPolicy
-from hybridkv.core.settings import TRANSFER
+from hybridkv.core.settings import LONG_TRANSFER
 from hybridkv.core.sizes import format_size
 from hybridkv.lab import judging
 from hybridkv.lab.configuration import inspect_model
@@ -717,7 +717,7 @@ class Verification:
         extra = {**self._daemons.settings, "checksum": checksum}
         extra |= {"load_policy": LoadPolicy.ALWAYS.value, "audit": "off"}
         extra["lookup_timeout_ms"] = 2000
-        return json.dumps({**TRANSFER, "kv_connector_extra_config": extra})
+        return json.dumps({**LONG_TRANSFER, "kv_connector_extra_config": extra})
 
     def _stats(self) -> dict[str, float]:
         return _stats(self._daemons.socket_path)

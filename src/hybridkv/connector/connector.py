@@ -60,6 +60,7 @@ from hybridkv.vllm.layout import (
     parallelism_of,
 )
 from hybridkv.vllm.media import media_refusal
+from hybridkv.vllm.plugin import recompute_failed_loads
 from hybridkv.vllm.prefix_caching import why_computed_here
 from hybridkv.vllm.preflight import (
     config_findings,
@@ -90,6 +91,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        recompute_failed_loads(vllm_config.kv_transfer_config)
         self._settings = check_config(vllm_config, kv_cache_config)
         resolve_hits(kv_cache_config, vllm_config)
         self.socket_path = self._socket_on(0)

@@ -20,7 +20,6 @@ class Check(StrEnum):
 
     CONNECTOR = "connector"
     KV_ROLE = "kv_role"
-    KV_LOAD_FAILURE_POLICY = "kv_load_failure_policy"
     SETTINGS = "settings"
     SPECULATIVE_DECODING = "speculative decoding"
     FIRST_HIT = "first hit"

@@ -12,13 +12,10 @@ from hybridkv.core.geometry import RANKS_MAX
 from hybridkv.core.policies import LoadPolicy
 
 LOAD_TIMEOUT_SECONDS_MAX = 30.0
-TRANSFER = {
-    "kv_connector": "HybridKVConnector",
-    "kv_connector_module_path": "hybridkv.connector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
-"""The `--kv-transfer-config` that works for every model."""
+TRANSFER = {"kv_connector": "HybridKVConnector", "kv_role": "kv_both"}
+"""The `--kv-transfer-config` that works for every model, where vLLM loads this package's plugin."""
+LONG_TRANSFER = {**TRANSFER, "kv_connector_module_path": "hybridkv.connector"}
+"""The same without the plugin, as of a checkout that is not installed."""
 _WHERE = "kv_connector_extra_config"
 
 

@@ -67,8 +67,6 @@ logger = logging.getLogger("vllm.hybridkv")
 Result = TypeVar("Result")
 
 _PRETENDED_MEMORY_BYTES = 1 << 48  # For the cache; it is never taken: meta tensors have none.
-_TRANSFER_CHECKS = (Check.SETTINGS, Check.KV_LOAD_FAILURE_POLICY)
-"""Checks of a `--kv-transfer-config` that mean nothing where another one was put in its place."""
 _FACTS_SHOWN = (
     "weights",
     "dtype",
@@ -202,7 +200,7 @@ def _served_configs(config: Any, is_named: bool, report: ConfigReport) -> list[S
     connector of this package.
     """
     if not is_named:
-        return [ServedConfig(config, lambda check: check not in _TRANSFER_CHECKS)]
+        return [ServedConfig(config, lambda check: check != Check.SETTINGS)]
     if config.kv_transfer_config.kv_connector != preflight.SEVERAL:
         return [ServedConfig(config, lambda check: True)]
 
@@ -222,11 +220,11 @@ def _served_configs(config: Any, is_named: bool, report: ConfigReport) -> list[S
     if not ours:
         alone = copy.copy(config)
         alone.kv_transfer_config = KVTransferConfig(**CONNECTOR)
-        return [ServedConfig(alone, lambda check: check not in _TRANSFER_CHECKS)]
+        return [ServedConfig(alone, lambda check: check != Check.SETTINGS)]
     first, *further = ours
     return [
         ServedConfig(first, lambda check: True),
-        *(ServedConfig(child, lambda check: check in _TRANSFER_CHECKS) for child in further),
+        *(ServedConfig(child, lambda check: check == Check.SETTINGS) for child in further),
     ]
 
 

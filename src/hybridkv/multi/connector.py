@@ -28,6 +28,7 @@ from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.executors import executor_finding
 from hybridkv.vllm.hook_guard import logger
 from hybridkv.vllm.layout import group_keeping
+from hybridkv.vllm.plugin import recompute_failed_loads
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class MultiConnector(multi_connector.MultiConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         raise_first([executor_finding(vllm_config.parallel_config)])
+        recompute_failed_loads(vllm_config.kv_transfer_config)
         settings = parse_multi(vllm_config.kv_transfer_config.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         specs = child_specs(vllm_config)

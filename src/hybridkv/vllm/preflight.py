@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import iter_layer_specs
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Check, Finding, fail, failure, judge, ok, warn
 from hybridkv.core.geometry import Geometry, GroupKind
-from hybridkv.core.settings import TRANSFER, Settings, parse_settings
+from hybridkv.core.settings import LONG_TRANSFER, TRANSFER, Settings, parse_settings
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.core.tails import why_no_tails
 from hybridkv.vllm.drafters import (
@@ -27,15 +27,15 @@ from hybridkv.vllm.drafters import (
 from hybridkv.vllm.executors import executor_finding
 from hybridkv.vllm.hashing import ENGINE_HASHES
 from hybridkv.vllm.layout import group_geometry, node_count
+from hybridkv.vllm.plugin import is_registered
 from hybridkv.vllm.prefix_caching import caching_findings, layer_findings
 from hybridkv.vllm.proven import OLDEST, PROVEN, STAGED, TAILS_VERSION
 from hybridkv.vllm.seams import can_keep_states
 from hybridkv.vllm.shards import sharing_findings
 from hybridkv.vllm.versions import minor_version
 
-CONNECTOR = TRANSFER
-"""The `--kv-transfer-config` that works for every model."""
-TRANSFER_WORKS = f"--kv-transfer-config '{json.dumps(CONNECTOR, separators=(',', ':'))}' works"
+CONNECTOR = LONG_TRANSFER
+TRANSFER_WORKS = f"--kv-transfer-config '{json.dumps(TRANSFER, separators=(',', ':'))}' works"
 HOPPER = 90  # The compute capability of the GPUs that copies were proven on (docs/gpu.md).
 NAMED_LATE = ("0.30", "0.31")  # Versions that cache wrong states: see `_states_named_late`.
 SEVERAL = "MultiConnector"  # The connector of this package that has other connectors inside.
@@ -76,11 +76,6 @@ def config_findings(vllm_config: Any) -> Iterator[Finding]:
     )
     remedy = "--no-disable-hybrid-kv-cache-manager works"
     yield _advise("hybrid KV cache manager", is_good, "on", what, remedy)
-    policy = transfer.kv_load_failure_policy
-    what = f"kv_load_failure_policy={policy!r} ends a request whose load fails"
-    add = 'add "kv_load_failure_policy":"recompute" to --kv-transfer-config'
-    is_good, remedy = policy == "recompute", f"{add} to have it computed instead"
-    yield _advise(Check.KV_LOAD_FAILURE_POLICY, is_good, policy, what, remedy)
 
 
 def offloading_finding() -> Finding:
@@ -99,15 +94,21 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
         what = "--kv-transfer-config names no connector, so vLLM serves without hybridkv"
         yield fail(Check.CONNECTOR, what, TRANSFER_WORKS)
         return
-    known = {key: [CONNECTOR[key]] for key in ("kv_connector", "kv_connector_module_path")}
-    known["kv_connector"].append(SEVERAL)
-    wrong = [key for key in known if getattr(transfer, key) not in known[key]]
-    for key in wrong:
-        what = f"{key} of --kv-transfer-config is {getattr(transfer, key)!r}"
-        yield fail(Check.CONNECTOR, what, f'"{key}":"{CONNECTOR[key]}" works')
-    if not wrong:
-        connector = f"{transfer.kv_connector} of {transfer.kv_connector_module_path}"
-        yield ok(Check.CONNECTOR, connector)
+    name, path = transfer.kv_connector, transfer.kv_connector_module_path
+    is_by_plugin = name == TRANSFER["kv_connector"] and path is None
+    if name not in (TRANSFER["kv_connector"], SEVERAL):
+        what = f"kv_connector of --kv-transfer-config is {name!r}"
+        yield fail(Check.CONNECTOR, what, f'"kv_connector":"{TRANSFER["kv_connector"]}" works')
+    elif path == LONG_TRANSFER["kv_connector_module_path"]:
+        yield ok(Check.CONNECTOR, f"{name} of {path}")
+    elif is_by_plugin and is_registered(name):
+        yield ok(Check.CONNECTOR, f"{name}, by the plugin of this package")
+    else:
+        what = f"kv_connector_module_path of --kv-transfer-config is {path!r}"
+        if is_by_plugin:
+            what = f"vLLM does not load the plugin of this package, which registers {name}"
+        works = f'"kv_connector_module_path":"{LONG_TRANSFER["kv_connector_module_path"]}" works'
+        yield fail(Check.CONNECTOR, what, works)
     role, remedy = transfer.kv_role, '"kv_role":"kv_both" works'
     half = "vLLM may treat the engine as one half of a pair, hybridkv loads and stores"
     what = f"kv_role={role!r}: {half}"

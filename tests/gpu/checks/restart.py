@@ -233,7 +233,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--users", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens-max", type=int, default=160_000, help="of a cell, all prompts")
-    parser.add_argument("--gib", type=int, default=40, help="of RAM, of disk, and of offloading")
+    quarter = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 32  # In GiB.
+    sizes = "of RAM, of disk, and of offloading (default: a quarter of the memory, at most 40)"
+    parser.add_argument("--gib", type=int, default=min(40, quarter), help=sizes)
     parser.add_argument("--seconds", type=float, default=360, help="after which no cell is begun")
     parser.add_argument("words", nargs="*", help="vLLM's arguments, after --")
     asked = parser.parse_args()

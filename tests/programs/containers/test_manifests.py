@@ -6,7 +6,7 @@ import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 
 from hybridkv.core.paths import socket_of_server
-from hybridkv.core.settings import parse_settings
+from hybridkv.core.settings import TRANSFER, parse_settings
 from hybridkv.core.sizes import parse_size
 from tests.programs.containers.manifests import (
     MANIFESTS,
@@ -60,7 +60,7 @@ def test_engine_and_daemon_have_one_user_one_socket_and_one_memory(path: Path) -
         "a volume's own directory is not private"
     )
     config = transfer_config(engine)
-    assert config["kv_load_failure_policy"] == "recompute"
+    assert {**config, **TRANSFER} == config
     settings = parse_settings(config["kv_connector_extra_config"])
     assert settings.daemon.shm_dir is not None
     socket_path = socket_of_server(settings.server, "", 0)

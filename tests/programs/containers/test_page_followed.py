@@ -111,12 +111,12 @@ class VllmEngine(EngineProcess):
         arguments = [f"--model={bundled_models()[MODEL]}", *bundled_arguments(MODEL)]
         arguments += ["--kv-transfer-config", json.dumps(config)]
         self._say: Callable[[str], None] = print
-        self._log_path = machine.log_path("vllm")
+        self.log_path = machine.log_path("vllm")
         self._answers = answers
         self._pipe, theirs = Pipe()
         machine.ends.callback(self._pipe.close)
         child = ["python", "-m", "hybridkv.lab.runner", str(theirs.fileno()), *arguments]
-        with theirs, self._log_path.open("wb") as log:
+        with theirs, self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 machine.command(container, child),
                 stdin=subprocess.DEVNULL,
@@ -125,7 +125,7 @@ class VllmEngine(EngineProcess):
                 pass_fds=(theirs.fileno(),),
                 env={**ENGINE_ENVIRONMENT, **variables(bundled_environment(MODEL))},
             )
-        self.running = machine.adopt(container, self.process, self._log_path)
+        self.running = machine.adopt(container, self.process, self.log_path)
         self.info = self.end_command("starting")
 
     def store(self) -> None:

@@ -51,13 +51,7 @@ def single() -> Any:
     return LAYOUTS["full"]
 
 
-def multi_config(
-    children: list[dict[str, Any]],
-    layout: Any,
-    ranks: int = 1,
-    policy: str = "recompute",
-    **extra: Any,
-) -> Any:
+def multi_config(children: list[dict[str, Any]], layout: Any, ranks: int = 1, **extra: Any) -> Any:
     """vLLM's configuration with MultiConnector over these."""
     config = copy.copy(base_config())
     for part in ("model_config", "cache_config", "scheduler_config", "parallel_config"):
@@ -70,7 +64,6 @@ def multi_config(
         kv_connector="MultiConnector",
         kv_connector_module_path="hybridkv.connector",
         kv_role="kv_both",
-        kv_load_failure_policy=policy,
         engine_id=ENGINE_ID,
         kv_connector_extra_config={"connectors": children, **extra},
     )
