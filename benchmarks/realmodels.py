@@ -239,7 +239,15 @@ def _scratch(directory: Path) -> Iterator[Path]:
 def _install(pins: Path, packages: Path) -> None:
     """Unpack the pinned wheels into a directory of their own, where they disturb nothing."""
     pip = [sys.executable, "-m", "pip", "install", "--no-input", "--no-deps", "--no-compile", "-q"]
-    pip += ["--only-binary=:all:", "--require-hashes", "--target", str(packages), "-r", str(pins)]
+    pip += [
+        "--retries=2",
+        "--only-binary=:all:",
+        "--require-hashes",
+        "--target",
+        str(packages),
+        "-r",
+        str(pins),
+    ]
     try:
         done = subprocess.run(
             pip, capture_output=True, text=True, timeout=PIP_SECONDS_MAX, check=False
