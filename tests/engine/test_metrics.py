@@ -11,7 +11,8 @@ from vllm.distributed.kv_events import BlockStored
 
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.models import bundled_environment
-from tests.engine.server import Server, Subscriber, total_of
+from tests.engine.server import Server, total_of
+from tests.engine.subscriber import Subscriber
 from tests.engine.support import arguments_of, prompt, stats
 from tests.forked_daemon import ForkedDaemon
 from tests.waiting import until

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.screenshots.browser import Browser, find_browser
 from tests.screenshots.load import ENGINES, Player
+from tests.screenshots.svg import write_svg
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SECONDS = 420
@@ -77,14 +77,7 @@ def take(browser: Browser, socket_path: str, images: Path) -> None:
     shown = terminal(["top", "--socket", socket_path], COLUMNS, LINES)
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(Text.from_ansi(shown))
-    # The picture is shown without the network: whatever monospaced font is there does.
-    svg = re.sub(
-        r"@font-face \{.*?\}\s*",
-        "",
-        console.export_svg(title="hybridkv top", clear=False),
-        flags=re.DOTALL,
-    )
-    (images / "top.svg").write_text(svg)
+    write_svg(console, "hybridkv top", images / "top.svg")
     (images / "top.txt").write_text(
         "\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n"
     )
