@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,34 @@ from tests.waiting import DEADLINE_SECONDS, until
 
 START_SECONDS = 300.0
 STARTED = b"Application startup complete"
+API_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """An answer that came token by token. Seconds are those since the request was sent."""
+
+    first_seconds: float
+    """Until the first token."""
+    seconds: float
+    """Until the last one."""
+    tokens: list[int]
+    prompt_tokens: int
+    cached_tokens: int
 
 
 class Server:
-    """Runs one API server on loopback, as a context manager. `arguments` are vLLM's."""
+    """Runs one API server on loopback, as a context manager. `arguments` are vLLM's.
+
+    `command` starts the server, and may belong to another environment.
+    """
 
     def __init__(
-        self, arguments: Sequence[str], log_path: Path, environment: dict[str, str]
+        self,
+        arguments: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str],
+        command: Sequence[str] = API_SERVER,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -40,7 +62,7 @@ class Server:
         self.log_path = log_path
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                *command,
                 *("--host=127.0.0.1", f"--port={port}", "--served-model-name=tiny", *arguments),
             ],
             stdout=subprocess.PIPE,
@@ -111,19 +133,46 @@ class Server:
 
     def complete(self, prompt: list[int], max_tokens: int = 4) -> list[int]:
         """Returns the tokens of the answer to a prompt of token ids."""
-        reply = self.post(
-            "/v1/completions",
-            {
-                "model": "tiny",
-                "prompt": prompt,
-                "max_tokens": max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            },
-        )
+        reply = self.post("/v1/completions", _completion(prompt, max_tokens))
         tokens: list[int] = json.loads(reply)["choices"][0]["token_ids"]
         return tokens
+
+    def stream(self, prompt: list[int], max_tokens: int) -> Streamed:
+        """Returns the answer to a prompt of token ids, with the times at which it came.
+
+        The server needs vLLM's --enable-prompt-tokens-details for the cached tokens.
+        """
+        body = _completion(prompt, max_tokens) | {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        request = urllib.request.Request(
+            f"{self._url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        times: list[float] = []
+        tokens: list[int] = []
+        usage: dict[str, Any] = {}
+        started = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=START_SECONDS) as lines:
+            for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                part = json.loads(line.removeprefix(b"data: "))
+                new = [token for choice in part["choices"] for token in choice["token_ids"] or ()]
+                if new:
+                    times.append(time.perf_counter() - started)
+                    tokens += new
+                usage = part.get("usage") or usage
+        details = usage["prompt_tokens_details"] or {}
+        return Streamed(
+            first_seconds=times[0],
+            seconds=times[-1],
+            tokens=tokens,
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=details.get("cached_tokens") or 0,
+        )
 
     def metrics(self) -> list[Sample]:
         """Returns every sample at /metrics."""
@@ -135,6 +184,17 @@ class Server:
     def total(self, name: str, **labels: str) -> float:
         """Returns the sum of the samples with this name and these labels, as they are now."""
         return total_of(self.metrics(), name, labels)
+
+
+def _completion(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
 
 def total_of(samples: Sequence[Sample], name: str, labels: Mapping[str, str]) -> float:
