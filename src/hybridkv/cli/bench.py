@@ -5,6 +5,7 @@ The directory tier runs beside `fio` and `dd` with direct I/O. The byte path nee
 
 import argparse
 import json
+import math
 import mmap
 import os
 import random
@@ -16,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from hybridkv.cli.arguments import JSON, command, option, or_refuse
-from hybridkv.cli.terminal import PlainConsole, new_table, pairs, print_json
+from hybridkv.cli.terminal import PlainConsole, new_table, pairs, print_json, waiting
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.geometry import Group, GroupKind
@@ -30,7 +32,9 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES, pack_u64
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
+from hybridkv.lab.capacity import GroupPreview
 from hybridkv.lab.codec_bench import measure_codecs
+from hybridkv.lab.configuration import inspect_model
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
 from hybridkv.shm.slots import SlotHeader, SlotState, part_digests, payload_offset, sign, slot_bytes
 from hybridkv.store.index import Slot
@@ -45,6 +49,7 @@ LOOKUP_TOKENS = (1024, 4096, 16384, 32768, 65536, 131072)
 LOOKUPS = 300
 _BLOCK_TOKENS = 128
 _PART_BYTES = 256
+_WORD_BYTES = 8
 OBJECT_BYTES = (1 << 20, 4 << 20, 16 << 20)
 """Objects of models have some MB: 3 for gpt-oss-20b, 8 for Gemma 3 12B, 9 for DeepSeek-V3."""
 ARENA_BYTES = 128 << 20
@@ -65,6 +70,10 @@ _DEFAULT = "(default: %(default)s)"
         "--sample DIRECTORY",
         "disk: a tier's directory, whose objects the codecs are measured on"
         " (default: numbers drawn at random, of no model)",
+    ),
+    option(
+        "--model DIR_OR_NAME",
+        "path: move the objects of each group of a model's layers, instead of --layers and --block",
     ),
     option("--device", f"path: where the engine's blocks are {_DEFAULT}", "cpu"),
 )
@@ -108,7 +117,24 @@ def _rows(arguments: argparse.Namespace, socket_path: str) -> Iterator[dict[str,
         checksum=arguments.checksum,
         device=arguments.device,
     )
-    yield measure_path(socket_path, options)
+    if arguments.model is None:
+        yield measure_path(socket_path, options)
+        return
+    for group in _groups_of(arguments.model):
+        # Every number that is copied has eight bytes.
+        block_bytes = math.ceil(group.block_bytes / group.layers / _WORD_BYTES) * _WORD_BYTES
+        print(f"group {group.gid}: {group.kind}, {group.layers} layers", file=sys.stderr)
+        shape = replace(options, layers=group.layers, block_bytes=block_bytes)
+        yield {"group": f"{group.gid}:{group.kind}", **measure_path(socket_path, shape)}
+
+
+def _groups_of(model: str) -> list[GroupPreview]:
+    """Return the groups of a model that are stored. Raises ConfigError where there are none."""
+    preview = inspect_model(model, [], waiting).preview
+    groups = [] if preview is None else [g for g in preview.groups if not g.refusal]
+    if not groups:
+        raise ConfigError(f"--model {model}: no group is served", "`hybridkv doctor` says why")
+    return groups
 
 
 def _measure_lookups(socket_path: str) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from hybridkv.cli.arguments import JSON, command, model_arguments, option
+from hybridkv.cli.arguments import JSON, command, ended_by_exception, model_arguments, option
 from hybridkv.cli.terminal import PlainConsole, new_table, print_json
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
@@ -35,6 +36,8 @@ from hybridkv.lab.models import (
     bundled_environment,
     bundled_models,
     check_served,
+    computes_16_bits,
+    is_cpu_build,
 )
 from hybridkv.lab.prompts import (
     CHUNKS_MIN,
@@ -43,12 +46,14 @@ from hybridkv.lab.prompts import (
     engine_bounds,
     english,
     names_option,
+    read_model_files,
     wanted_chunks,
 )
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena
 from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset
 from hybridkv.wire.messages import WireGeometry, describe_groups
 
+RAM = "1GiB"  # Of a daemon, for a bundled model.
 LOCAL_CHUNKS = 2  # Chunks of the prompt that the engine's own cache holds in the mixed arm.
 MAX_TOKENS = 16
 KILLED_TOKENS = 64  # Of the arm in which the daemon is killed: it dies while the engine computes.
@@ -77,7 +82,7 @@ RIGHT = ("prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "st
 @command(
     *model_arguments(bundled_models(), "%(default)s", "a model directory or hub name", "qwen3next"),
     JSON,
-    option("--ram SIZE", "memory of the daemon under test (default: %(default)s)", default="1GiB"),
+    option("--ram SIZE", "memory of the daemon under test (default: what the prompts take)"),
     option(
         "--repeat N",
         "so many prompts more over a restart of the engine, one of the daemon, and on another node "
@@ -103,7 +108,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         console.print(text, style="dim", highlight=False, markup=False)
 
     model: str = arguments.model
-    with tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
+    with ended_by_exception(), tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
         logs = Path(tempfile.mkdtemp(prefix="hybridkv-verify-logs-"))
         try:
             verification = Verification(
@@ -204,7 +209,7 @@ class VerifyRequest(NamedTuple):
 
     model: str  # A model directory, a hub name, or the name of a bundled model.
     vllm_arguments: Sequence[str]
-    ram: str  # The size of the daemon's memory.
+    ram: str | None  # The size of the daemon's memory. None = as the model needs.
     repeat: int = 0  # Further prompts, that are repeated after restarts and on another node.
     flip: str | None = None  # "detect" or "blind": one stored byte is made wrong.
     nodes: int = 1  # Over which the ranks of the engine are spread.
@@ -213,15 +218,15 @@ class VerifyRequest(NamedTuple):
 class _Daemons:
     """The daemons of one engine's nodes. They are a context manager, as a daemon is."""
 
-    def __init__(self, directory: Path, name: str, request: VerifyRequest) -> None:
-        """The sockets are in `directory`."""
+    def __init__(self, directory: Path, name: str, request: VerifyRequest, ram: str) -> None:
+        """The sockets are in `directory`. Each daemon has `ram` of memory."""
         shared = ["--tier", f"disk://{directory / 'shared'}"] if request.repeat else []
         pattern = str(directory / f"{name}{{node}}.sock")
         self.settings: dict[str, object] = {"server": f"unix://{pattern}", "nodes": request.nodes}
         """The settings by which an engine's ranks find their daemons."""
         self._daemons = [
             DaemonProcess(
-                pattern.format(node=node), request.ram, options=[*shared, "--node", f"{name}{node}"]
+                pattern.format(node=node), ram, options=[*shared, "--node", f"{name}{node}"]
             )
             for node in range(request.nodes)
         ]
@@ -294,9 +299,11 @@ class Verification:
 
         `say` prints what is done next.
         """
+        self._request, self._directory = request, directory
         self._repeat, self._flip = request.repeat, request.flip
         self._logs, self._say = logs, say
         self._engines_started = 0
+        self._engine_began = 0.0  # When the last engine began to start.
         self._environment: Mapping[str, str] = {}
         model = request.model
         bundled = bundled_models().get(model)
@@ -316,8 +323,7 @@ class Verification:
             raise ConfigError(what, "VLLM_ENABLE_V1_MULTIPROCESSING=0 works")
         if request.nodes < 1:
             raise ConfigError(f"--nodes {request.nodes} is no number of nodes", "--nodes 2 works")
-        self._first_daemons = self._daemons = _Daemons(directory, "daemon", request)
-        self._other_daemons = _Daemons(directory, "other", request)
+        self._make_daemons(RAM)
         self.chunk_tokens = 0
         self.groups = ""
         self.prompt_source = RANDOM_TOKENS
@@ -335,6 +341,14 @@ class Verification:
             "divergent": judging.judge_branch,
         }
         """The judge of each arm of several prompts."""
+
+    def _make_daemons(self, ram: str) -> None:
+        """Make the daemons under test and those of another node. They start with the arms."""
+        ram = self._request.ram or ram
+        self._first_daemons = self._daemons = _Daemons(
+            self._directory, "daemon", self._request, ram
+        )
+        self._other_daemons = _Daemons(self._directory, "other", self._request, ram)
 
     def run_arms(self) -> list[VerifyArm]:
         """Run all arms. Returns them, or the first arm alone where vLLM serves no such engine."""
@@ -380,6 +394,8 @@ class Verification:
                     *self._warm_up_prompt[: self.chunk_tokens],
                 ]
             self._warm_up(engine)
+            if self._model is not None:
+                self._say_time(engine)
             stored_before = self._stored_slots().headers if self._flip else ()
             yield self._measure(engine, "cold", [self._prompt])
             if self._flip:
@@ -607,6 +623,27 @@ class Verification:
         for length in (len(self._warm_up_prompt), len(self._warm_up_prompt) % self.chunk_tokens):
             engine.generate(self._warm_up_prompt[:length], max_tokens=2)
 
+    def _say_time(self, engine: EngineProcess) -> None:
+        """Say how long all arms take, by the pace of the first engine, which is warm."""
+        start_seconds = time.monotonic() - self._engine_began
+        prompt = self._warm_up_prompt[self.chunk_tokens :]  # Nothing of it is cached.
+        (result,) = engine.generate(prompt, max_tokens=4)
+        token_seconds = result["ttft_seconds"] / len(prompt)
+        step_seconds = result["slowest_decode_step_seconds"]
+        own = self._prompts
+        turns = [*own.turns.first, *own.turns.second]
+        prompts = [self._prompt, self._split, *own.crowd, *own.repeated, *turns, own.branch]
+        # With hybridkv and without it. The split prompt is computed in parts.
+        tokens = 2 * sum(map(len, prompts)) + 4 * len(self._split)
+        steps = 3 * MAX_TOKENS * len(prompts) + KILLED_TOKENS
+        starts = 3 if self._repeat else 2
+        seconds = starts * start_seconds + tokens * token_seconds + steps * step_seconds
+        self._say(
+            f"about {seconds:.0f} s from now: {starts} more engines that start in "
+            f"{start_seconds:.0f} s, {tokens:,} tokens at {1 / token_seconds:,.0f} a second, "
+            f"{steps} steps of {step_seconds * 1e3:.0f} ms"
+        )
+
     def _bounding_arguments(self) -> list[str]:
         """Return how long a context and how much memory the proof needs, as arguments of vLLM.
 
@@ -629,10 +666,24 @@ class Verification:
         prompts = 3 + PREEMPTED_PROMPTS + self._repeat + 2 * len(TURNS)
         if names_option(self._given, "--max-model-len"):
             context = max(context, preview.max_model_len)
-        bounds = engine_bounds(preview, context, prompts)
-        if chosen := bounds.arguments(self._given):
-            self._say(f"the engines get {bounds}, unless your arguments say otherwise")
-        return chosen
+        files = read_model_files(Path(self._model or ""))
+        on_cpu = is_cpu_build()
+        keeps_dtype = names_option(self._given, "--dtype") or files.is_quantized
+        bounds = engine_bounds(
+            preview,
+            context,
+            prompts,
+            on_cpu=on_cpu,
+            widen=on_cpu and not keeps_dtype and not computes_16_bits(),
+            weights_bytes=files.weights_bytes,
+        )
+        ram = f"{math.ceil(bounds.ram_bytes / (1 << 20))}MiB"
+        self._make_daemons(ram)
+        self._say(
+            f"one engine at a time gets {bounds}, and a daemon {self._request.ram or ram} of "
+            "memory, unless your arguments say otherwise; the first engine shows how long it takes"
+        )
+        return bounds.arguments(self._given)
 
     def _say_waiting(self, seconds: float) -> None:
         self._say(f"  vLLM reads the configuration, since {seconds:.0f} s")
@@ -707,6 +758,7 @@ class Verification:
         elif connector:
             arguments += ["--kv-transfer-config", self._transfer()]
         self._engines_started += 1
+        self._engine_began = time.monotonic()
         log_path = self._logs / f"engine-{self._engines_started}.log"
         return EngineProcess(arguments, log_path, self._say, self._environment)
 

@@ -19,6 +19,7 @@ from hybridkv.core.errors import ConfigError, HybridKVError
 PROGRESS_SECONDS = 5.0
 ANSWER_SECONDS = 900.0
 STOP_SECONDS = 60.0
+BROKEN_SECONDS = 5.0  # For the end of a child whose answer nobody waits for any more.
 _LOG_TAIL_LINES = 15
 
 CONNECTOR = "HybridKVConnector"
@@ -69,8 +70,8 @@ class AnsweringChild:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self.close(STOP_SECONDS if kind is None else BROKEN_SECONDS)
 
     def receive_answer(
         self, limit_seconds: float, waiting: Callable[[float], None] = lambda seconds: None

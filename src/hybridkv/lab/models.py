@@ -120,8 +120,17 @@ class Lack(NamedTuple):
     """Without it, vLLM reads no configuration of the model either."""
 
 
+def computes_16_bits() -> bool:
+    """Return True if this machine's processor has arithmetic for bfloat16."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(_processor_words())
+
+
 def _has_amx() -> bool:
-    return "amx_tile" in Path("/proc/cpuinfo").read_text().split()
+    return "amx_tile" in _processor_words()
+
+
+def _processor_words() -> list[str]:
+    return Path("/proc/cpuinfo").read_text().split()
 
 
 def _has_torchvision() -> bool:

@@ -1,6 +1,7 @@
 """Progress is reported while vLLM is silent, and a silent child has a limit."""
 
 import io
+import signal
 import tempfile
 
 import pytest
@@ -25,6 +26,20 @@ def test_a_silent_child_is_told_of_until_its_limit(monkeypatch: pytest.MonkeyPat
     assert child.process.returncode == 0, "it ends by itself when nobody listens"
     assert waited
     assert waited == sorted(waited)
+
+
+def test_an_error_does_not_wait_for_a_child_that_still_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C in `verify` left its engine for a minute."""
+    monkeypatch.setattr(engine_process, "BROKEN_SECONDS", 0.01)
+    with (
+        tempfile.TemporaryFile() as log,
+        pytest.raises(KeyboardInterrupt),
+        AnsweringChild("tests.unit.lab.silent", ["deaf"], log, ChildEnvironment({}, {})) as child,
+    ):
+        raise KeyboardInterrupt
+    assert child.process.returncode == -signal.SIGKILL
 
 
 def test_what_is_told_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
