@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
+from hybridkv.core.packed import pack_slots
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.shm.slots import SLOT_ALIGN, SlotState
@@ -122,6 +123,10 @@ def _check_slots(store: Store) -> None:
     for slot in slots:
         held[slot.state] += slot.size_bytes
         assert slot.pins >= 0
+        assert slot.packed == pack_slots([(slot.offset, slot.generation)])
+        is_dropped = slot.state is SlotState.COMMITTED and slot.entry is None
+        assert not is_dropped or slot in store.due_when_unpinned
+    assert all(slot.pins for slot in store.due_when_unpinned)
     assert held[SlotState.WRITING] == store.writing_bytes
     assert held[SlotState.COMMITTED] == store.committed_bytes
     assert states[SlotState.COMMITTED] == store.objects
@@ -141,6 +146,7 @@ def _check_namespace(namespace: Namespace) -> None:
 
 def _check_entry(entry: IndexEntry, children: int) -> None:
     slots = list(filter(None, entry.slots))
+    assert entry.presence == bytes(slot is not None for slot in entry.slots)
     assert {slot.state for slot in slots} == {SlotState.COMMITTED}
     assert all(slot.entry is entry and entry.slots[slot.group_index] is slot for slot in slots)
     assert entry.namespace.entries[entry.chunk_hash] is entry

@@ -12,8 +12,12 @@ import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from struct import Struct
 
 HASH_BYTES = 32  # Length of a chunk hash and of a namespace fingerprint.
+_HASH = Struct(f"{HASH_BYTES}s")
+_HASHES = Struct(_HASH.format * 16)  # A row of hashes, because a tuple for each takes longer.
 
 
 def fingerprint(facts: Mapping[str, object]) -> bytes:
@@ -81,3 +85,10 @@ def pack_hashes(block_hashes: Sequence[bytes]) -> bytes:
         block_hash if len(block_hash) == HASH_BYTES else hashlib.sha256(block_hash).digest()
         for block_hash in block_hashes
     )
+
+
+def unpack_hashes(hashes: bytes) -> list[bytes]:
+    """Returns the hashes of HASH_BYTES each that a byte string has, in order."""
+    whole = len(hashes) - len(hashes) % _HASHES.size
+    rows = _HASHES.iter_unpack(hashes[:whole]), _HASH.iter_unpack(hashes[whole:])
+    return list(chain.from_iterable(chain(*rows)))

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import Hit, largest_hit, whole_hit
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import NO_SLOT
+from hybridkv.core.keys import HASH_BYTES, unpack_hashes
 from hybridkv.core.tails import longest_tail, tail_chunk, tail_hit, units_per_chunk
 from hybridkv.daemon import slot_requests
 from hybridkv.daemon.sessions import (
@@ -24,7 +23,7 @@ from hybridkv.daemon.sessions import (
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
-from hybridkv.store.index import Namespace, Slot
+from hybridkv.store.index import IndexEntry, Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
@@ -47,8 +46,7 @@ class ResidentHit(NamedTuple):
     """The objects that RAM has of a lookup, and the longest hit that they are."""
 
     masks: list[bytes]  # By group index, a byte for each chunk: 1 where the object is there.
-    entries: Sequence[Sequence[Slot | None] | None]
-    """By chunk, its objects by group index. None for a chunk without any object."""
+    entries: Sequence[IndexEntry | None]  # By chunk; None for a chunk without any object.
     hit: Hit
     tail: Sequence[Slot | None] = ()  # The objects of the hit's tail, by group index.
 
@@ -58,7 +56,7 @@ class ResidentHit(NamedTuple):
         for index, start in enumerate(self.hit.starts):
             # Every object of a hit is there.
             entries = self.entries[start : self.hit.chunks]
-            slots += [entry[index] for entry in entries]  # type: ignore[index, misc]
+            slots += [entry.slots[index] for entry in entries]  # type: ignore[union-attr, misc]
             slots += self.tail[index : index + 1]  # type: ignore[arg-type]
         return slots
 
@@ -363,10 +361,10 @@ class Daemon(DaemonState):
         )
         chunk = chunks - is_last
         entry = entries[chunk] if chunk < len(entries) else None
-        compared = [slot for slot in entry or () if slot is not None]
         is_taken = request.audit_lease in session.leases or len(session.leases) >= LEASES_MAX
-        if entry is None or not compared or is_taken:
+        if entry is None or is_taken:
             return None
+        compared = [slot for slot in entry.slots if slot is not None]
         leased = [*shorter, *compared]
         self.store.hold(leased)  # To compare an object is not to use it.
         session.leases[request.audit_lease] = Lease(
@@ -375,7 +373,7 @@ class Daemon(DaemonState):
         return wire.AuditOffer(
             lease=request.audit_lease,
             chunk=chunk,
-            slots=slot_requests.name_slots(slot or NO_SLOT for slot in entry),
+            slots=slot_requests.name_slots(entry.slots),
             shorter_slots=slot_requests.name_slots(shorter),
         )
 
@@ -493,7 +491,7 @@ def resident_hit(
     """Return what RAM has of chunks, given their hashes, and of tails (as in wire.Lookup)."""
     masks, entries = namespace.present(hashes)
     chunks = largest_hit(geometry, masks, len(entries))
-    names = [tails[at : at + HASH_BYTES] for at in range(0, len(tails), HASH_BYTES)]
+    names = unpack_hashes(tails)
     chunks_max = BATCH_MAX // len(geometry.groups)
 
     def objects(number: int) -> Sequence[Slot | None]:

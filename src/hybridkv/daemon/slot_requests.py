@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Iterable
 from itertools import islice
 
-from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.packed import SLOT, U64, SlotRef, unpack_slots, unpack_u64
+from hybridkv.core.keys import HASH_BYTES, unpack_hashes
+from hybridkv.core.packed import NO_SLOT, SLOT, U64, SlotRef, unpack_slots, unpack_u64
 from hybridkv.core.policies import EvictionClass
 from hybridkv.daemon.sessions import ClientConnection, RequestError, owner_of
 from hybridkv.daemon.state import DaemonState
@@ -16,6 +16,7 @@ from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE
 from hybridkv.wire.protocol import ErrorCode
 
 NO_PARENT = bytes(HASH_BYTES)
+_NO_SLOT = SLOT.pack(*NO_SLOT)
 
 
 def reserve(
@@ -109,8 +110,8 @@ def _new_objects(
         if slot is not None and (group >= len(shapes) or slot.shape not in shapes[group]):
             fault = f"a slot of (bytes, parts) {slot.shape} is no object of group {group}"
             raise RequestError(ErrorCode.COMMIT, fault)
-    parent_hashes = [b"" if parent == NO_PARENT else parent for parent in _cut(parents)]
-    fields = zip(groups, _cut(hashes), parent_hashes, classes, tenants, strict=True)
+    parent_hashes = [b"" if parent == NO_PARENT else parent for parent in unpack_hashes(parents)]
+    fields = zip(groups, unpack_hashes(hashes), parent_hashes, classes, tenants, strict=True)
     return list(zip(slots, map(NewObject._make, fields), strict=True))
 
 
@@ -147,14 +148,9 @@ def clear(state: DaemonState, _: ClientConnection, request: wire.Clear) -> wire.
     return wire.Done(request.id, len(slots))
 
 
-def name_slots(slots: Iterable[Slot | SlotRef]) -> bytes:
-    """Return slots as messages name them (core.packed)."""
-    return b"".join([SLOT.pack(slot.offset, slot.generation) for slot in slots])
-
-
-def _cut(hashes: bytes) -> list[bytes]:
-    """Return the hashes of HASH_BYTES each that a byte string has, in order."""
-    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+def name_slots(slots: Iterable[Slot | None]) -> bytes:
+    """Return slots as messages name them (core.packed). None becomes NO_SLOT."""
+    return b"".join([_NO_SLOT if slot is None else slot.packed for slot in slots])
 
 
 def _for_each(packed: bytes, count: int) -> "array[int]":

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit
 from hybridkv.core.geometry import Geometry, GroupKind
-from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.keys import HASH_BYTES, unpack_hashes
 from hybridkv.core.metrics import MetricFamily, counter, debug, gauge, sampled
 
 CEILING: Mapping[str, MetricFamily] = {
@@ -104,7 +104,7 @@ class HitRateCeiling:
     def on_stored(self, identity: bytes, groups: Sequence[int], hashes: bytes) -> None:
         """Objects were written: the i-th has the group index `groups[i]` and the i-th hash."""
         if not self._put(len(groups), self._change(identity, groups, hashes, True)):
-            self.forgotten += len(set(_cut(hashes)))
+            self.forgotten += len(set(unpack_hashes(hashes)))
 
     def on_answered(
         self,
@@ -153,7 +153,8 @@ class HitRateCeiling:
     ) -> Iterator[None]:
         """Add objects to the unlimited cache, or remove them, step by step."""
         start = self._era + identity[:IDENTITY_BYTES]
-        for at, (group, chunk_hash) in enumerate(zip(groups, _cut(hashes), strict=True), 1):
+        objects = zip(groups, unpack_hashes(hashes), strict=True)
+        for at, (group, chunk_hash) in enumerate(objects, 1):
             key = start + chunk_hash[:NAME_BYTES]
             if is_there:
                 self._put_bits(key, self._remembered.get(key, 0) | 1 << group)
@@ -209,8 +210,3 @@ class HitRateCeiling:
         self.asked_tokens += len(hashes) // HASH_BYTES * geometry.chunk_tokens
         self.hit_tokens += chunks * geometry.chunk_tokens
         self.ceiling_tokens += ceiling * geometry.chunk_tokens
-
-
-def _cut(hashes: bytes) -> Iterator[bytes]:
-    """Each hash of a run of hashes."""
-    return (hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES))

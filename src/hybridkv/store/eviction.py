@@ -90,16 +90,22 @@ class EvictionQueue(Generic[T]):
             self._move(queued, PROTECTED)
         self.offer(item)
 
-    def mark_used(self, items: Iterable[T]) -> None:
-        """Note that the items are read, all at once. Each is a victim again after `offer` only."""
+    def mark_used(self, items: Iterable[T]) -> list[T]:
+        """Note that the items are read, all at once.
+
+        Returns those that changed their stage, which are no victims before `offer`.
+        """
         tick = next(self._numbers)
         wanted = PROTECTED if self._two_queues else _PROBATION
         known = self.items
+        moved: list[T] = []
         for item in items:
             queued = known[item]
             queued.tick = tick
             if queued.stage != wanted:
                 self._move(queued, wanted)
+                moved.append(item)
+        return moved
 
     def demote(self, item: T) -> None:
         """Make the item an interior one. It is a victim again after `offer` only."""

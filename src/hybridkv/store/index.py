@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
-from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.keys import unpack_hashes
+from hybridkv.core.packed import SLOT
 from hybridkv.core.policies import EvictionClass
 from hybridkv.shm.slots import SlotState, slot_bytes
 
@@ -32,6 +33,10 @@ class Slot:
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.
     queued_in: int = 0  # A bit for each tier to which the object waits to be written.
     used_at: float = 0.0  # The last time that a write or a use of the object went to tiers.
+    packed: bytes = field(init=False)  # Its offset and generation, as in `core.packed.pack_slots`.
+
+    def __post_init__(self) -> None:
+        self.packed = SLOT.pack(self.offset, self.generation)
 
     @property
     def shape(self) -> SlotShape:
@@ -65,10 +70,16 @@ class IndexEntry:
     namespace: "Namespace"
     chunk_hash: bytes
     slots: list[Slot | None]  # The objects by group index.
+    presence: bytes = b""  # By group index, 1 where `slots` has the object.
     number: int = 0  # Of its first prefix object, with which it joins the tree.
     prefixes: int = 0  # The number of prefix objects among them.
     parent: "IndexEntry | None" = None
     children: int = 0  # The number of entries whose `parent` this is.
+
+    def set_slot(self, group_index: int, slot: Slot | None) -> None:
+        """Change the object of a group."""
+        self.slots[group_index] = slot
+        self.presence = bytes([slot is not None for slot in self.slots])
 
 
 class NewObject(NamedTuple):
@@ -85,8 +96,7 @@ class PresentChunks(NamedTuple):
     """The objects that a namespace has of a list of chunks."""
 
     masks: list[bytes]  # By group index, a byte for each chunk: 1 where the object is there.
-    entries: list[list[Slot | None] | None]
-    """By chunk, its objects by group index. None for a chunk without any object."""
+    entries: list[IndexEntry | None]  # By chunk; None for a chunk without any object.
 
 
 @dataclass(eq=False, repr=False)
@@ -129,21 +139,19 @@ class Namespace:
 
     def present(self, hashes: bytes) -> PresentChunks:
         """Return what the index has of chunks, given their hashes of HASH_BYTES each."""
-        get = self.entries.get
-        found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
-        entries = [None if entry is None else entry.slots for entry in found]
-        masks = [
-            bytes([entry is not None and entry[index] is not None for entry in entries])
-            for index in range(len(self.gids))
-        ]
-        return PresentChunks(masks, entries)
+        entries = list(map(self.entries.get, unpack_hashes(hashes)))
+        groups = len(self.gids)
+        absent = bytes(groups)
+        # Chunk by chunk, a byte for each group.
+        rows = b"".join([absent if entry is None else entry.presence for entry in entries])
+        return PresentChunks([rows[index::groups] for index in range(groups)], entries)
 
     def insert(self, slot: Slot, chunk_hash: bytes, group_index: int, parent: bytes = b"") -> None:
         """Put an object into the index. `parent` is the hash of the chunk before."""
         entry = self.entries.get(chunk_hash)
         if entry is None:
             entry = self.entries[chunk_hash] = IndexEntry(self, chunk_hash, [None] * len(self.gids))
-        entry.slots[group_index] = slot
+        entry.set_slot(group_index, slot)
         slot.entry, slot.group_index = entry, group_index
         self.held_objects[group_index] += 1
         self.held_bytes[group_index] += slot.size_bytes
@@ -166,9 +174,10 @@ class Namespace:
             if not entry.prefixes and entry.parent is not None:
                 parent, entry.parent = entry.parent, None
                 parent.children -= 1
-        entry.slots[slot.group_index] = slot.entry = None
+        entry.set_slot(slot.group_index, None)
+        slot.entry = None
         self.held_objects[slot.group_index] -= 1
         self.held_bytes[slot.group_index] -= slot.size_bytes
-        if not any(entry.slots):
+        if not any(entry.presence):
             del self.entries[entry.chunk_hash]
         return parent

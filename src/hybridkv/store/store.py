@@ -69,6 +69,8 @@ class Store:
         self.committed_bytes = 0
         """Bytes in slots of objects, also of those that are dropped and still read."""
         self.objects = 0  # The number of slots that `committed_bytes` counts.
+        self.due_when_unpinned: set[Slot] = set()
+        """Pinned slots that are freed or offered for eviction at their last `unpin`."""
         self.evicted = 0
         self.duplicates = 0
         self.over_quota = 0  # Objects not stored, or evicted, for their tenant's bound.
@@ -253,16 +255,18 @@ class Store:
         `superseded_tails` are those of which the reader is about to store longer ones. The first
         reader makes them interior. A second one shows that prompts part there, and protects them.
         """
-        self.hold(slots)
         interior = [slot for slot in superseded_tails if not slot.is_read]
-        self.queue.mark_used(slots)
+        self.due_when_unpinned.update(self.queue.mark_used(slots), interior)
+        prompt = EvictionClass.PROMPT
         for slot in slots:
-            if not slot.is_read or slot.eviction_class is not EvictionClass.PROMPT:
-                slot.is_read, slot.eviction_class = True, EvictionClass.PROMPT
+            slot.pins += 1
+            if not slot.is_read or slot.eviction_class is not prompt:
+                slot.is_read, slot.eviction_class = True, prompt
                 layout.write_use(self._memory, slot.offset, layout.USE_READ)
         for slot in slots if self.tenants else ():
             if slot.tenant in self.tenants:
-                self.tenant_queues[slot.tenant].mark_used((slot,))
+                moved = self.tenant_queues[slot.tenant].mark_used((slot,))
+                self.due_when_unpinned.update(moved)
         for slot in interior:
             slot.eviction_class = EvictionClass.INTERIOR
             layout.write_use(self._memory, slot.offset, slot.eviction_class)
@@ -274,14 +278,19 @@ class Store:
         for slot in slots:
             slot.pins += 1
 
-    def unpin(self, slots: Iterable[Slot]) -> None:
+    def unpin(self, slots: Sequence[Slot]) -> None:
         """End a `pin` or a `hold`. A slot that was dropped meanwhile is freed at its last one."""
         for slot in slots:
             slot.pins -= 1
-            if slot.entry is not None:
-                self._offer(slot)
-            elif not slot.pins:
-                self.free_slot(slot)
+        # Of a hit that was read before, nothing is due: it kept its places in the queues.
+        due = self.due_when_unpinned
+        for slot in filter(due.__contains__, slots) if due else ():
+            if not slot.pins:
+                due.remove(slot)
+                if slot.entry is not None:
+                    self._offer(slot)
+                else:
+                    self.free_slot(slot)
 
     def drop(self, slot: Slot) -> FreeRun | None:
         """Take an object out of the index now, and free its bytes as soon as nobody reads them.
@@ -300,6 +309,7 @@ class Store:
             self._offer(parent_slot)
         if not slot.pins:
             return self.free_slot(slot)
+        self.due_when_unpinned.add(slot)
         self._write_header(slot)
         return None
 
@@ -331,7 +341,7 @@ class Store:
             wasted_bytes = self.extents.free_bytes - free_bytes
             if wasted_bytes > EVICTION_WASTE_MAX * size:
                 return False
-            victim = self.queue.victim(Slot.is_evictable)
+            victim = self.queue.victim(self._may_go)
             if victim is None:
                 return False
             if self.before_evict is not None and self.before_evict(victim):
@@ -356,7 +366,7 @@ class Store:
             return True
         while self.tenants[tenant] + size > self.tenant_bytes:
             queue = self.tenant_queues.get(tenant)
-            victim = queue.victim(Slot.is_evictable) if queue is not None else None
+            victim = queue.victim(self._may_go) if queue is not None else None
             if victim is None:
                 return False
             self.over_quota += 1
@@ -382,9 +392,15 @@ class Store:
         for queue in self._queues_of(slot):
             queue.add_item(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))
 
+    def _may_go(self, slot: Slot) -> bool:
+        """Return True where the object may be evicted. A pinned one is offered later."""
+        if slot.pins:
+            self.due_when_unpinned.add(slot)
+        return slot.is_evictable()
+
     def _offer(self, slot: Slot) -> None:
         """Consider an object for eviction from now on, if it may go."""
-        if slot.is_evictable():
+        if self._may_go(slot):
             for queue in self._queues_of(slot):
                 queue.offer(slot)
 

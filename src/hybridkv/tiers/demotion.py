@@ -98,12 +98,16 @@ class Demotion:
         An hourly bound did not admit them, or they are answers or windows inside a prompt. Once
         each USE_SECONDS, objects that a tier refused are queued too. Call it before `Store.pin`.
         """
+        if not self.tiers:
+            return
         bounded = [tier for tier in self._through if tier.spec.hourly_bytes is not None]
         self._queue(bounded, slots if bounded else (), is_read=True)
         if self._through:
-            late = (slot for slot in slots if slot.eviction_class is not EvictionClass.PROMPT)
+            prompt = EvictionClass.PROMPT
+            late = [slot for slot in slots if slot.eviction_class is not prompt]
             self._queue(self._through, late, is_read=True)
-        due = [slot for slot in slots if self._now - slot.used_at >= USE_SECONDS]
+        used_before = self._now - USE_SECONDS
+        due = [slot for slot in slots if slot.used_at <= used_before]
         for slot in due:
             slot.used_at = self._now
             for tier in self.tiers:

@@ -248,6 +248,27 @@ def test_suffixes_go_before_prefixes(policy: EvictionPolicy) -> None:
     assert kept(space) == [0]
 
 
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_what_is_passed_over_or_dropped_while_it_is_read_goes_after_that(
+    policy: EvictionPolicy,
+) -> None:
+    """Also what was read before, so that its place in the queue does not change."""
+    store, space = store_of(3, policy), full_and_window()
+    put(store, space, [0, 1, 2])
+    read(store, space, [0, 1, 2])
+    slots = [*space.slots_by_chunk()]
+    store.pin(slots)
+    store.hold(slots)
+    store.drop(slots[2])
+    assert not store.grant(SHAPE, 1)
+    store.unpin(slots)
+    assert not store.grant(SHAPE, 1)
+    store.unpin(slots)
+    check_store(store)
+    assert store.extents.free_bytes == SIZE, "what was dropped is free"
+    assert len(store.grant(SHAPE, 3)) == 3
+
+
 def test_a_chunk_whose_state_came_first_is_the_child_of_the_one_before() -> None:
     """The groups of a step are stored one after the other, and a state's may be the first."""
     store, space = store_of(5), full_and_window()

@@ -31,7 +31,7 @@ from hybridkv.connector.scheduler.announced import NO_GROUP, AnnouncedChunks, Ev
 from hybridkv.connector.scheduler.parts import EngineIdentity, Part
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.core.geometry import Geometry, Group, GroupKind
-from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.keys import unpack_hashes
 from hybridkv.core.metrics import Metric
 from hybridkv.vllm.hook_guard import fault
 from hybridkv.vllm.versions import to_event_extra_keys
@@ -131,7 +131,8 @@ class KVEventPublisher(Part):
             # covers it is used.
             last = max(max(objects.chunks) for objects in present)
             count = min(1 + last, self._geometry.whole_chunks(hashed))
-            self._learn(tracked, _split(tracked.chunk_hashes(self._geometry, 0, count)), present)
+            hashes = tracked.chunk_hashes(self._geometry, 0, count)
+            self._learn(tracked, unpack_hashes(hashes), present)
 
     def on_found(self, tracked: TrackedRequest, found: Found) -> None:
         """Announce what is new of the objects that a lookup found in RAM."""
@@ -139,7 +140,7 @@ class KVEventPublisher(Part):
             PresentObjects(index, [chunk for chunk, is_there in enumerate(mask) if is_there])
             for index, mask in enumerate(found.masks)
         ]
-        self._learn(tracked, _split(tracked.lookup.hashes), present)
+        self._learn(tracked, unpack_hashes(tracked.lookup.hashes), present)
 
     def on_removed(self, removed: Removed) -> None:
         """Withdraw chunks, or announce them below RAM, because RAM has lost objects of them."""
@@ -147,7 +148,7 @@ class KVEventPublisher(Part):
             self._counters[metrics.REMOVALS_OVERFLOWED] += 1
             self.withdraw_all()
         groups = zip_longest(removed.groups, removed.below, fillvalue=0)
-        pairs = zip(_split(removed.hashes), groups, strict=False)
+        pairs = zip(unpack_hashes(removed.hashes), groups, strict=False)
         for chunk_hash, (group_index, is_below) in pairs:
             if group_index >= len(self._geometry.groups):
                 continue
@@ -332,8 +333,3 @@ def _listed(geometry: Geometry) -> Group | None:
     """Return the group whose blocks events list. None where no layer has full attention."""
     full = [group for group in geometry.groups if group.kind is GroupKind.FULL]
     return min(full, key=lambda group: group.tokens_per_block, default=None)
-
-
-def _split(hashes: bytes) -> list[bytes]:
-    """Return the single hashes of packed ones, HASH_BYTES each."""
-    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
