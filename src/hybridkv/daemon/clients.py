@@ -24,7 +24,7 @@ logger = logging.getLogger("hybridkv.daemon")
 CONNECTIONS_MAX = 4096
 DRAIN_BYTES_MAX = 4 << 20
 """The most that is read from a connection after its process ended. A socket's buffer holds less."""
-RECEIVE_BYTES = 1 << 14  # Read from one client before the next one's turn.
+RECEIVE_BYTES = 1 << 16  # Read from one client before the next one's turn: most lookups are less.
 TURN_SECONDS = 0.002  # The length of one client's turn, because many small requests are also work.
 SEND_QUEUE_BYTES_MAX = 64 << 20  # A client that leaves this much unread is disconnected.
 LISTEN_AGAIN_SECONDS = 0.2  # The pause after a failed accept, unless a connection ends before.

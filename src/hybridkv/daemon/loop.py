@@ -48,7 +48,7 @@ from hybridkv.wire.status import DaemonSetup
 
 logger = logging.getLogger("hybridkv.daemon")
 
-IDLE_SECONDS = 0.0005  # While no message comes, the ceiling is computed for so long at a time.
+IDLE_SECONDS = 0.0001  # While no message comes, the ceiling is computed for so long at a time.
 GENERATION_BITS = 22
 """The bits above are a life's start in milliseconds, so that later lives give later generations."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

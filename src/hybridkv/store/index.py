@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
@@ -79,7 +80,7 @@ class IndexEntry:
     def set_slot(self, group_index: int, slot: Slot | None) -> None:
         """Change the object of a group."""
         self.slots[group_index] = slot
-        self.presence = bytes([slot is not None for slot in self.slots])
+        self.presence = _shared(bytes([slot is not None for slot in self.slots]))
 
 
 class NewObject(NamedTuple):
@@ -181,3 +182,9 @@ class Namespace:
         if not any(entry.presence):
             del self.entries[entry.chunk_hash]
         return parent
+
+
+@lru_cache(maxsize=1024)
+def _shared(presence: bytes) -> bytes:
+    """Return one object for all entries with the same presence. Most entries have one of few."""
+    return presence
