@@ -23,7 +23,7 @@ from pathlib import Path
 from tests.documents import DOCS, filled
 
 from benchmarks.realday import page, plot
-from benchmarks.realday.day import Day, Plan
+from benchmarks.realday.day import THREADS, Day, Plan
 from benchmarks.realday.results import Run
 from benchmarks.realmodels import RECIPES, default_directory, make_checkpoint
 from hybridkv import __version__
@@ -68,7 +68,8 @@ def machine() -> str:
     names = [line.partition(":")[2].strip() for line in info.splitlines() if "model name" in line]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     cores = len(os.sched_getaffinity(0))
-    return f"{cores} cores of {(names or [platform.machine()])[0]}, {memory:.0f} GiB, no GPU"
+    name = (names or [platform.machine()])[0]
+    return f"{cores} cores of {name} ({THREADS} for the model), {memory:.0f} GiB, no GPU"
 
 
 @contextmanager

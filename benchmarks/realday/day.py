@@ -50,7 +50,10 @@ SHARE_SECONDS = 600.0  # On a machine that does much else an engine reads its we
 DAEMON_RAM = "5GiB"
 TEXT_TOKENS = 200_000
 _CLI = ("-m", "vllm.entrypoints.cli.main", "serve")
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+THREADS = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) - 1))
+"""Of each engine. One core is left to vLLM's own loop, as vLLM does where it binds threads: with as
+many threads as cores they wait for each other, and times scatter."""
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": THREADS}
 
 
 @dataclass(frozen=True)
@@ -362,9 +365,11 @@ class Day:
     def _refused(self, peer: str, error: Exception) -> None:
         """Keep why a peer does not run: the last error that its engine logged."""
         log = (self._directory / f"server-{self._servers_started}.log").read_text(errors="replace")
-        errors = re.findall(r"^.*?(\w*(?:Error|Exception): .+)$", log, re.MULTILINE)
+        errors = re.findall(r"\w*(?:Error|Exception): (.+)$", log, re.MULTILINE)
         said = [line for line in errors if "Engine core init" not in line]
-        self.result.peers[peer] = f"does not run: {(said or [str(error)])[-1].strip()[:200]}"
+        # vLLM quotes what a worker process says.
+        why = (said or [str(error)])[-1].removeprefix("Worker failed with error '").split("', ")[0]
+        self.result.peers[peer] = f'does not run: "{why.strip()[:200]}"'
         self._say(f"{peer} {self.result.peers[peer]}")
 
     def _measure_lmcache(
@@ -419,7 +424,7 @@ def _lmcache_server(python: str, log_path: Path) -> Iterator[int]:
     port, http_port = _free_port(), _free_port()
     words = [str(Path(python).parent / "lmcache"), "server", "--host", "127.0.0.1"]
     words += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http_port)]
-    words += ["--l1-size-gb", "4", "--eviction-policy", "LRU"]
+    words += ["--l1-size-gb", "4", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
     with log_path.open("wb") as log:
         process = subprocess.Popen(ending_with_parent(words), stdout=log, stderr=log)
     try:
