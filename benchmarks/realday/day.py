@@ -424,7 +424,7 @@ def _lmcache_server(python: str, log_path: Path) -> Iterator[int]:
     port, http_port = _free_port(), _free_port()
     words = [str(Path(python).parent / "lmcache"), "server", "--host", "127.0.0.1"]
     words += ["--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http_port)]
-    words += ["--l1-size-gb", "4", "--eviction-policy", "LRU"]
+    words += ["--l1-size-gb", "4", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
     with log_path.open("wb") as log:
         process = subprocess.Popen(ending_with_parent(words), stdout=log, stderr=log)
     try:
