@@ -23,14 +23,14 @@ from pathlib import Path
 from tests.documents import DOCS, filled
 
 from benchmarks.realday import page, plot
-from benchmarks.realday.day import THREADS, Day, Plan
+from benchmarks.realday.day import Day, Plan
 from benchmarks.realday.results import Run
 from benchmarks.realmodels import RECIPES, default_directory, make_checkpoint
 from hybridkv import __version__
 from hybridkv.cli.arguments import ended_by_exception
 from hybridkv.core.errors import HybridKVError
 
-LENGTHS, LENGTHS_LONG, LENGTHS_QUICK = (1024, 2048, 4096, 7936), (2048, 4096, 8192, 16384), (640,)
+LENGTHS, LENGTHS_LONG, LENGTHS_QUICK = (1024, 2048, 4096, 6144), (2048, 4096, 8192, 16384), (640,)
 LONG_CONTEXT = 16_640
 PAGE, PICTURE = DOCS / "BENCHMARKS.md", DOCS / page.PICTURE
 
@@ -59,7 +59,7 @@ def plan_of(lengths: list[int], is_quick: bool) -> Plan:
     """Return the sizes of a day, with prompts of these lengths."""
     if is_quick:
         return Plan(lengths, user_tokens=512, turns=4, rounds=3, cost_tokens=512, decoded_tokens=16)
-    return Plan(lengths, user_tokens=2048, turns=8, rounds=15)
+    return Plan(lengths, user_tokens=2048, turns=8, rounds=11)
 
 
 def machine() -> str:
@@ -69,7 +69,7 @@ def machine() -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     cores = len(os.sched_getaffinity(0))
     name = (names or [platform.machine()])[0]
-    return f"{cores} cores of {name} ({THREADS} for the model), {memory:.0f} GiB, no GPU"
+    return f"{cores} cores of {name}, {memory:.0f} GiB, no GPU"
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def main() -> int:
             parser.error(f"{model} has no config.json; a directory with a checkpoint works")
     versions = {"hybridkv": __version__, "vLLM": version("vllm"), "torch": version("torch")}
     run = Run(time.strftime("%Y-%m-%d"), machine(), versions, os.getloadavg()[0])
-    minutes = "a minute or two" if options.quick else "some ten minutes"
+    minutes = "a minute or two" if options.quick else "some twelve minutes"
     print(f"{minutes} a model on quiet cores", file=sys.stderr)
     faults: list[str] = []
     for model in models:

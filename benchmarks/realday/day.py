@@ -50,10 +50,7 @@ SHARE_SECONDS = 600.0  # On a machine that does much else an engine reads its we
 DAEMON_RAM = "5GiB"
 TEXT_TOKENS = 200_000
 _CLI = ("-m", "vllm.entrypoints.cli.main", "serve")
-THREADS = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) - 1))
-"""Of each engine. One core is left to vLLM's own loop, as vLLM does where it binds threads: with as
-many threads as cores they wait for each other, and times scatter."""
-_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": THREADS}
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Plan:
     turns: int
     rounds: int
     cost_tokens: int = 1024
-    decoded_tokens: int = 64
+    decoded_tokens: int = 32
 
     @property
     def context(self) -> int:
