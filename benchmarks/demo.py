@@ -26,8 +26,8 @@ from tests.screenshots.svg import write_svg
 from tests.waiting import until
 from transformers import AutoTokenizer
 
+from benchmarks.storing import daemon_values, wait_until_stored
 from hybridkv.cli.arguments import ended_by_exception
-from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.settings import TRANSFER
 from hybridkv.lab.daemon_process import DaemonProcess, ending_with_parent
@@ -46,7 +46,7 @@ QUESTIONS = (
 )
 ANSWER_TOKENS = 20
 WARM_TOKENS = 640  # Of a prompt that each engine is asked first: its first hit is audited.
-WAIT_SECONDS, POLL_SECONDS = 120.0, 0.2
+WAIT_SECONDS = 120.0
 RAM, KV_BYTES, DISK = "2GiB", 1 << 30, "4GiB"
 COLUMNS = 100
 
@@ -137,7 +137,7 @@ class Demo:
             with self._engine() as engine:
                 self._ask(engine, "computed")
                 self._ask(engine, "vLLM's own cache")
-                self._let_store()
+                wait_until_stored(self._socket, WAIT_SECONDS)
             self._say("vLLM ends and starts again; the daemon stays")
             with self._engine() as engine:
                 self._ask(engine, "vLLM restarted")
@@ -145,9 +145,9 @@ class Demo:
                 self._daemon.kill()
                 self._go_on_with_next_daemon(engine)
                 self._ask(engine, "daemon killed")
-                self._let_store()
+                wait_until_stored(self._socket, WAIT_SECONDS)
                 self._say("the daemon ends and its RAM is freed; the next one has the disk alone")
-                self._daemon.__exit__()
+                self._daemon.end()
                 self._go_on_with_next_daemon(engine)
                 self._ask(engine, "RAM freed: disk")
         return self._sum_up()
@@ -186,25 +186,9 @@ class Demo:
 
         def has_session() -> bool:
             engine.stream(self._prompts.warm[:8], 2)
-            return bool(self._stats()["sessions"])
+            return bool(daemon_values(self._socket)["sessions"])
 
         until(has_session, "the engine is connected to the daemon", WAIT_SECONDS)
-
-    def _stats(self) -> dict[str, float]:
-        with ControlClient(self._socket) as control:
-            return control.stats().values
-
-    def _let_store(self) -> None:
-        """Wait until all that the engine stores is in the directory."""
-        stored = [-1.0]
-
-        def is_stored() -> bool:
-            time.sleep(POLL_SECONDS)
-            values = self._stats()
-            stored.append(values["objects_stored"])
-            return stored[-1] == stored[-2] and not values.get("writes_waiting")
-
-        until(is_stored, "everything is stored", WAIT_SECONDS)
 
     def _ask(self, engine: Server, title: str) -> None:
         """Ask all questions, and show the answers the first time."""

@@ -99,7 +99,7 @@ def main() -> int:
             parser.error(f"{model} has no config.json; a directory with a checkpoint works")
     versions = {"hybridkv": __version__, "vLLM": version("vllm"), "torch": version("torch")}
     run = Run(time.strftime("%Y-%m-%d"), machine(), versions, os.getloadavg()[0])
-    minutes = "a minute or two" if options.quick else "some twelve minutes"
+    minutes = "a minute or two" if options.quick else "some fifteen minutes"
     print(f"{minutes} a model on quiet cores", file=sys.stderr)
     faults: list[str] = []
     for model in models:

@@ -32,6 +32,7 @@ from benchmarks.realday.results import (
     Prompt,
     Turns,
 )
+from benchmarks.storing import daemon_values, wait_until_stored
 from hybridkv.client.control import ControlClient
 from hybridkv.core.settings import TRANSFER
 from hybridkv.lab.capacity import ConfigPreview, stored_token_bytes
@@ -131,14 +132,14 @@ class Day:
                 for prompt in (*asked, *users, *killed):
                     attached.stream(prompt, 1)
                 self._go_on(attached, turns[: self._restart_turn])
-                self._let_store()
+                wait_until_stored(self._socket, WAIT_SECONDS)
             with self._hybridkv() as attached:
                 self._ask_all(attached, asked, RESTARTED)
                 self._ask_at_once(attached, users, RESTARTED)
                 self._go_on(attached, turns[self._restart_turn :])
                 self._kill(daemon, attached, killed, oracles)
-                self._let_store()
-            daemon.__exit__(None, None, None)  # It is gone, and its memory with it.
+                wait_until_stored(self._socket, WAIT_SECONDS)
+            daemon.end()  # It is gone, and its memory with it.
             daemon.start()
             with self._hybridkv() as attached:
                 self._ask_all(attached, asked, FROM_DISK)
@@ -222,26 +223,9 @@ class Day:
         def is_attached() -> bool:
             server.stream(self._warm_prompt[:8], 2)
             unread = server.total("vllm:hybridkv_weights_unread")
-            return bool(self._stats()["sessions"]) and not unread
+            return bool(daemon_values(self._socket)["sessions"]) and not unread
 
         until(is_attached, "the engine shares what the daemon has", SHARE_SECONDS)
-
-    def _stats(self) -> dict[str, float]:
-        with ControlClient(self._socket) as control:
-            return control.stats().values
-
-    def _let_store(self) -> None:
-        """Wait until the directory has all that the engine has stored."""
-        last = -1.0
-
-        def is_stored() -> bool:
-            nonlocal last
-            values = self._stats()
-            stored, last = values["objects_stored"] == last, values["objects_stored"]
-            time.sleep(0.2)
-            return stored and not values.get("writes_waiting")
-
-        until(is_stored, "all objects are in the directory", WAIT_SECONDS)
 
     def _ask_all(self, server: Server, asked: Sequence[list[int]], way: str) -> None:
         for prompt, row in zip(asked, self.result.prompts, strict=True):
@@ -317,9 +301,11 @@ class Day:
         with ThreadPoolExecutor(1) as pool, ControlClient(self._socket) as control:
             before = control.stats().values["lookups"]
             asked = pool.submit(server.stream, during, ANSWER_TOKENS)
-            deadline = time.monotonic() + WAIT_SECONDS
-            while control.stats().values["lookups"] == before and time.monotonic() < deadline:
-                pass
+            until(
+                lambda: control.stats().values["lookups"] != before,
+                "the daemon is asked about the prompt",
+                WAIT_SECONDS,
+            )
             daemon.kill()
             answers = [asked.result()]
         self._say_answer("the daemon was killed during a hit", answers[0])
@@ -340,7 +326,7 @@ class Day:
             self._hybridkv("--dtype=bfloat16") as server,
         ):
             server.stream(prompt, 1)
-            self._let_store()
+            wait_until_stored(self._socket, WAIT_SECONDS)
         for dtype, directory in ((self.result.dtype, self._disk), ("bfloat16", others)):
             row = measure_codecs(str(directory))[0]
             self.result.codecs.append({**row, "dtype": dtype})

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.storing import wait_until_stored
+
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import HybridKVError
 from hybridkv.lab.daemon_process import DaemonProcess
@@ -26,7 +28,6 @@ from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.models import bundled_models
 from hybridkv.vllm.preflight import CONNECTOR
 from tests.gpu.shapes import SHAPES, shaped_engine
-from tests.waiting import until
 
 WARM_TOKENS = 4096
 STEP_TOKENS = 8192  # What vLLM's server takes in a step on such a device.
@@ -111,10 +112,14 @@ class Table:
     def is_right(self) -> bool:
         """Return True if what the engine's own cache has comes back after a restart."""
         own, back = self.measures.get("own hit", {}), self.measures.get("restarted", {})
-        return bool(back) and all(
-            back[cell].cached_share >= HIT_SHARE_MIN * own[cell].cached_share
-            for cell in back
-            if cell in own
+        return (
+            "error" not in self.notes
+            and bool(back)
+            and all(
+                back[cell].cached_share >= HIT_SHARE_MIN * own[cell].cached_share
+                for cell in back
+                if cell in own
+            )
         )
 
 
@@ -133,11 +138,6 @@ def _drop_page_cache(directory: Path) -> None:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)
-
-
-def _tier_is_idle(control: ControlClient) -> bool:
-    values = control.stats().values
-    return not values.get("writes_waiting", 0) + values.get("tier_disk_jobs_running", 0)
 
 
 def _transfer_option(socket_path: str) -> str:
@@ -188,40 +188,50 @@ def measure(asked: argparse.Namespace, directory: Path) -> Table:
 
             table.each(asked.seconds * 0.3, ask)
 
+    def hybridkv() -> None:
+        ram = f"{asked.gib}GiB"
+        with DaemonProcess(socket_path, ram, options=("--tier", f"disk://{disk}?bytes={ram}")):
+            with engine("stores", _transfer_option(socket_path)) as ours:
+                begin("computed", ours)
+
+                def ask(cell: Cell) -> None:
+                    table.ask(ours, cell, "computed")
+                    table.ask(ours, cell, "own hit")
+
+                table.each(asked.seconds * 0.65, ask)
+            table.cells = [cell for cell in cells if cell in table.measures.get("own hit", {})]
+            with (
+                engine("restarted", _transfer_option(socket_path)) as again,
+                ControlClient(socket_path) as control,
+            ):
+                begin("restarted", again)
+                table.each(asked.seconds, lambda cell: table.ask(again, cell, "restarted"))
+                wait_until_stored(socket_path, asked.seconds)
+                control.clear_objects()
+                again.reset_caches()
+                _drop_page_cache(disk)
+                table.each(asked.seconds, lambda cell: table.ask(again, cell, "from disk"))
+                table.notes["daemon"] = json.dumps(
+                    {
+                        key: value
+                        for key, value in control.stats(debug=False).values.items()
+                        if value
+                        and key.startswith(("loads", "tokens_", "bytes_", "tier_disk_bytes"))
+                    }
+                )
+
     try:
         offloading("vLLM's offloading")
     except HybridKVError as error:
         table.notes["vLLM's offloading"] = str(error)
-    ram = f"{asked.gib}GiB"
-    with DaemonProcess(socket_path, ram, options=("--tier", f"disk://{disk}?bytes={ram}")):
-        with engine("stores", _transfer_option(socket_path)) as ours:
-            begin("computed", ours)
-
-            def ask(cell: Cell) -> None:
-                table.ask(ours, cell, "computed")
-                table.ask(ours, cell, "own hit")
-
-            table.each(asked.seconds * 0.65, ask)
-        table.cells = [cell for cell in cells if cell in table.measures["own hit"]]
-        with (
-            engine("restarted", _transfer_option(socket_path)) as again,
-            ControlClient(socket_path) as control,
-        ):
-            begin("restarted", again)
-            table.each(asked.seconds, lambda cell: table.ask(again, cell, "restarted"))
-            until(lambda: _tier_is_idle(control), "all is on disk")
-            control.clear_objects()
-            again.reset_caches()
-            _drop_page_cache(disk)
-            table.each(asked.seconds, lambda cell: table.ask(again, cell, "from disk"))
-            table.notes["daemon"] = json.dumps(
-                {
-                    key: value
-                    for key, value in control.stats(debug=False).values.items()
-                    if value and key.startswith(("loads", "tokens_", "bytes_", "tier_disk_bytes"))
-                }
-            )
-        table.cells = cells
+    try:
+        hybridkv()
+    except (HybridKVError, AssertionError) as error:
+        # What was measured before is kept.
+        table.notes["error"] = str(error)
+        for log in sorted(directory.glob("*.log")):
+            say(f"-- {log.name} ends with\n{log.read_text(errors='replace')[-4000:]}")
+    table.cells = cells
     return table
 
 
@@ -242,12 +252,7 @@ def main() -> int:
     if asked.model not in {*SHAPES, *bundled_models()}:
         parser.error(f"--model {asked.model}: {names} works")
     with tempfile.TemporaryDirectory(prefix="hybridkv-gpu-") as directory:
-        try:
-            table = measure(asked, Path(directory))
-        except HybridKVError:
-            for log in sorted(Path(directory).glob("*.log")):
-                say(f"-- {log.name} ends with\n{log.read_text(errors='replace')[-4000:]}")
-            raise
+        table = measure(asked, Path(directory))
     ok = table.is_right()
     print(json.dumps({"ok": ok, "model": asked.model, "rows": table.rows(), **table.notes}))
     return int(not ok)
