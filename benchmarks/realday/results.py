@@ -43,13 +43,22 @@ class Killed:
 
 
 @dataclass
+class Ratios:
+    """Times of an engine over those of the one without a connector, round by round."""
+
+    prefill: list[float] = field(default_factory=list)
+    decode: list[float] = field(default_factory=list)
+
+
+@dataclass
 class Cost:
-    """Ratios of an engine with the connector to one without, round by round; nothing hits."""
+    """What new prompts take where nothing hits."""
 
     prompt_tokens: int
     decoded_tokens: int
-    prefill: list[float] = field(default_factory=list)
-    decode: list[float] = field(default_factory=list)
+    attached: Ratios = field(default_factory=Ratios)
+    second: Ratios = field(default_factory=Ratios)
+    """Those of a second engine without a connector: what equal processes differ by."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ from benchmarks.realday.results import (
     Killed,
     ModelDay,
     Prompt,
+    Ratios,
     Run,
     Turns,
 )
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.engine
 ANSWER = Streamed(
     first_seconds=2.0, seconds=3.0, tokens=[1, 2, 3], prompt_tokens=1024, cached_tokens=0
 )
+SAME = Ratios([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
 OTHER = replace(ANSWER, tokens=[1, 2, 4])
 
 
@@ -44,7 +46,7 @@ def day() -> ModelDay:
         users=[Prompt(512, dict(answers)) for _ in range(2)],
         turns=Turns(1, [ANSWER, ANSWER], [ANSWER, ANSWER]),
         killed=Killed(ANSWER, ANSWER, is_same=True),
-        cost=Cost(1024, 64, prefill=[0.99, 1.0, 1.02], decode=[1.0, 1.01, 1.01]),
+        cost=Cost(1024, 64, Ratios([0.99, 1.0, 1.02], [1.0, 1.01, 1.01]), SAME),
         lookups={"hit: found": 3},
         codecs=[{"codec": "zplanes", "dtype": "float32", "ratio": 1.19}],
         peers={LMCACHE: "not run: no --lmcache"},
@@ -82,9 +84,14 @@ def test_another_answer_is_a_fault_unless_the_engines_own_hit_gives_it() -> None
 
 def test_a_cost_above_two_percent_is_a_fault() -> None:
     dear = day()
-    dear.cost = Cost(1024, 64, prefill=[1.0, 1.0, 1.0], decode=[1.0, 1.03, 1.04])
+    ratios = Ratios([1.0, 1.0, 1.0], [1.0, 1.03, 1.04])
+    dear.cost = Cost(1024, 64, ratios, SAME)
     (fault,) = faults_of(run_of(dear))
     assert "decode costs 1.030" in fault
+    # Two servers without a connector differ as much, whichever is the faster.
+    for decode in ([1.02, 1.03, 1.04], [0.96, 0.97, 0.98]):
+        dear.cost = Cost(1024, 64, ratios, Ratios(SAME.prefill, decode))
+        assert faults_of(run_of(dear)) == []
 
 
 def test_the_picture_has_a_line_for_each_way_and_a_point_for_each_prompt() -> None:
