@@ -59,7 +59,7 @@ def plan_of(lengths: list[int], is_quick: bool) -> Plan:
     """Return the sizes of a day, with prompts of these lengths."""
     if is_quick:
         return Plan(lengths, user_tokens=512, turns=4, rounds=3, cost_tokens=512, decoded_tokens=16)
-    return Plan(lengths, user_tokens=2048, turns=8, rounds=11)
+    return Plan(lengths, user_tokens=2048, turns=8, rounds=8)
 
 
 def machine() -> str:

@@ -30,6 +30,7 @@ from benchmarks.realday.results import (
     Killed,
     ModelDay,
     Prompt,
+    Ratios,
     Turns,
 )
 from benchmarks.storing import daemon_values, wait_until_stored
@@ -116,9 +117,10 @@ class Day:
             with self._hybridkv() as attached:
                 with self._serve("without a connector", []) as plain:
                     self._warm_up(plain)
-                    with self._serve("without a connector, a second time", []) as second:
-                        self._warm_up(second)
-                        self._measure_cost(plain, attached, second)
+                    self._measure_cost(plain, attached)
+                with self._serve("without a connector, started anew", []) as plain:
+                    self._warm_up(plain)
+                    self._measure_cost(plain, attached)
                     self._ask_all(plain, asked, COMPUTED)
                     self._ask_all(plain, asked, OWN_HIT)
                     self._ask_at_once(plain, users, COMPUTED)
@@ -166,7 +168,7 @@ class Day:
         if preview is None or preview.geometry is None:
             sys.exit(f"{self._model}: vLLM or hybridkv does not serve it; see `hybridkv doctor`")
         self._check_context(preview)
-        bounds = engine_bounds(preview, self._plan.context, 3)
+        bounds = engine_bounds(preview, self._plan.context, 2)
         self._arguments = [*own, *bounds.arguments([], {})]
         geometry = preview.geometry
         self.result.chunk_tokens = geometry.chunk_tokens
@@ -246,26 +248,24 @@ class Day:
         seconds = f"{answer.first_seconds:.2f} s to the first token"
         self._say(f"{what}: {seconds}, {answer.cached_tokens} cached")
 
-    def _measure_cost(self, plain: Server, attached: Server, second: Server) -> None:
-        """Ask the servers the same new prompts in turns, and compare their times."""
+    def _measure_cost(self, plain: Server, attached: Server) -> None:
+        """Ask both servers the same new prompts in turns, and compare their times."""
         self._say(f"{self._plan.rounds} rounds of new prompts, with the connector and without")
-        self.result.cost = cost = Cost(self._plan.cost_tokens, self._plan.decoded_tokens)
+        if self.result.cost is None:
+            self.result.cost = Cost(self._plan.cost_tokens, self._plan.decoded_tokens)
+        ratios = Ratios()
         for number in range(self._plan.rounds + 1):
             prompt = self._take(self._plan.cost_tokens)
-            servers = [attached, plain, second]
-            order = servers if number % 2 else servers[::-1]
+            order = (attached, plain) if number % 2 else (plain, attached)
             answers = {server: server.stream(prompt, self._plan.decoded_tokens) for server in order}
-            base = answers[plain]
-            if not number:
-                continue  # The first round makes all warm.
-            for ratios, of_server in ((cost.attached, attached), (cost.second, second)):
-                answer = answers[of_server]
-                ratios.prefill.append(answer.first_seconds / base.first_seconds)
-                decoded = [each.seconds - each.first_seconds for each in (answer, base)]
+            ours, theirs = answers[attached], answers[plain]
+            if number:  # The first round makes both warm.
+                ratios.prefill.append(ours.first_seconds / theirs.first_seconds)
+                decoded = [each.seconds - each.first_seconds for each in (ours, theirs)]
                 ratios.decode.append(decoded[0] / decoded[1])
-        for name, ratios in (("attached", cost.attached), ("a second one", cost.second)):
-            medians = statistics.median(ratios.prefill), statistics.median(ratios.decode)
-            self._say(f"{name}: prefill {medians[0]:.3f} of that without, decode {medians[1]:.3f}")
+        self.result.cost.starts.append(ratios)
+        prefill, decode = statistics.median(ratios.prefill), statistics.median(ratios.decode)
+        self._say(f"ratio of prefill {prefill:.3f}, of decode {decode:.3f}")
 
     def _make_turns(self, plain: Server) -> list[list[int]]:
         """Talk to the server without a connector, which forgets all at its restart."""

@@ -118,13 +118,14 @@ def _slowest(users: Sequence[Prompt], way: str) -> float:
 
 
 def _cost(cost: Cost) -> Iterator[tuple[str, str]]:
-    for name, attached, second, size in (
-        ("prefill", cost.attached.prefill, cost.second.prefill, f"{cost.prompt_tokens:,} tokens"),
-        ("decode", cost.attached.decode, cost.second.decode, f"{cost.decoded_tokens} tokens"),
+    for name, starts, size in (
+        ("prefill", [each.prefill for each in cost.starts], f"{cost.prompt_tokens:,} tokens"),
+        ("decode", [each.decode for each in cost.starts], f"{cost.decoded_tokens} tokens"),
     ):
         yield (
-            f"cost of {name} where nothing hits, {size}, {len(attached)} pairs in turns",
-            f"ratio {_spread(attached)}; a second vLLM without a connector {_spread(second)}",
+            f"cost of {name} where nothing hits, {size}, {len(starts[0])} pairs in turns with each "
+            f"of {len(starts)} starts of the other engine",
+            f"ratios {'; '.join(map(_spread, starts))}",
         )
 
 
@@ -145,12 +146,11 @@ def faults_of(run: Run) -> list[str]:
         if day.killed is not None and not day.killed.is_same:
             faults.append(f"{day.model}: another answer when the daemon was killed")
         if (cost := day.cost) is not None:
-            for name, attached, second in (
-                ("prefill", cost.attached.prefill, cost.second.prefill),
-                ("decode", cost.attached.decode, cost.second.decode),
+            for name, starts in (
+                ("prefill", [each.prefill for each in cost.starts]),
+                ("decode", [each.decode for each in cost.starts]),
             ):
-                equal, ratio = statistics.median(second), statistics.median(attached)
-                # Two equal processes differ too, and either of them may be the faster.
-                if ratio > _COST_MOST * max(equal, 1 / equal):
+                # Two equal processes differ too. What costs something is slower than both.
+                if (ratio := min(map(statistics.median, starts))) > _COST_MOST:
                     faults.append(f"{day.model}: {name} costs {ratio:.3f}, above {_COST_MOST}")
     return faults

@@ -44,7 +44,7 @@ class Killed:
 
 @dataclass
 class Ratios:
-    """Times of an engine over those of the one without a connector, round by round."""
+    """Times of the attached engine over those of one without a connector, round by round."""
 
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
@@ -56,9 +56,8 @@ class Cost:
 
     prompt_tokens: int
     decoded_tokens: int
-    attached: Ratios = field(default_factory=Ratios)
-    second: Ratios = field(default_factory=Ratios)
-    """Those of a second engine without a connector: what equal processes differ by."""
+    starts: list[Ratios] = field(default_factory=list)
+    """For each start of the engine without a connector, since equal processes differ too."""
 
 
 @dataclass
