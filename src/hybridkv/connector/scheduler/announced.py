@@ -9,9 +9,8 @@ A chunk is shown only while its objects are known for sure to be there.
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -19,16 +18,6 @@ from hybridkv.core.geometry import Geometry, GroupKind
 CHUNKS_MAX = 1 << 17
 """Chunks that are known at once, in some 400 bytes each. One more chunk takes the place of a chunk
 that is not shown. Where all known chunks are shown, the new chunk is not learned."""
-
-
-class EventGroup(NamedTuple):
-    """The group whose blocks events list, as vLLM's own events name it."""
-
-    gid: int | None = None
-    kind: str | None = None
-
-
-NO_GROUP = EventGroup()
 
 
 @dataclass(eq=False, slots=True)
@@ -44,9 +33,16 @@ class _ShownChunk:
 class AnnouncedChunks:
     """Chunks by their hashes, each of which covers all tokens up to the chunk's end."""
 
-    def __init__(self, geometry: Geometry, chunks_max: int = CHUNKS_MAX) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        chunks_max: int = CHUNKS_MAX,
+        on_forgotten: Callable[[bytes], None] = lambda chunk_hash: None,
+    ) -> None:
+        """`on_forgotten` is called with each chunk that is not known any more."""
         self._geometry = geometry
         self._chunks_max = chunks_max
+        self._on_forgotten = on_forgotten
         self.present: dict[bytes, int] = {}
         """For each known chunk a bit mask: bit i is set if the object of group index i is there."""
         self.shown: dict[bytes, _ShownChunk] = {}
@@ -59,7 +55,7 @@ class AnnouncedChunks:
                 self.full |= 1 << index
             elif group.kind is not GroupKind.RECURRENT:
                 window = max(window, group.window_tokens + group.extra_retained_tokens)
-        self._reach = -(-window // geometry.chunk_tokens)
+        self.reach = -(-window // geometry.chunk_tokens)
         """A hit that needs an object for a window ends at most so many chunks after it."""
 
     def __len__(self) -> int:
@@ -79,6 +75,7 @@ class AnnouncedChunks:
                 return False
             oldest, _ = self.hidden.popitem(last=False)
             del self.present[oldest]
+            self._on_forgotten(oldest)
         self.present[chunk_hash] = known | bit
         return True
 
@@ -86,35 +83,51 @@ class AnnouncedChunks:
         """Return True if some object of the chunk is known to be there."""
         return chunk_hash in self.present
 
-    def show(self, hashes: Sequence[bytes], first: int = 0) -> list[int]:
-        """Show the useful chunks of a prompt. Returns the numbers of the new ones, ascending.
+    def may_precede(self, chunk_hash: bytes) -> bool:
+        """Return True unless every hit that ends after the chunk lacks an object of it."""
+        return self.present.get(chunk_hash, 0) & self.full == self.full
 
-        The caller has learned nothing new about the chunks before number `first`.
+    def show(self, hashes: Sequence[bytes], first: int = 0, before: bytes = b"") -> list[int]:
+        """Show the useful chunks of a prompt. Returns the places of the new ones, ascending.
+
+        The caller has learned nothing new about the chunks before `hashes[first]`. Without `before`
+        the first hash is that of the prompt's first chunk. Else it follows `before`, which is
+        shown, and `first` is at least `reach`.
         """
         groups = self._geometry.groups
+        previous = self.shown[before] if before else None
+        start = 0 if previous is None else previous.chunk + 1
         present = [self.present.get(chunk_hash, 0) for chunk_hash in hashes]
-        masks = [bytes(known >> index & 1 for known in present) for index in range(len(groups))]
-        hit = largest_hit(self._geometry, masks, len(hashes))
+        # Full attention has the chunks before, and no hit that may be new needs others of them.
+        masks = [
+            b"\1" * start + bytes(known >> index & 1 for known in present)
+            for index in range(len(groups))
+        ]
+        hit = max(0, largest_hit(self._geometry, masks, start + len(hashes)) - start)
         fresh: list[int] = []
-        previous: _ShownChunk | None = None
-        for chunk, chunk_hash in enumerate(hashes[:hit]):
+        for at, chunk_hash in enumerate(hashes[:hit]):
             shown = self.shown.get(chunk_hash)
+            chunk = start + at
             if shown is None:
                 shown = self.shown[chunk_hash] = _ShownChunk(chunk_hash, chunk, previous)
                 if previous is not None:
                     previous.following.add(shown)
                 self.hidden.pop(chunk_hash, None)
-                fresh.append(chunk)
-                first = min(first, chunk)
-            if chunk >= first and not shown.is_end:
+                fresh.append(at)
+                first = min(first, at)
+            if at >= first and not shown.is_end:
                 needs = [needed_chunks(self._geometry, group, chunk + 1) for group in groups]
                 pairs = zip(masks, needs, strict=True)
                 shown.is_end = all(mask.find(0, need.start, need.stop) < 0 for mask, need in pairs)
             previous = shown
-        for chunk_hash, known in zip(hashes[hit:], present[hit:], strict=True):
-            if known and chunk_hash not in self.shown:
-                self.hidden.setdefault(chunk_hash)
+        self.leave_out(hashes[hit:])
         return fresh
+
+    def leave_out(self, hashes: Iterable[bytes]) -> None:
+        """Note that no hit is known which needs these chunks."""
+        for chunk_hash in hashes:
+            if chunk_hash in self.present and chunk_hash not in self.shown:
+                self.hidden.setdefault(chunk_hash)
 
     def lose(self, chunk_hash: bytes, group_index: int) -> list[bytes]:
         """Note that an object is gone. Returns the hashes of the chunks that this hides."""
@@ -130,7 +143,7 @@ class AnnouncedChunks:
             return []
         # Every hit that ends with this chunk or a later one needs an object of full attention.
         is_full = bool(bit & self.full)
-        near = list(_with_following(shown, math.inf if is_full else self._reach))
+        near = list(_with_following(shown, math.inf if is_full else self.reach))
         for later in near:
             later.is_end = later.is_end and not is_full and self.may_end(later)
         return [hidden for later in reversed(near) for hidden in self._prune(later)]
