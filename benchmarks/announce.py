@@ -24,7 +24,7 @@ from benchmarks.rows import print_rows
 from hybridkv.client.control import ControlClient
 from hybridkv.client.link import Link
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
-from hybridkv.connector.scheduler.descriptions import AnnouncedBlocks, encode_description
+from hybridkv.connector.scheduler.descriptions import AnnouncedBlocks, encode_blocks
 from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.connector.scheduler.role import SchedulerRole
@@ -72,21 +72,18 @@ class Storing:
                 part = names[at : at + BATCH]
                 parents = [names[at - 1] if at else bytes(HASH_BYTES), *part[:-1]]
                 contents = []
-                for parent in parents:
+                for _ in part:
                     blocks = [
                         maybe_convert_block_hash(BlockHash(os.urandom(HASH_BYTES)))
                         for _ in range(CHUNK // BLOCK)
                     ]
                     described = AnnouncedBlocks(
-                        before=parent.strip(b"\0"),
                         names=blocks,
                         parent=last_block,
                         tokens=list(os.urandom(CHUNK)),
                         extra_keys=[None] * len(blocks),
-                        lora_id=None,
-                        lora_name=None,
                     )
-                    contents.append(encode_description(described) or b"")
+                    contents.append(encode_blocks(described) or b"")
                     last_block = blocks[-1]
                 slots = self._reserve(len(part))
                 hashes = b"".join(part)

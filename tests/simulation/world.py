@@ -908,6 +908,8 @@ class _Life:
                 f"{prefix.end} tokens are announced, a lookup would hit {hits}"
             )
             self.counts["announced_chains"] += 1
+            is_others = BlockHash(chunk_ends[-1]) not in site.names_ever
+            self.counts["announced_of_others"] += is_others
             self.counts["announced_storage"] += medium == "STORAGE"
 
     def _present(self, namespace: bytes) -> set[ObjectName]:

@@ -37,4 +37,4 @@ class Heartbeat:
             is_idle = time.monotonic() - self._stepped_at >= HEARTBEAT_SECONDS
             if is_idle and not self.is_due and not self._loop.is_sleeping():
                 self.is_due = True
-                self._loop.wake()
+                self._loop.ask_for_step()

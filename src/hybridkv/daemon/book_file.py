@@ -61,12 +61,12 @@ class BookFile:
         self._thread = threading.Thread(target=self._run, name="hybridkv-book", daemon=True)
         self._thread.start()
 
-    def add(self, chunks: list[DescribedChunk]) -> None:
+    def append_chunks(self, chunks: list[DescribedChunk]) -> None:
         """Add descriptions to the file."""
         self.size_bytes += sum(len(chunk.description.content) for chunk in chunks)
         self._work.put(lambda: self._write(chunks, is_whole=False))
 
-    def replace(self, chunks: list[DescribedChunk], held_bytes: int) -> None:
+    def rewrite_file(self, chunks: list[DescribedChunk], held_bytes: int) -> None:
         """Write the file anew with these descriptions, which have `held_bytes` in all."""
         self.size_bytes = held_bytes
         self._work.put(lambda: self._write(chunks, is_whole=True))
@@ -87,7 +87,7 @@ class BookFile:
     def _read(self) -> None:
         chunks: list[DescribedChunk] = []
         try:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # Nothing was described yet.
                 fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                 with os.fdopen(fd, "r+b") as file:
                     chunks += self._read_sound(file)

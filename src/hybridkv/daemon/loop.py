@@ -471,9 +471,9 @@ class DaemonServer:
     def _keep_described(self, chunks: list[DescribedChunk]) -> None:
         """Write descriptions to the file, or all of them where much of the file is of no use."""
         book, file = self.daemon.subscriptions.book, self._book_file
-        file.add(chunks)
+        file.append_chunks(chunks)
         if file.size_bytes > 2 * book.held_bytes + GROWTH_BYTES:
-            file.replace(list(book.described()), book.held_bytes)
+            file.rewrite_file(list(book.described()), book.held_bytes)
 
     def _start_exporter(self) -> Any:
         """Export spans from now on. Raises ConfigError where the library for it is missing."""

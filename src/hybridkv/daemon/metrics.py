@@ -118,10 +118,6 @@ _CLIENTS: Mapping[str, MetricFamily] = {
         "Objects of a tier that an engine's KV events leave out: too many.",
         lambda daemon: daemon.subscriptions.unreported,
     ),
-    "token_book_chunks": gauge(
-        "Chunks whose token ids are kept for the KV events of engines.",
-        lambda daemon: len(daemon.subscriptions.book),
-    ),
     "token_book_bytes": gauge(
         "Bytes of these token ids, and of what events say beside them.",
         lambda daemon: daemon.subscriptions.book.held_bytes,
@@ -135,6 +131,10 @@ _CLIENTS: Mapping[str, MetricFamily] = {
         lambda daemon: 0 if daemon.spans is None else daemon.spans.dropped,
     ),
     **debug(
+        token_book_chunks=gauge(
+            "Chunks whose token ids are kept for the KV events of engines.",
+            lambda daemon: len(daemon.subscriptions.book),
+        ),
         requests=counter(
             "Messages of clients.", lambda daemon: daemon.requests, labels=("message",)
         ),

@@ -91,7 +91,7 @@ class Subscriptions:
         subscriber = self._subscribers.get(connection.number)
         if subscriber is None or subscriber.namespace is not namespace:
             subscriber = self._subscribers[connection.number] = Subscriber(namespace)
-        subscriber.unannounced = dict.fromkeys(self.book.of(namespace.identity))
+        subscriber.unannounced = dict.fromkeys(self.book.chunks_of(namespace.identity))
         subscriber.wanted = None
 
     def describe(self, connection: ClientConnection, request: wire.Describe) -> None:
@@ -145,7 +145,7 @@ class Subscriptions:
     def on_tier_opened(self) -> None:
         """A tier tells now what it has."""
         for subscriber in self._subscribers.values():
-            described = self.book.of(subscriber.namespace.identity)
+            described = self.book.chunks_of(subscriber.namespace.identity)
             subscriber.unannounced |= dict.fromkeys(described)
 
     def on_identified(self, connection: ClientConnection) -> None:
@@ -167,7 +167,7 @@ class Subscriptions:
         entry = slot.entry
         if entry is None:
             return
-        is_described = entry.chunk_hash in self.book.of(entry.namespace.identity)
+        is_described = entry.chunk_hash in self.book.chunks_of(entry.namespace.identity)
         if is_described:
             name = ChunkName(entry.namespace.identity, entry.chunk_hash)
             if is_there:
@@ -230,7 +230,7 @@ class Subscriptions:
 
     def _keep(self, chunk: DescribedChunk) -> bool:
         """Put a chunk into the book. Returns False where it is there, or there is no room."""
-        is_new = self.book.add(chunk.name, chunk.description)
+        is_new = self.book.add_chunk(chunk.name, chunk.description)
         namespace = self._sessions.namespaces.get(chunk.name.identity)
         if is_new and (namespace is None or chunk.name.chunk_hash not in namespace.entries):
             self.book.unseen[chunk.name] = None
@@ -242,7 +242,7 @@ class Subscriptions:
         At most LOOKS_MAX chunks are looked at for it.
         """
         namespace = subscriber.namespace
-        described = self.book.of(namespace.identity)
+        described = self.book.chunks_of(namespace.identity)
         hashes: list[bytes] = []
         rows: list[bytes] = []
         left = wanted.description_bytes
@@ -270,7 +270,7 @@ class Subscriptions:
 
     def _next_chunks(self, subscriber: Subscriber) -> Iterator[bytes]:
         """Yield chunks to announce, each after the chunk before it. The caller takes them off."""
-        described = self.book.of(subscriber.namespace.identity)
+        described = self.book.chunks_of(subscriber.namespace.identity)
         while subscriber.unannounced:
             chunk_hash = next(iter(subscriber.unannounced))
             # The chunks before it that are to be announced too. A circle ends where it began.
@@ -310,7 +310,7 @@ class Subscriptions:
             if any(map(self._is_below, keys)):
                 self.book.unseen.move_to_end(name)
             else:
-                self.book.forget(name)
+                self.book.forget_chunk(name)
 
     def _note_below(self, subscriber: Subscriber, removed: RemovedObject) -> bool:
         """Return True where a tier has the object, and note it so that it is looked at again."""

@@ -50,20 +50,20 @@ class TokenBook:
         """The number of descriptions."""
         return sum(map(len, self._identities.values()))
 
-    def of(self, identity: bytes) -> Mapping[bytes, ChunkDescription]:
+    def chunks_of(self, identity: bytes) -> Mapping[bytes, ChunkDescription]:
         """Return the descriptions of an identity by chunk hash, the oldest first."""
         return self._identities.get(identity, {})
 
-    def add(self, name: ChunkName, description: ChunkDescription) -> bool:
+    def add_chunk(self, name: ChunkName, description: ChunkDescription) -> bool:
         """Keep a description. Returns False where the chunk has one, or there is no room.
 
         Chunks that may be gone make room.
         """
-        if name.chunk_hash in self.of(name.identity):
+        if name.chunk_hash in self.chunks_of(name.identity):
             return False
         size = _size(description)
         while self.held_bytes + size > self._max_bytes and self.unseen:
-            self.forget(next(iter(self.unseen)))
+            self.forget_chunk(next(iter(self.unseen)))
         if self.held_bytes + size > self._max_bytes:
             self.refused += 1
             return False
@@ -71,7 +71,7 @@ class TokenBook:
         self.held_bytes += size
         return True
 
-    def forget(self, name: ChunkName) -> None:
+    def forget_chunk(self, name: ChunkName) -> None:
         """Forget a chunk."""
         self.unseen.pop(name, None)
         of_identity = self._identities.get(name.identity, {})

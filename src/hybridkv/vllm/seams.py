@@ -135,7 +135,7 @@ class EngineLoop:
     def __init__(self, core: Any, wake_up: Any) -> None:
         self._core, self._wake_up = core, wake_up
 
-    def wake(self) -> None:
+    def ask_for_step(self) -> None:
         """Have the loop look for work once more. Any thread may ask for it."""
         self._core.input_queue.put_nowait((self._wake_up, None))
 

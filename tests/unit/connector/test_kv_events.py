@@ -145,7 +145,7 @@ def test_what_only_a_tier_has_is_announced_as_storage() -> None:
     events.on_removed(below(tracked, (0, 0), (1, 0), (1, 1), (2, 1), in_tier=False))
     assert events.take_new() == []
     assert not events.blocks
-    assert not events.kept_tokens
+    assert not events.kept_bytes
 
 
 def test_storage_events_say_what_those_of_ram_said() -> None:
@@ -166,7 +166,7 @@ def test_storage_events_say_what_those_of_ram_said() -> None:
 def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridkv.connector.scheduler.kv_events.TOKENS_MAX", CHUNK)
+    monkeypatch.setattr("hybridkv.connector.scheduler.kv_events.KEPT_BYTES_MAX", 5 * CHUNK)
     events, counters = make_events()
     tracked = make_request("r", [*range(2 * CHUNK)])
     (stored,) = store(events, tracked, 0, 1)
@@ -299,7 +299,7 @@ def test_another_engine_announces_what_the_first_one_stored() -> None:
     events.on_removed(Removed(0, removed.hashes, removed.groups, below=bytes(6)))
     gone = [name for event in events.take_new() for name in event.block_hashes]
     assert sorted(gone) == sorted(first.block_hashes)
-    assert (len(events.blocks), events.kept_tokens) == (0, 0)
+    assert (len(events.blocks), events.kept_bytes) == (0, 0)
 
 
 def test_what_only_a_tier_has_is_announced_as_storage_at_once() -> None:

@@ -188,7 +188,7 @@ def test_a_full_book_forgets_what_may_be_gone_and_takes_no_more_otherwise() -> N
 
     def add(number: int) -> bool:
         name = ChunkName(IDENTITY, hashes(number))
-        return book.add(name, ChunkDescription(b"", bytes(10)))
+        return book.add_chunk(name, ChunkDescription(b"", bytes(10)))
 
     assert [add(1), add(2), add(2), add(3)] == [True, True, False, False]
     assert book.refused == 1
@@ -196,6 +196,6 @@ def test_a_full_book_forgets_what_may_be_gone_and_takes_no_more_otherwise() -> N
     assert add(3)
     assert [chunk.name.chunk_hash for chunk in book.described()] == [hashes(2), hashes(3)]
     for chunk in list(book.described()):
-        book.forget(chunk.name)
+        book.forget_chunk(chunk.name)
     assert (len(book), book.held_bytes) == (0, 0)
     assert list(book.described()) == list[DescribedChunk]()

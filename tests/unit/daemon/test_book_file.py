@@ -32,7 +32,7 @@ def write(path: Path, *parts: list[DescribedChunk], key: TierKey | None = None) 
     """Add to a file."""
     file, _ = read(path, key)
     for part in parts:
-        file.add(part)
+        file.append_chunks(part)
     file.close(60)
 
 
@@ -46,7 +46,7 @@ def test_what_is_written_is_read_by_the_next_daemon(tmp_path: Path, key: TierKey
     file, found = read(path, key)
     assert found == CHUNKS
     size = file.size_bytes
-    file.replace(CHUNKS[:1], held_bytes=20)
+    file.rewrite_file(CHUNKS[:1], held_bytes=20)
     file.close(60)
     assert path.stat().st_size < size
     assert read(path, key)[1] == CHUNKS[:1]

@@ -1,4 +1,8 @@
-"""What the events of a chunk say, and its form in which the daemon's token book keeps it."""
+"""What the events of a chunk say, and its form in which it is kept, here and by the daemon.
+
+A description is bytes, so that a hundred thousand of them are nothing to Python's garbage
+collector.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -16,13 +20,12 @@ BlockName = bytes | int  # A block's hash as vLLM publishes it.
 class AnnouncedBlocks(NamedTuple):
     """The engine's blocks in an announced chunk, with the fields of their event."""
 
-    before: bytes  # The hash of the chunk before; empty where the prompt begins here.
     names: list[BlockName]
     parent: BlockName | None  # The block before the first one; None = the prompt begins here.
-    tokens: Sequence[int]  # Empty where no more tokens are kept.
+    tokens: Sequence[int]  # Empty where they are not kept.
     extra_keys: list[Any]  # vLLM's extra keys of each block.
-    lora_id: int | None
-    lora_name: str | None
+    lora_id: int | None = None
+    lora_name: str | None = None
     session_id: str | None = None  # Of the engine's own request.
 
 
@@ -33,53 +36,58 @@ class _Description(msgspec.Struct, frozen=True, array_like=True):
     extra_keys: list[tuple[Any, ...] | None]
     lora_id: int | None
     lora_name: str | None
+    session_id: str | None = None
 
 
 _DECODER = msgspec.msgpack.Decoder(_Description)
 
 
-def encode_description(blocks: AnnouncedBlocks) -> bytes | None:
-    """Return a chunk's blocks for other engines. None where that cannot be written.
+def encode_blocks(blocks: AnnouncedBlocks) -> bytes | None:
+    """Return the description of a chunk's blocks. None where that cannot be written.
 
     A request may have token ids that are no numbers of 32 bits.
     """
     try:
         tokens = array("I", blocks.tokens).tobytes()
-        description = _Description(
-            blocks.names, blocks.parent, tokens, blocks.extra_keys, blocks.lora_id, blocks.lora_name
-        )
-        return msgspec.msgpack.encode(description)
+        return msgspec.msgpack.encode(_Description(**{**blocks._asdict(), "tokens": tokens}))
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-def decode_description(
-    content: bytes, before: bytes, chunk_tokens: int, block_tokens: int
-) -> AnnouncedBlocks | None:
-    """Return the blocks that another engine described. None where it is no such chunk here.
-
-    Engines of another version may write something else, or name blocks in another way.
-    """
+def decode_blocks(content: bytes) -> AnnouncedBlocks:
+    """Return the blocks of a description. Raises ValueError."""
     try:
         said = _DECODER.decode(content)
-        tokens = array("I", said.tokens)
-    except (msgspec.MsgspecError, ValueError):
-        return None
-    kind = _kind_of_names()
-    named = [*said.names, *(() if said.parent is None else (said.parent,))]
-    is_whole = len(tokens) == chunk_tokens == block_tokens * len(said.names)
-    if not is_whole or len(said.extra_keys) != len(said.names):
-        return None
-    if bool(before) != (said.parent is not None) or any(type(name) is not kind for name in named):
-        return None
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"no description: {error}") from error
     return AnnouncedBlocks(
-        before=before,
         names=said.names,
         parent=said.parent,
-        tokens=tokens,
+        tokens=array("I", said.tokens),
         extra_keys=said.extra_keys,
         lora_id=said.lora_id,
         lora_name=said.lora_name,
+        session_id=said.session_id,
+    )
+
+
+def is_description(content: bytes, is_first: bool, chunk_tokens: int, block_tokens: int) -> bool:
+    """Return True if another engine's description is one of a chunk of this engine.
+
+    `is_first` is true for the first chunk of a prompt. Engines of another version may write
+    something else, or name blocks in another way.
+    """
+    try:
+        blocks = decode_blocks(content)
+    except ValueError:
+        return False
+    kind = _kind_of_names()
+    named = blocks.names if blocks.parent is None else [*blocks.names, blocks.parent]
+    return (
+        len(blocks.tokens) == chunk_tokens == block_tokens * len(blocks.names)
+        and len(blocks.extra_keys) == len(blocks.names)
+        and is_first == (blocks.parent is None)
+        and all(type(name) is kind for name in named)
     )
 
 

@@ -12,9 +12,7 @@ An engine knows of chunks by its own stores and lookups, and by what the daemon 
 describes its own chunks to the daemon, for other engines and for itself after a restart.
 """
 
-import contextlib
 import logging
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -35,8 +33,9 @@ from hybridkv.connector.scheduler.announced import AnnouncedChunks
 from hybridkv.connector.scheduler.descriptions import (
     AnnouncedBlocks,
     BlockName,
-    decode_description,
-    encode_description,
+    decode_blocks,
+    encode_blocks,
+    is_description,
 )
 from hybridkv.connector.scheduler.parts import EngineIdentity, Part
 from hybridkv.connector.scheduler.requests import TrackedRequest
@@ -46,14 +45,14 @@ from hybridkv.core.metrics import Metric
 from hybridkv.vllm.hook_guard import fault
 from hybridkv.vllm.versions import to_event_extra_keys
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import Announced, Describe, Found, Removed
+from hybridkv.wire.messages import DESCRIPTION_BYTES_MAX, Announced, Describe, Found, Removed
 
 logger = logging.getLogger("vllm.hybridkv")
 
 HASHES_MAX = 4096  # Block hashes in one event.
-TOKENS_MAX = 1 << 24
-"""Tokens of announced chunks that are kept, in 4 bytes each, for an event about another medium.
-Chunks whose tokens are not kept are announced in RAM only."""
+KEPT_BYTES_MAX = 96 << 20
+"""Bytes of what is kept of announced chunks, with 4 for each token, for an event about another
+medium. Chunks whose tokens are not kept are announced in RAM only."""
 READ_BYTES, IDLE_READ_BYTES = 8 << 10, 64 << 10
 """Bytes of descriptions that one step takes of the daemon, with requests and without any."""
 DESCRIBED_MAX = 32  # Chunks that one message describes.
@@ -84,18 +83,18 @@ class KVEventPublisher(Part):
         """Chunks that hits from RAM and tiers need. Their medium is "CPU" if `in_ram` has them."""
         self._announced: dict[str, dict[bytes, None]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """The hashes of announced chunks, by medium, in the order of their events."""
-        self.blocks: dict[bytes, AnnouncedBlocks] = {}
-        """The blocks of announced chunks, and of others that the daemon announced, by hash."""
-        self.kept_tokens = 0  # Tokens of all AnnouncedBlocks.
-        self._uses: dict[str, Counter[BlockName]] = {
-            MEDIUM_CPU: Counter(),
-            MEDIUM_STORAGE: Counter(),
-        }
+        self.blocks: dict[bytes, bytes] = {}
+        """Descriptions of announced chunks, and of others that the daemon announced, by hash."""
+        self._before: dict[bytes, bytes] = {}
+        """The hash of the chunk before each of these; empty where the prompt begins."""
+        self.kept_bytes = 0  # Of all descriptions.
+        self._uses: dict[str, dict[BlockName, int]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """For each medium and block the number of announced chunks that have it. Chunks share
         blocks where prompts differ at the end of a chunk only."""
+        self._without_tokens: set[bytes] = set()  # Announced chunks whose tokens are not kept.
         self._queue: list[KVCacheEvent] = []
-        self._undescribed: dict[bytes, AnnouncedBlocks] = {}
-        """Own chunks that are to be described to the daemon, by hash."""
+        self._undescribed: dict[bytes, bytes] = {}
+        """Descriptions of own chunks that the daemon does not have, by hash."""
         # A daemon describes what its node has. Other nodes may lack it.
         self._shares = is_on and geometry.nodes == 1
         self.has_more = False  # True while the daemon has more to announce.
@@ -126,7 +125,7 @@ class KVEventPublisher(Part):
         if self._begins_anew:
             messages.append(wire.Subscribe())
         undescribed, self._undescribed = self._undescribed, {}
-        messages += _describe_all(undescribed)
+        messages += self._describe_to_daemon(undescribed)
         if not self._has_asked:
             size = IDLE_READ_BYTES if is_idle else READ_BYTES
             messages.append(wire.ReadAnnouncements(self._number, size))
@@ -189,10 +188,9 @@ class KVEventPublisher(Part):
         for chunk_hash, (group_index, is_below) in pairs:
             if group_index >= len(self._geometry.groups):
                 continue
-            blocks = self.blocks.get(chunk_hash)
             from_ram = self.in_ram.lose(chunk_hash, group_index)
             # A chunk that cannot be described again is as good as gone.
-            is_below = is_below and (blocks is None or bool(blocks.tokens))
+            is_below = is_below and chunk_hash not in self._without_tokens
             gone = [] if is_below else self.anywhere.lose(chunk_hash, group_index)
             self._withdraw(from_ram, gone)
             if not self.anywhere.knows(chunk_hash):
@@ -227,8 +225,10 @@ class KVEventPublisher(Part):
         for medium, announced in self._announced.items():
             self._queue_removed(medium, list(announced))
         self.blocks.clear()
+        self._before.clear()
         self._undescribed.clear()
-        self.kept_tokens = 0
+        self._without_tokens.clear()
+        self.kept_bytes = 0
 
     def take_new(self) -> list[KVCacheEvent]:
         """Return the events since the last call, in their order."""
@@ -258,14 +258,14 @@ class KVEventPublisher(Part):
             return
         in_ram = self.in_ram.show(hashes, min(learned))
         anywhere = self.anywhere.show(hashes, min(learned))
-        fresh = {
-            hashes[chunk]: self._describe(tracked.request, hashes, chunk)
-            for chunk in sorted({*in_ram, *anywhere})
-            if hashes[chunk] not in self.blocks
-        }
+        new = [chunk for chunk in sorted({*in_ram, *anywhere}) if hashes[chunk] not in self.blocks]
+        fresh = {hashes[chunk]: self._describe(tracked.request, chunk) for chunk in new}
         self._announce(
             [hashes[chunk] for chunk in in_ram], [hashes[chunk] for chunk in anywhere], fresh
         )
+        for chunk in new:
+            if hashes[chunk] in self.blocks:
+                self._before[hashes[chunk]] = hashes[chunk - 1] if chunk else b""
 
     def _learn_in_ram(self, chunk_hash: bytes, group_index: int) -> bool:
         """Note an object in RAM. Returns True if that is new and there is room for it."""
@@ -283,15 +283,15 @@ class KVEventPublisher(Part):
 
     def _show_after(self, chunks: AnnouncedChunks, hashes: Sequence[bytes]) -> list[bytes]:
         """Show chunks that follow each other. Returns the hashes of those that are shown now."""
-        before = self.blocks[hashes[0]].before
+        before = self._before[hashes[0]]
         between: list[bytes] = []  # Chunks whose windows a hit may need, and that are not shown.
         while before and (len(between) < chunks.reach or before not in chunks):
-            blocks = self.blocks.get(before)
-            if blocks is None or not chunks.may_precede(before) or len(between) > len(self.blocks):
+            is_known = before in self._before and chunks.may_precede(before)
+            if not is_known or len(between) > len(self._before):
                 chunks.leave_out(hashes)
                 return []
             between.append(before)
-            before = blocks.before
+            before = self._before[before]
         chain = [*reversed(between), *hashes]
         return [chain[at] for at in chunks.show(chain, len(between), before)]
 
@@ -302,29 +302,23 @@ class KVEventPublisher(Part):
         fresh: Mapping[bytes, AnnouncedBlocks] = MappingProxyType({}),
     ) -> None:
         """Announce chunks that are shown from now on. `fresh` has blocks of those that had none."""
-        self.blocks |= fresh
-        if self._shares:
-            self._undescribed |= fresh
         below = [chunk_hash for chunk_hash in anywhere if chunk_hash not in self.in_ram]
-        self._queue_stored(MEDIUM_CPU, in_ram)
+        self._queue_stored(MEDIUM_CPU, in_ram, fresh)
         self._queue_removed(MEDIUM_STORAGE, reversed(in_ram))
-        self._queue_stored(MEDIUM_STORAGE, below)
-        for chunk_hash in fresh:
-            self._keep_tokens(chunk_hash)
+        self._queue_stored(MEDIUM_STORAGE, below, fresh)
 
     def _keep_description(self, chunk_hash: bytes, before: bytes, content: bytes) -> bool:
         """Keep what the daemon has of a chunk. Returns False where it is none, or without room."""
         if chunk_hash in self.blocks:
             return True
-        chunk_tokens = self._geometry.chunk_tokens
-        if self.kept_tokens + chunk_tokens > TOKENS_MAX:
-            return False
-        blocks = decode_description(content, before, chunk_tokens, self.block_tokens)
-        if blocks is None:
-            return False
-        self.blocks[chunk_hash] = blocks
-        self.kept_tokens += len(blocks.tokens)
-        return True
+        has_room = self.kept_bytes + len(content) <= KEPT_BYTES_MAX
+        is_sound = has_room and is_description(
+            content, not before, self._geometry.chunk_tokens, self.block_tokens
+        )
+        if is_sound:
+            self.blocks[chunk_hash], self._before[chunk_hash] = content, before
+            self.kept_bytes += len(content)
+        return is_sound
 
     def _withdraw(self, from_ram: list[bytes], gone: list[bytes]) -> None:
         """Withdraw chunks that left RAM or are gone. Announce below RAM those that are still there.
@@ -336,57 +330,74 @@ class KVEventPublisher(Part):
         self._queue_removed(MEDIUM_CPU, from_ram)
         self._queue_removed(MEDIUM_STORAGE, gone)
         for chunk_hash in (*from_ram, *gone):
-            blocks = self.blocks.get(chunk_hash)
-            if blocks is not None and not (blocks.tokens and self.anywhere.knows(chunk_hash)):
+            if chunk_hash in self._without_tokens or not self.anywhere.knows(chunk_hash):
                 self._drop_blocks(chunk_hash)
 
     def _drop_blocks(self, chunk_hash: bytes) -> None:
         """Forget the blocks of a chunk that is not announced."""
         is_announced = any(chunk_hash in announced for announced in self._announced.values())
         if chunk_hash in self.blocks and not is_announced:
-            self.kept_tokens -= len(self.blocks.pop(chunk_hash).tokens)
+            self.kept_bytes -= len(self.blocks.pop(chunk_hash))
+            self._before.pop(chunk_hash, None)
+            self._without_tokens.discard(chunk_hash)
 
-    def _keep_tokens(self, chunk_hash: bytes) -> None:
-        """Keep the tokens of a chunk that was just announced, if there is room for them.
+    def _keep_blocks(self, chunk_hash: bytes, blocks: AnnouncedBlocks) -> None:
+        """Keep an own chunk that is announced, with its tokens if there is room for them.
 
         They are of no use where `anywhere` had no room for the chunk.
         """
-        blocks, kept = self.blocks[chunk_hash], array("I")
-        has_room = self.kept_tokens + len(blocks.tokens) <= TOKENS_MAX
-        if has_room and chunk_hash in self.anywhere:
-            # A request may have token ids that are no numbers of 32 bits.
-            with contextlib.suppress(TypeError, OverflowError):
-                kept = array("I", blocks.tokens)
-        self.blocks[chunk_hash] = blocks._replace(tokens=kept)
-        if not kept:
+        content = encode_blocks(blocks)
+        if content is not None and self._shares:
+            shared = blocks._replace(session_id=None)
+            self._undescribed[chunk_hash] = (
+                content if blocks == shared else encode_blocks(shared) or content
+            )
+        has_room = content is not None and self.kept_bytes + len(content) <= KEPT_BYTES_MAX
+        if content is None or not has_room or chunk_hash not in self.anywhere:
             self._counters[metrics.CHUNKS_NOT_KEPT] += 1
-        self.kept_tokens += len(kept)
+            self._without_tokens.add(chunk_hash)
+            content = encode_blocks(AnnouncedBlocks(blocks.names, blocks.parent, (), [])) or b""
+        self.blocks[chunk_hash] = content
+        self.kept_bytes += len(content)
 
-    def _queue_stored(self, medium: str, chunk_hashes: Iterable[bytes]) -> None:
-        """Announce chunks, the prefix first. Chunks that follow each other share one event."""
+    def _queue_stored(
+        self,
+        medium: str,
+        chunk_hashes: Iterable[bytes],
+        fresh: Mapping[bytes, AnnouncedBlocks] = MappingProxyType({}),
+    ) -> None:
+        """Announce chunks, the prefix first. Chunks that follow each other share one event.
+
+        `fresh` has blocks of those that had none.
+        """
         uses = self._uses[medium]
         event: BlockStored | None = None
         for chunk_hash in chunk_hashes:
-            blocks = self.blocks.get(chunk_hash)
+            blocks = fresh.get(chunk_hash)
+            if blocks is not None and chunk_hash not in self.blocks:
+                self._keep_blocks(chunk_hash, blocks)
+            elif blocks is None and chunk_hash in self.blocks:
+                blocks = decode_blocks(self.blocks[chunk_hash])
             has_parent = blocks is not None and (
-                blocks.parent is None or any(uses[blocks.parent] for uses in self._uses.values())
+                blocks.parent is None or any(blocks.parent in uses for uses in self._uses.values())
             )
             if blocks is None or not blocks.tokens or not has_parent:
                 continue
             self._announced[medium][chunk_hash] = None
             self._counters[metrics.CHUNKS_ANNOUNCED] += 1
             names = blocks.names
-            known = next((at for at, name in enumerate(names) if not uses[name]), len(names))
-            uses.update(names)
-            fresh = self._event(medium, blocks, known)
-            if not fresh.block_hashes:
+            known = next((at for at, name in enumerate(names) if name not in uses), len(names))
+            for name in names:
+                uses[name] = uses.get(name, 0) + 1
+            new = self._event(medium, blocks, known)
+            if not new.block_hashes:
                 event = None
-            elif event is not None and event.block_hashes[-1] == fresh.parent_block_hash:
-                event.block_hashes += fresh.block_hashes
-                event.token_ids += fresh.token_ids
-                event.extra_keys += fresh.extra_keys
+            elif event is not None and event.block_hashes[-1] == new.parent_block_hash:
+                event.block_hashes += new.block_hashes
+                event.token_ids += new.token_ids
+                event.extra_keys += new.extra_keys
             else:
-                event = fresh
+                event = new
                 self._queue.append(event)
 
     def _queue_removed(self, medium: str, chunk_hashes: Iterable[bytes]) -> None:
@@ -397,7 +408,7 @@ class KVEventPublisher(Part):
                 continue
             del self._announced[medium][chunk_hash]
             self._counters[metrics.CHUNKS_WITHDRAWN] += 1
-            for name in self.blocks[chunk_hash].names:
+            for name in decode_blocks(self.blocks[chunk_hash]).names:
                 uses[name] -= 1
                 if not uses[name]:
                     del uses[name]
@@ -406,7 +417,7 @@ class KVEventPublisher(Part):
             names = gone[at : at + HASHES_MAX]
             self._queue.append(BlockRemoved(block_hashes=names, medium=medium, group_idx=None))
 
-    def _describe(self, request: Any, hashes: Sequence[bytes], chunk: int) -> AnnouncedBlocks:
+    def _describe(self, request: Any, chunk: int) -> AnnouncedBlocks:
         """Return the engine's blocks in a chunk of a request."""
         size, hashed = self.block_tokens, self._geometry.hash_tokens
         start, stop = (at * self._geometry.chunk_tokens for at in (chunk, chunk + 1))
@@ -418,7 +429,6 @@ class KVEventPublisher(Part):
         ]
         adapter = request.lora_request
         return AnnouncedBlocks(
-            before=hashes[chunk - 1] if chunk else b"",
             names=[*map(kv_cache_utils.maybe_convert_block_hash, names)],
             parent=next(map(kv_cache_utils.maybe_convert_block_hash, parents), None),
             tokens=request.all_token_ids[start:stop],
@@ -427,6 +437,19 @@ class KVEventPublisher(Part):
             lora_name=adapter.name if adapter is not None else None,
             session_id=request.session_id,
         )
+
+    def _describe_to_daemon(self, contents: Mapping[bytes, bytes]) -> Iterator[Describe]:
+        """Yield messages with descriptions for the daemon. Those that are too long are left out."""
+        names = [
+            name for name, content in contents.items() if len(content) <= DESCRIPTION_BYTES_MAX
+        ]
+        for at in range(0, len(names), DESCRIBED_MAX):
+            part = names[at : at + DESCRIBED_MAX]
+            yield Describe(
+                hashes=b"".join(part),
+                parents=b"".join(self._before.get(name) or _NO_PARENT for name in part),
+                descriptions=[contents[name] for name in part],
+            )
 
     def _event(self, medium: str, blocks: AnnouncedBlocks, first: int) -> BlockStored:
         """Return the event that announces a chunk's blocks from number `first` on."""
@@ -442,24 +465,6 @@ class KVEventPublisher(Part):
             group_idx=None,
             kv_cache_spec_kind=None,
             session_id=blocks.session_id,
-        )
-
-
-def _describe_all(undescribed: Mapping[bytes, AnnouncedBlocks]) -> Iterator[Describe]:
-    """Yield messages that describe chunks to the daemon."""
-    contents = {name: encode_description(blocks) for name, blocks in undescribed.items()}
-    fit = {
-        name: content
-        for name, content in contents.items()
-        if content is not None and len(content) <= wire.DESCRIPTION_BYTES_MAX
-    }
-    names = list(fit)
-    for at in range(0, len(names), DESCRIBED_MAX):
-        part = names[at : at + DESCRIBED_MAX]
-        yield Describe(
-            hashes=b"".join(part),
-            parents=b"".join(undescribed[name].before or _NO_PARENT for name in part),
-            descriptions=[fit[name] for name in part],
         )
 
 
