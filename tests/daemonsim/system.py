@@ -31,9 +31,11 @@ from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.daemon import clients, loop
 from hybridkv.daemon.sessions import Process
+from hybridkv.daemon.token_book import DescribedChunk
 from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.tiers import demotion, object_search
+from hybridkv.tiers.encryption import TierKey
 from hybridkv.tiers.jobs import TierJob
 from tests.daemonsim.sockets import (
     READ,
@@ -263,6 +265,7 @@ class System:
         """Every arena there ever was, by its name."""
         self.listener: Listener | None = None
         self.server: loop.DaemonServer | None = None
+        self._book: list[DescribedChunk] = []
         self.server_process = self.current
         self.lives = 0
         self.life_starts_ms: list[int] = []
@@ -663,6 +666,22 @@ class System:
         self._reserver = target
         return SimpleNamespace(start=lambda: None, join=lambda: None)
 
+    def _open_book(
+        self, path: Path, key: TierKey | None, on_read: Callable[[list[DescribedChunk]], None]
+    ) -> SimpleNamespace:
+        """The file of the token book, which daemons leave to each other."""
+        on_read(list(self._book))
+
+        def rewrite(chunks: list[DescribedChunk], held_bytes: int) -> None:
+            self._book[:] = chunks
+
+        return SimpleNamespace(
+            size_bytes=0,
+            append_chunks=self._book.extend,
+            rewrite_file=rewrite,
+            close=lambda seconds: None,
+        )
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Stand for the operating system of the daemon's loop and of clients' links."""
@@ -704,6 +723,7 @@ class System:
             "select": SimpleNamespace(select=self._select),
             "make_tier": self.make_tier,
             "TierThreads": self.make_threads,
+            "BookFile": self._open_book,
             "process_of": self.process_of,
             "open_arena": self.open_arena,
             "ServedSocket": lambda path, group: SimpleNamespace(

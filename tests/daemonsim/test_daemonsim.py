@@ -10,6 +10,7 @@ from tests.daemonsim.tiers import ILLS
 from tests.seeds import Case, outcomes, passed
 
 SEEDS = (
+    *(79, 114, 234),
     *(301, 315, 319, 320, 338, 339, 340, 341, 362, 387, 390, 403, 406, 421, 422, 425),
     *(437, 445, 447, 451, 459, 461, 466, 502, 504, 508, 525, 527, 542, 550, 556),
 )

@@ -19,6 +19,7 @@ from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Clear,
     Commit,
+    Describe,
     Drained,
     Explain,
     Found,
@@ -28,6 +29,7 @@ from hybridkv.wire.messages import (
     ListEngines,
     Lookup,
     Pending,
+    ReadAnnouncements,
     Release,
     Reply,
     ReportCorrupt,
@@ -244,7 +246,9 @@ class Liar:
             self._identify: 3,
             self._report_request: 2,
             self._report_identity: 1,
-            lambda peer: Subscribe(): 0.5,
+            lambda peer: Subscribe(): 2,
+            self._describe: 3,
+            lambda peer: ReadAnnouncements(self._id(), self._rng.choice((1, 1 << 20))): 3,
             **dict.fromkeys(self._role_makers, 0.5),
             lambda peer: Clear(self._id()): 0.1,
             self._huge_request: 0.1,
@@ -492,6 +496,13 @@ class Liar:
 
     def _identify(self, peer: Peer) -> Identify:
         return Identify(self._id(), self._identity(peer))
+
+    def _describe(self, peer: Peer) -> Describe:
+        """Describe chunks, with any parents and with lengths that need not fit."""
+        names = self._rng.choices(HASHES, k=self._rng.randrange(4))
+        parents = self._rng.choices((*HASHES, bytes(HASH_BYTES)), k=len(names))
+        sizes = self._rng.choices((0, 9, 5000), k=len(names) + self._rng.choice((0, 0, 0, 1)))
+        return Describe(b"".join(names), b"".join(parents), [bytes(size) for size in sizes])
 
     def _report_request(self, peer: Peer) -> ReportRequest:
         first = self._rng.choice((HASHES[0], b"no hash", b""))

@@ -80,6 +80,17 @@ FAULTS: tuple[Mutation, ...] = (
             "test_what_a_directory_has_is_told_and_told_again_when_it_has_it_no_more",
         ),
     ),
+    Mutation(
+        "what-is-gone-is-announced",
+        "a router hears of chunks that RAM and tiers have lost",
+        "Subscriptions._presence",
+        body("return b'\\1' * len(subscriber.namespace.gids)"),
+        "C13",
+        (
+            "tests/unit/daemon/test_announcements.py::"
+            "test_what_a_directory_has_is_announced_as_being_below",
+        ),
+    ),
     # Processes and arenas
     Mutation(
         "any-arena-fits",

@@ -21,6 +21,17 @@ RECURRENT = "tests.simulation --seeds 0:5 --layout qwen3next_1056_small"
 FAULTS: tuple[Mutation, ...] = (
     # Geometry and coverage
     Mutation(
+        "announced-of-another-identity",
+        "a router hears of chunks that other weights had",
+        "KVEventPublisher.on_announced",
+        never("_number"),
+        "C13",
+        (
+            "tests/unit/connector/test_kv_events.py::"
+            "test_after_a_reset_or_too_many_removals_all_is_announced_anew",
+        ),
+    ),
+    Mutation(
         "naive-ratio",
         "blocks per chunk by the smallest block over the group's, which is 0 for the larger ones",
         "Geometry.blocks_per_chunk",

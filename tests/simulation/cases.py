@@ -93,6 +93,7 @@ BEHAVIOURS = (
     "heard_stored",
     "heard_removed",
     "announced_chains",
+    "announced_of_others",
     "announced_storage",
     "drafts_accepted",
     "drafts_rejected",

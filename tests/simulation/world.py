@@ -875,7 +875,8 @@ class _Life:
         engine, geometry = site.engine, self._geometry
         names = {
             maybe_convert_block_hash(BlockHash(block_hash)): NamedPrefix(block_hash, prefix)
-            for block_hash, prefix in site.names_ever.items()
+            for each in self.sites
+            for block_hash, prefix in each.names_ever.items()
         }
         for announced in engine.router.chains(medium):
             tokens, prefix = announced.tokens, names[announced.block_hashes[-1]].prefix
@@ -887,7 +888,8 @@ class _Life:
             ]
             # The token after the prefix is that of any prompt that went on there.
             hits = []
-            for last in site.ahead.get(chunk_ends[-1], {chunk_ends[-1]}):
+            ahead = [each.ahead.get(chunk_ends[-1], set()) for each in self.sites]
+            for last in set[bytes]().union(*ahead) or {chunk_ends[-1]}:
                 chunk_hashes = [
                     _looking_ahead(block_hash, tokens[at * geometry.chunk_tokens])
                     if geometry.lookahead_tokens
@@ -906,6 +908,8 @@ class _Life:
                 f"{prefix.end} tokens are announced, a lookup would hit {hits}"
             )
             self.counts["announced_chains"] += 1
+            is_others = BlockHash(chunk_ends[-1]) not in site.names_ever
+            self.counts["announced_of_others"] += is_others
             self.counts["announced_storage"] += medium == "STORAGE"
 
     def _present(self, namespace: bytes) -> set[ObjectName]:

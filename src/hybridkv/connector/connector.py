@@ -23,11 +23,10 @@ from hybridkv.client.control import (
     runtime_directory,
 )
 from hybridkv.client.start_daemon import ensure_daemon
+from hybridkv.connector.heartbeat import Heartbeat
 from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
-from hybridkv.connector.scheduler.announced import NO_GROUP
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.fallbacks import NoRole, RoleFallback
-from hybridkv.connector.scheduler.kv_events import event_group
 from hybridkv.connector.scheduler.loads import RAM
 from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.connector.scheduler.requests import block_tables
@@ -70,6 +69,7 @@ from hybridkv.vllm.preflight import (
     tails_finding,
 )
 from hybridkv.vllm.prometheus import Increments, attempt
+from hybridkv.vllm.seams import engine_loop_on_stack
 from hybridkv.vllm.shards import shard_findings
 from hybridkv.vllm.versions import CacheHitSource, resolve_hits
 from hybridkv.wire.messages import TEXT_MAX, WireModel
@@ -88,6 +88,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     CHILD_SETTINGS: ClassVar[Mapping[str, object]] = {"sub_block_hits": False}
     """The settings of a child of MultiConnector, which compares hits of whole blocks."""
+
+    _heartbeat: Heartbeat | None = None
+    """Steps of an idle engine. None where vLLM publishes no KV events."""
 
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -108,6 +111,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """The engine's function that returns a request's blocks."""
         engine_id = str(vllm_config.kv_transfer_config.engine_id)
         if role == base.KVConnectorRole.SCHEDULER:
+            loop = engine_loop_on_stack() if wants_events(vllm_config) else None
+            self._heartbeat = None if loop is None else Heartbeat(loop)
             self._start_daemon()
         else:
             parallel, settings = vllm_config.parallel_config, self._settings
@@ -279,7 +284,6 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             layout.staging_bytes for layout in layouts.values() if layout.staging_bytes is not None
         ]
         specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
-        publishes_events = wants_events(config)
         return SchedulerContext(
             settings=settings,
             geometry=geometry,
@@ -307,8 +311,7 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 step_tokens=states.step_tokens,
                 keeps_junctions=states.keeps_junctions,
             ),
-            publishes_events=publishes_events,
-            event_group=event_group(geometry, specs) if publishes_events else NO_GROUP,
+            publishes_events=wants_events(config),
         )
 
     def make_scheduler_role(self) -> None:
@@ -378,7 +381,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Return True while stores are not committed: the engine steps on without requests."""
-        return self._run("has_pending_push_work", lambda role: role.has_pending_work())
+        is_due = self._heartbeat is not None and self._heartbeat.is_due
+        return is_due or self._run("has_pending_push_work", lambda role: role.has_pending_work())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Finished:
         """End a request, of which no block is held afterwards (requirements D10)."""
@@ -411,6 +415,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         There are none where vLLM publishes no events. A scheduler role that is switched off is
         replaced here, after its pause, because no request is between its offer and its plan.
         """
+        if self._heartbeat is not None:
+            self._heartbeat.on_step()
         events = self._run("take_events", lambda role: role.on_step_end())
         self.guard.resume(self._renew)
         return events
@@ -420,6 +426,9 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
         MultiConnector calls this, and no hook afterwards.
         """
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         if self.scheduler_role is None:
             return ()
         self.scheduler_role.close()
@@ -443,6 +452,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def shutdown(self) -> None:
         """End the session and unmap the arena."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         if self.scheduler_role is not None:
             self.scheduler_role.close()
             self.scheduler_role = None

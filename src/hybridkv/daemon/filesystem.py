@@ -20,7 +20,15 @@ from hybridkv.core.paths import check_socket_path, default_socket
 from hybridkv.core.sizes import format_size
 from hybridkv.daemon.orphan import remove_if_over
 from hybridkv.shm import arena as shm
-from hybridkv.shm.arena import SHM_DIR, Arena, FileId, file_id, shm_directory
+from hybridkv.shm.arena import (
+    BOOK_SUFFIX,
+    SHM_DIR,
+    Arena,
+    FileId,
+    file_id,
+    remove_arena,
+    shm_directory,
+)
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.shm.trailer import ARENA_VERSION, Trailer, read_superblock, trailer_bytes
 
@@ -348,7 +356,7 @@ def remove_unused(arena: Path) -> bool:
     """Remove an arena, unless a daemon has it open. Returns True where it was removed."""
     with _claimed(arena) as is_ours:
         if is_ours:
-            arena.unlink(missing_ok=True)
+            remove_arena(arena)
     return is_ours
 
 
@@ -486,7 +494,7 @@ def _arena_prefix(socket_path: Path | str) -> str:
 
 
 def _files_of_user(prefix: str, directory: Path | None) -> list[Path]:
-    """Return the files of this user whose names begin with `prefix`, sorted.
+    """Return the files of this user whose names begin with `prefix`, but for books, sorted.
 
     The directories are those of `stale_arenas`.
     """
@@ -497,6 +505,7 @@ def _files_of_user(prefix: str, directory: Path | None) -> list[Path]:
             status = path.lstat()
         except FileNotFoundError:
             continue
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if is_ours and path.suffix != BOOK_SUFFIX:
             found.append(path)
     return found

@@ -12,15 +12,9 @@ from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES, unpack_hashes
 from hybridkv.core.tails import longest_tail, tail_chunk, tail_hit, units_per_chunk
 from hybridkv.daemon import slot_requests
-from hybridkv.daemon.sessions import (
-    ClientConnection,
-    CountedLookup,
-    Lease,
-    OutgoingMessage,
-    RequestError,
-    Session,
-)
+from hybridkv.daemon.sessions import ClientConnection, CountedLookup, Lease, RequestError, Session
 from hybridkv.daemon.state import DaemonState
+from hybridkv.daemon.subscriptions import OutgoingMessage
 from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
 from hybridkv.store.index import IndexEntry, Namespace, Slot
@@ -76,6 +70,8 @@ class Daemon(DaemonState):
             wire.ReportStale: self._report_stale,
             wire.Identify: self._identify,
             wire.Subscribe: self.subscriptions.subscribe,
+            wire.Describe: self.subscriptions.describe,
+            wire.ReadAnnouncements: self.subscriptions.read_announcements,
             wire.Lookup: self._lookup,
             wire.Release: self._release,
             wire.Reserve: partial(slot_requests.reserve, self),
@@ -145,6 +141,7 @@ class Daemon(DaemonState):
                 self.demotion.on_use_done(tier, job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
                 self.demotion.queue_all(self.sessions.stored_slots())
+                self.subscriptions.on_tier_opened()
 
     def handle(self, connection_id: int, request: Request, now: float = 0.0) -> Reply | None:
         """Handle a message and return the reply to it. None for a one-way message.

@@ -25,8 +25,9 @@ from hybridkv.core.durations import format_duration
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size
-from hybridkv.core.tier_urls import TierSpec
+from hybridkv.core.tier_urls import TierSpec, WritePolicy
 from hybridkv.daemon import clients
+from hybridkv.daemon.book_file import GROWTH_BYTES, BookFile
 from hybridkv.daemon.filesystem import (
     AlreadyServedError,
     ServedSocket,
@@ -36,10 +37,13 @@ from hybridkv.daemon.filesystem import (
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.orphan import leave_waiter
 from hybridkv.daemon.sessions import Process
+from hybridkv.daemon.token_book import DescribedChunk
 from hybridkv.observe.history import Snapshot
 from hybridkv.observe.web import LOOPBACK_ADDRESS, serve_web
-from hybridkv.shm.arena import SHM_DIR, Arena
+from hybridkv.shm.arena import SHM_DIR, Arena, book_beside
 from hybridkv.store.store import Store
+from hybridkv.tiers.disk.writers import book_of
+from hybridkv.tiers.encryption import read_key
 from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob, TierThreads
@@ -244,6 +248,7 @@ class DaemonServer:
         self._work: deque[Callable[[], None]] = deque()  # What `run_in_loop` was given.
         self._running = True
         self._keeps_arena = True
+        self._book_file = self._open_book()
         self._await_tiers()
         self.reserver = ArenaReserver(
             self.arena, self.daemon.store, self._waker.wake, self.daemon.counters
@@ -448,6 +453,28 @@ class DaemonServer:
             tiers.append(TierState(number, name, tier, spec, self._threads[-1].start_or_queue))
         return tiers
 
+    def _open_book(self) -> BookFile:
+        """Open the token book's file: in the first directory that this daemon writes to, if any."""
+        path, key = book_beside(self.arena.path), None
+        for spec in self._options.tiers:
+            if spec.kind == "disk" and spec.write is not WritePolicy.OFF:
+                root = Path(spec.location.removeprefix("disk://"))
+                path = book_of(root, self._options.node)
+                key = read_key(spec.key_path, f"tier {spec.shown}") if spec.key_path else None
+                break
+        subscriptions = self.daemon.subscriptions
+        subscriptions.on_described = self._keep_described
+        return BookFile(
+            path, key, lambda chunks: self.run_in_loop(lambda: subscriptions.on_book_read(chunks))
+        )
+
+    def _keep_described(self, chunks: list[DescribedChunk]) -> None:
+        """Write descriptions to the file, or all of them where much of the file is of no use."""
+        book, file = self.daemon.subscriptions.book, self._book_file
+        file.append_chunks(chunks)
+        if file.size_bytes > 2 * book.held_bytes + GROWTH_BYTES:
+            file.rewrite_file(list(book.described()), book.held_bytes)
+
     def _start_exporter(self) -> Any:
         """Export spans from now on. Raises ConfigError where the library for it is missing."""
         try:
@@ -478,6 +505,7 @@ class DaemonServer:
         for fd in self.processes.pidfds.values():
             os.close(fd)
         ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
+        self._book_file.close(CLOSE_SECONDS)
         if self._exporter is not None:
             self._exporter.close(CLOSE_SECONDS)
         self.selector.close()

@@ -118,11 +118,23 @@ _CLIENTS: Mapping[str, MetricFamily] = {
         "Objects of a tier that an engine's KV events leave out: too many.",
         lambda daemon: daemon.subscriptions.unreported,
     ),
+    "token_book_bytes": gauge(
+        "Bytes of these token ids, and of what events say beside them.",
+        lambda daemon: daemon.subscriptions.book.held_bytes,
+    ),
+    "descriptions_refused": counter(
+        "Chunks that no other engine announces: the token book was full.",
+        lambda daemon: daemon.subscriptions.book.refused,
+    ),
     "spans_dropped": counter(
         "Spans that were dropped because too many waited for export.",
         lambda daemon: 0 if daemon.spans is None else daemon.spans.dropped,
     ),
     **debug(
+        token_book_chunks=gauge(
+            "Chunks whose token ids are kept for the KV events of engines.",
+            lambda daemon: len(daemon.subscriptions.book),
+        ),
         requests=counter(
             "Messages of clients.", lambda daemon: daemon.requests, labels=("message",)
         ),

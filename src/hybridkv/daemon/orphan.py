@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from hybridkv.shm.arena import remove_arena
 from hybridkv.shm.trailer import read_superblock
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -58,7 +59,7 @@ def remove_if_over(arena: Path) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # A daemon may have taken it over meanwhile, and have left it again.
         if is_over := seconds_left(arena) == 0.0:
-            arena.unlink(missing_ok=True)
+            remove_arena(arena)
     except BlockingIOError:
         return False
     finally:

@@ -4,20 +4,14 @@ A *session* is one greeting of an engine's scheduler. Its write slots and read l
 processes, never with a timer. A worker may still copy after its scheduler died. So a session whose
 scheduler is gone ends when each of the engine's worker processes is gone, or has reported that it
 copies nothing more for the session.
-
-A session that subscribed gets Removed messages. They name the objects of its identity that left
-RAM, and say which of these a tier below has, as far as a tier knows that at once. Every
-LOOK_SECONDS, up to LOOKS_MAX of these are checked again, and reported as removed once no tier has
-them. While a session sends nothing, at most UNANSWERED_MAX messages are sent to it, and further
-objects are queued. A queue of more than QUEUE_MAX is replaced by one flag: any object may be gone.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 from hybridkv.core.coverage import Hit, slot_shapes, whole_hit
@@ -26,20 +20,13 @@ from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.shm.trailer import PROCESSES_MAX, WorkerProcess
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
-from hybridkv.tiers.health import TierState
 from hybridkv.tiers.object_search import LookupRequest
-from hybridkv.tiers.record import RecordName
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import Reply, WireModel
+from hybridkv.wire.messages import WireModel
 from hybridkv.wire.protocol import ConnectionState, ErrorCode
 
 SESSIONS_MAX = 1024
 NAMESPACES_MAX = 4096
-QUEUE_MAX = 1 << 16
-UNANSWERED_MAX = 8
-BELOW_MAX = 1 << 17  # The most objects of one session that are reported as being in a tier.
-LOOKS_MAX = 2048  # So many of these are looked at again in LOOK_SECONDS.
-LOOK_SECONDS = 1.0
 
 
 class RequestError(HybridKVError):
@@ -330,154 +317,6 @@ class Sessions:
             for slot in session.writing.values():
                 self._store.free_slot(slot)
             self.all.remove(session)
-
-
-class RemovedObject(NamedTuple):
-    """An object of a subscriber's namespace that left RAM."""
-
-    chunk_hash: bytes
-    group_index: int
-
-
-class OutgoingMessage(NamedTuple):
-    """A message that is to be sent beside the replies to requests."""
-
-    connection_id: int
-    message: Reply
-
-
-@dataclass(eq=False)
-class Subscriber:
-    """A session that subscribed, and what it does not know yet."""
-
-    namespace: Namespace
-    queue: dict[RemovedObject, None] = field(default_factory=dict)
-    """Objects that left RAM and are not reported, the oldest first."""
-    everything: bool = False  # True after more objects left than the queue takes.
-    unanswered: int = 0  # Messages that were sent to the session since its last message.
-    below: dict[RemovedObject, bytes] = field(default_factory=dict)
-    """Objects that were reported as being in a tier, with their keys there.
-
-    The one that was looked at longest ago comes first.
-    """
-
-
-class Subscriptions:
-    """Every session that subscribed, by its connection."""
-
-    def __init__(self, tiers: Sequence[TierState]) -> None:
-        self._subscribers: dict[int, Subscriber] = {}
-        self._tiers = tiers
-        self._look_at = 0.0  # When tiers are looked at next.
-        self.overflows = 0
-        self.unreported = 0  # Objects that a tier has, and that were reported as being in none.
-
-    def __len__(self) -> int:
-        """The number of sessions that subscribed."""
-        return len(self._subscribers)
-
-    def subscribe(self, connection: ClientConnection, _: wire.Subscribe | None = None) -> None:
-        """Report objects to a session that leave RAM from now on."""
-        self._subscribers[connection.number] = Subscriber(connection.session.namespace)
-
-    def on_identified(self, connection: ClientConnection) -> None:
-        """The session has another identity now, of whose objects nothing was reported to it."""
-        if connection.number in self._subscribers:
-            self.subscribe(connection)
-
-    def on_disconnect(self, connection_id: int) -> None:
-        """The connection has ended, and its subscription with it."""
-        self._subscribers.pop(connection_id, None)
-
-    def on_message(self, connection_id: int) -> None:
-        """The session sent a message, so it reads."""
-        if self._subscribers and connection_id in self._subscribers:
-            self._subscribers[connection_id].unanswered = 0
-
-    def on_object_changed(self, slot: Slot, is_there: bool) -> None:
-        """The slot's object has entered the index, or is about to leave it."""
-        entry = slot.entry
-        if not self._subscribers or entry is None:
-            return
-        changed = RemovedObject(entry.chunk_hash, slot.group_index)
-        for subscriber in self._subscribers.values():
-            if subscriber.namespace is not entry.namespace:
-                continue
-            if is_there:
-                subscriber.queue.pop(changed, None)
-                subscriber.below.pop(changed, None)
-            else:
-                self._queue(subscriber, changed)
-
-    def on_not_stored(self, connection_id: int | None, chunk_hash: bytes, group_index: int) -> None:
-        """A slot that a session committed did not become an object.
-
-        The session believes that it did, so a Removed message is queued unless RAM has the object.
-        """
-        subscriber = self._subscribers.get(connection_id) if connection_id is not None else None
-        if subscriber is not None and group_index < len(subscriber.namespace.gids):
-            entry = subscriber.namespace.entries.get(chunk_hash)
-            if entry is None or entry.slots[group_index] is None:
-                self._queue(subscriber, RemovedObject(chunk_hash, group_index))
-
-    def take_due(self, now: float) -> Iterator[OutgoingMessage]:
-        """Yield the Removed messages that may be sent now, and empty the queues by that."""
-        if self._tiers and now >= self._look_at:
-            self._look_at = now + LOOK_SECONDS
-            for subscriber in self._subscribers.values():
-                self._look_below(subscriber)
-        for connection_id, subscriber in self._subscribers.items():
-            while (
-                subscriber.queue or subscriber.everything
-            ) and subscriber.unanswered < UNANSWERED_MAX:
-                yield OutgoingMessage(connection_id, self._next_message(subscriber))
-
-    def _next_message(self, subscriber: Subscriber) -> wire.Removed:
-        """Return a message with the oldest objects of the queue, and take them off it."""
-        objects = list(islice(subscriber.queue, wire.REMOVED_MAX))
-        for removed in objects:
-            del subscriber.queue[removed]
-        everything, subscriber.everything = subscriber.everything, False
-        subscriber.unanswered += 1
-        hashes = b"".join(removed.chunk_hash for removed in objects)
-        groups = bytes(removed.group_index for removed in objects)
-        below = bytes(self._note_below(subscriber, removed) for removed in objects if self._tiers)
-        return wire.Removed(0, hashes, groups, everything, below)
-
-    def _note_below(self, subscriber: Subscriber, removed: RemovedObject) -> bool:
-        """Return True where a tier has the object, and note it so that it is looked at again."""
-        subscriber.below.pop(removed, None)
-        namespace = subscriber.namespace
-        gid = namespace.gids[removed.group_index]
-        key = RecordName(namespace.identity, gid, removed.chunk_hash).key
-        if not self._is_below(key):
-            return False
-        if len(subscriber.below) >= BELOW_MAX:
-            self.unreported += 1
-            return False
-        subscriber.below[removed] = key
-        return True
-
-    def _is_below(self, key: bytes) -> bool:
-        return any(tier.peek(key) for tier in self._tiers)
-
-    def _look_below(self, subscriber: Subscriber) -> None:
-        """Queue those of the next LOOKS_MAX objects of `below` that no tier has any more."""
-        for removed, key in list(islice(subscriber.below.items(), LOOKS_MAX)):
-            del subscriber.below[removed]
-            if self._is_below(key):
-                subscriber.below[removed] = key
-            else:
-                self._queue(subscriber, removed)
-
-    def _queue(self, subscriber: Subscriber, removed: RemovedObject) -> None:
-        if len(subscriber.queue) >= QUEUE_MAX:
-            subscriber.queue.clear()
-            subscriber.below.clear()
-            subscriber.everything = True
-            self.overflows += 1
-        if not subscriber.everything:
-            subscriber.queue[removed] = None
 
 
 @lru_cache(maxsize=SESSIONS_MAX)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridkv.core.junctions import Branches
-from hybridkv.daemon.sessions import OutgoingMessage, Sessions, Subscriptions
+from hybridkv.daemon.sessions import Sessions
+from hybridkv.daemon.subscriptions import OutgoingMessage, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
 from hybridkv.observe.history import Histogram, RequestHistory
 from hybridkv.store.store import Store
@@ -37,7 +38,7 @@ class DaemonState:
         self.sessions = Sessions(store, self.counters)
         self.demotion = Demotion(store, tiers)
         self.promotion = Promotion(store, tiers)
-        self.subscriptions = Subscriptions(tiers)
+        self.subscriptions = Subscriptions(tiers, self.sessions)
         store.on_change = self.subscriptions.on_object_changed
         self.branches = Branches()
         self.history = RequestHistory()

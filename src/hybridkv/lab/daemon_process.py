@@ -17,6 +17,7 @@ from hybridkv.core.geometry import Geometry, Group
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES
 from hybridkv.daemon.filesystem import stale_arenas
+from hybridkv.shm.arena import remove_arena
 from hybridkv.wire.messages import PROTOCOL_VERSION, Hello, Reserve, Reserved, geometry_to_wire
 
 START_SECONDS = 60.0
@@ -66,7 +67,7 @@ class DaemonProcess:
             self.process.send_signal(signal.SIGINT)
             self.process.wait(STOP_SECONDS)
         for arena in stale_arenas(Path(self.socket_path)):
-            arena.unlink(missing_ok=True)
+            remove_arena(arena)
 
     def start(self) -> None:
         """Start the daemon and return when it answers.

@@ -23,6 +23,7 @@ from hybridkv.shm.trailer import trailer_bytes
 SHM_DIR = Path("/dev/shm")  # Where arenas are unless another directory is asked for.
 SHM_DIR_VARIABLE = "HYBRIDKV_SHM_DIR"
 RAM_BYTES_MIN = 512 << 10  # The least size of an arena; a smaller one holds next to nothing.
+BOOK_SUFFIX = ".book"  # The end of the name of a token book beside its arena.
 LOCKS_FROM = 1 << 61  # Bytes from here on, past the end of any arena, are locked by workers.
 _FLOCK = struct.Struct("@hhqqi4x")  # type, whence, start, length, process: struct flock of Linux.
 _MADV_POPULATE_WRITE = 23
@@ -99,7 +100,18 @@ class Arena:
 
     def unlink(self) -> None:
         """Remove the file's name. Mappings stay valid until they are closed."""
-        self.path.unlink(missing_ok=True)
+        remove_arena(self.path)
+
+
+def book_beside(arena: Path) -> Path:
+    """Return the file of the token book beside an arena."""
+    return arena.with_name(f"{arena.name}{BOOK_SUFFIX}")
+
+
+def remove_arena(arena: Path) -> None:
+    """Remove an arena's name, and the token book beside it."""
+    book_beside(arena).unlink(missing_ok=True)
+    arena.unlink(missing_ok=True)
 
 
 def shm_directory(given: str | None = None) -> Path:

@@ -10,6 +10,7 @@ quantizations of layers, which are public attributes (`weight_sizes`), and what 
 give to their subclasses (`metrics`).
 """
 
+import queue
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import CellType
@@ -19,6 +20,7 @@ import torch
 from vllm import _custom_ops
 from vllm.model_executor import offloader
 from vllm.platforms import current_platform
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import Request
 
 Method = Callable[..., Any]
@@ -122,6 +124,41 @@ def occupied_bytes(runner: Any) -> int:
         return 0
     occupied = getattr(runner, "model_memory_usage", 0)
     return occupied if isinstance(occupied, int) else 0
+
+
+# The engine's loop
+
+
+class EngineLoop:
+    """The loop of an engine that waits for requests."""
+
+    def __init__(self, core: Any, wake_up: Any) -> None:
+        self._core, self._wake_up = core, wake_up
+
+    def ask_for_step(self) -> None:
+        """Have the loop look for work once more. Any thread may ask for it."""
+        self._core.input_queue.put_nowait((self._wake_up, None))
+
+    def is_sleeping(self) -> bool:
+        """Return True while vLLM's sleep mode has the engine's memory."""
+        executor = getattr(self._core, "model_executor", None)
+        return bool(getattr(executor, "is_sleeping", False))
+
+
+def engine_loop_on_stack() -> EngineLoop | None:
+    """Return the loop of the engine core that makes a connector, whose `input_queue` it reads.
+
+    `EngineCoreProc` has it, and wakes by `EngineCoreRequestType.WAKEUP`. None where the engine runs
+    in its caller's thread, or has no such request: it publishes KV events while requests run only.
+    """
+    wake_up = getattr(EngineCoreRequestType, "WAKEUP", None)
+    frame = sys._getframe(1) if wake_up is not None else None
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(getattr(owner, "__dict__", {}).get("input_queue"), queue.Queue):
+            return EngineLoop(owner, wake_up)
+        frame = frame.f_back
+    return None
 
 
 # Methods that change the weights or the memory

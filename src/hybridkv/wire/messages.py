@@ -19,7 +19,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES, U64
 from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 CHUNKS_MAX = 1 << 16
 """The most chunks in one lookup."""
 BATCH_MAX = 1 << 16
@@ -30,6 +30,10 @@ SESSION_SHARE = 4
 """A session may hold 1/4 of the arena in unwritten slots, all sessions together half of it."""
 REMOVED_MAX = 1024
 """The most objects in one Removed."""
+DESCRIPTION_BYTES_MAX = 1 << 18
+"""The most bytes of the description of one chunk."""
+ANNOUNCED_BYTES_MAX = 1 << 20
+"""The most bytes of descriptions in one message, unless there is only one."""
 MESSAGE_BYTES_MAX = 16 << 20
 WAIT_MS_MAX = 30_000
 
@@ -47,6 +51,8 @@ Hashes = Annotated[bytes, Meta(max_length=CHUNKS_MAX * HASH_BYTES)]
 Changed = Annotated[bytes, Meta(max_length=CHANGES_MAX * U64)]
 ChangedSlots = Annotated[bytes, Meta(max_length=CHANGES_MAX * SLOT_BYTES)]
 ChangedHashes = Annotated[bytes, Meta(max_length=CHANGES_MAX * HASH_BYTES)]
+Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
+Descriptions = Annotated[list[Description], Meta(max_length=CHANGES_MAX)]
 Mask = Annotated[bytes, Meta(max_length=CHUNKS_MAX)]
 Masks = Annotated[list[Mask], Meta(max_length=GROUPS_MAX)]
 
@@ -251,7 +257,34 @@ class Identify(_Numbered, frozen=True, tag="identify"):
 
 
 class Subscribe(_Message, frozen=True, tag="subscribe"):
-    """Ask for Removed messages about the objects of the session's identity that leave RAM."""
+    """Ask for Removed messages about the objects of the session's identity that leave RAM.
+
+    From here on ReadAnnouncements begins again with everything that is there.
+    """
+
+
+class Describe(_Message, frozen=True, tag="describe"):
+    """Describe chunks of the session's identity for its other engines that subscribe.
+
+    The i-th item of every list belongs to the i-th chunk. `parents` are the hashes of the chunks
+    before (zeros: there is none). Engines alone read `descriptions`, which have the token ids.
+    """
+
+    hashes: ChangedHashes
+    parents: ChangedHashes
+    descriptions: Descriptions
+
+
+class ReadAnnouncements(_Message, frozen=True, tag="read_announcements"):
+    """Ask for one Announced, as soon as there is something to announce.
+
+    It has descriptions of `description_bytes` at most, or a single chunk. Each one is asked for,
+    so that an engine gets no more than a step may take. Subscribe and Identify take back what was
+    asked for before them. By `number` the engine knows what was sent before.
+    """
+
+    number: Count
+    description_bytes: Annotated[int, Meta(gt=0, le=ANNOUNCED_BYTES_MAX)]
 
 
 class Lookup(_Numbered, frozen=True, tag="lookup"):
@@ -478,6 +511,22 @@ class Removed(_Numbered, frozen=True, tag="removed"):
     below: Annotated[bytes, Meta(max_length=REMOVED_MAX)] = b""
 
 
+class Announced(_Numbered, frozen=True, tag="announced"):
+    """Sent after ReadAnnouncements: described chunks of the session's identity.
+
+    The `id` is the number of the ReadAnnouncements.
+    The fields are as in Describe. A chunk comes after the chunk before it. `masks` has for each
+    group a byte for each chunk: 1 where RAM has the object, 2 where only a tier has it, else 0.
+    A later Removed is about objects that a mask has. With `more` there are further chunks now.
+    """
+
+    hashes: ChangedHashes
+    parents: ChangedHashes
+    descriptions: Descriptions
+    masks: Masks
+    more: bool
+
+
 class Report(_Numbered, frozen=True, tag="report"):
     """The answer to Stats: the daemon's values, and its status where it was asked for."""
 
@@ -519,12 +568,28 @@ class Error(_Numbered, frozen=True, tag="error"):
     message: Annotated[str, Meta(max_length=4096)]
 
 
-SessionMessage = Hello | Drained | ReportMapping | ReportStale | Identify | Subscribe
+SessionMessage = Hello | Drained | ReportMapping | ReportStale | Identify
+AnnouncingMessage = Subscribe | Describe | ReadAnnouncements
 SlotMessage = Lookup | Release | Reserve | Commit | Free | ReportCorrupt
-EngineMessage = SessionMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
+EngineMessage = (
+    SessionMessage | AnnouncingMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
+)
 """The messages of an engine's connections. Control connections send the rest."""
 Request = EngineMessage | Stats | ListEngines | Clear | Explain
-Reply = Welcome | Found | Pending | Reserved | Removed | Report | Engines | Done | Explained | Error
+UnaskedReply = Removed | Announced
+"""The messages that a session gets without a request of their own."""
+Reply = (
+    Welcome
+    | Found
+    | Pending
+    | Reserved
+    | UnaskedReply
+    | Report
+    | Engines
+    | Done
+    | Explained
+    | Error
+)
 
 
 def geometry_to_wire(geometry: Geometry) -> WireGeometry:

@@ -47,6 +47,7 @@ class ErrorCode(StrEnum):
     PART_BYTES = "part_bytes", "no group of this engine has objects of that many parts of that size"
     PACKED = "packed", "packed arrays that belong together are broken or differ in length"
     COMMIT = "commit", "slots, groups and hashes do not fit together"
+    DESCRIBE = "describe", "hashes, parents and descriptions do not fit together"
     TOO_LARGE = "too_large", "the reply would be larger than a message may be"
     WIRE = "wire", "the bytes are no message of this protocol", True
     INTERNAL = "internal", "a fault of the daemon, with a traceback in its log", True
@@ -80,6 +81,8 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.ReportStale: MessageRule(_ENGINE, None),
     wire.Identify: MessageRule(_ENGINE, wire.Done),
     wire.Subscribe: MessageRule(_ENGINE, None),
+    wire.Describe: MessageRule(_ENGINE, None),
+    wire.ReadAnnouncements: MessageRule(_ENGINE, None),
     wire.Lookup: MessageRule(_ENGINE, wire.Found, wire.Pending),
     wire.Release: MessageRule(_ENGINE, None),
     wire.Reserve: MessageRule(_ENGINE, wire.Reserved),

@@ -39,20 +39,23 @@ Step = tuple[int, int, int, int]
 
 def check(announced: AnnouncedChunks) -> None:
     """Derive anew what is shown; raises AssertionError where it differs."""
-    assert announced.hidden.keys() == announced.present.keys() - announced.shown.keys()
-    for chunk_hash, shown in announced.shown.items():
-        assert shown.chunk_hash == chunk_hash
-        assert shown.is_end or shown.following, "a chunk that is not useful is shown"
-        assert not shown.is_end or announced.may_end(shown)
+    shown = announced.shown
+    assert announced.hidden.keys() == announced.present.keys() - shown.rows.keys()
+    for chunk_hash, row in shown.rows.items():
+        following = [*shown.following(row)]
+        assert shown.hashes[row] == chunk_hash
+        assert shown.is_end[row] or following, "a chunk that is not useful is shown"
+        assert not shown.is_end[row] or announced.may_end(row)
         assert announced.present.get(chunk_hash, 0) & announced.full == announced.full
-        if shown.previous is None:
-            assert shown.chunk == 0
+        previous = shown.previous[row]
+        if previous < 0:
+            assert shown.chunks[row] == 0
         else:
-            assert announced.shown[shown.previous.chunk_hash] is shown.previous
-            assert shown in shown.previous.following
-            assert shown.previous.chunk == shown.chunk - 1
-        for later in shown.following:
-            assert announced.shown[later.chunk_hash] is later
+            assert shown.rows[shown.hashes[previous]] == previous
+            assert row in shown.following(previous)
+            assert shown.chunks[previous] == shown.chunks[row] - 1
+        assert len(following) == len(set(following))
+        assert all(shown.previous[later] == row for later in following)
 
 
 @settings(max_examples=examples(400))
@@ -94,7 +97,14 @@ def test_what_is_shown_is_of_use_and_what_is_of_use_is_shown(name: str, steps: l
                     if what < 4 or group != index:
                         news += [at] if announced.learn(keys[at], group) else []
                         present.add((keys[at], group))
-            fresh = announced.show(keys, min(news, default=CHUNKS))
+            start = min(news, default=CHUNKS)
+            # As chunks that follow others are announced: from a shown one on, before all windows.
+            before = start - announced.reach - 1
+            if what == 3 and before >= 0 and keys[before] in announced:
+                fresh = announced.show(keys[before + 1 :], announced.reach, keys[before])
+                fresh = [before + 1 + at for at in fresh]
+            else:
+                fresh = announced.show(keys, start)
             assert fresh == sorted(fresh)
             assert shown.isdisjoint(keys[at] for at in fresh)
             shown.update(keys[at] for at in fresh)

@@ -1,6 +1,7 @@
 """KV events: what they say of a prompt. That they are true, whatever happens: tests/simulation."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,12 @@ from hybridkv.connector.metrics import (
     CHUNKS_NOT_SHOWN,
     CHUNKS_WITHDRAWN,
 )
-from hybridkv.connector.scheduler.announced import EventGroup
-from hybridkv.connector.scheduler.kv_events import KVEventPublisher, PresentObjects
+from hybridkv.connector.scheduler.kv_events import READ_BYTES, KVEventPublisher, PresentObjects
 from hybridkv.connector.scheduler.requests import RequestLookup, TrackedRequest
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import parse_settings
 from hybridkv.vllm.hook_guard import fault
-from hybridkv.wire.messages import Found, Removed
+from hybridkv.wire.messages import Announced, Describe, Found, ReadAnnouncements, Removed, Subscribe
 from tests.layouts import LAYOUTS
 from tests.unit.connector.requests import make_role
 
@@ -89,12 +89,8 @@ def test_an_event_has_the_engines_hashes_tokens_and_parent() -> None:
     tokens = [*range(100, 100 + 3 * CHUNK + 5)]
     tracked = make_request("r", tokens, salt="s", adapter="tuned")
     (first,) = store(events, tracked, 0, 1)
-    assert (first.medium, first.block_size, first.parent_block_hash, first.group_idx) == (
-        "CPU",
-        BLOCK,
-        None,
-        None,
-    )
+    assert (first.medium, first.block_size, first.parent_block_hash) == ("CPU", BLOCK, None)
+    assert (first.group_idx, first.kv_cache_spec_kind) == (None, None), "routers take any"
     assert first.block_hashes == names_of(tracked, 0, 2 * BLOCKS)
     assert first.token_ids == tokens[: 2 * CHUNK]
     assert (first.lora_id, first.lora_name) == (3, "tuned")
@@ -146,20 +142,20 @@ def test_what_only_a_tier_has_is_announced_as_storage() -> None:
     (gone,) = events.take_new()
     assert gone.medium == "CPU"
     assert sorted(gone.block_hashes) == sorted(names_of(tracked, 0, 2 * BLOCKS))
+    events.on_removed(below(tracked, (0, 0), (1, 0), (1, 1), (2, 1), in_tier=False))
+    assert events.take_new() == []
     assert not events.blocks
-    assert not events.kept_tokens
+    assert not events.kept_bytes
 
 
 def test_storage_events_say_what_those_of_ram_said() -> None:
 
     events, _ = make_events()
-    events.group = EventGroup(1, "full_attention")
     tracked = make_request("r", [*range(100, 100 + 2 * CHUNK)], salt="s", adapter="tuned")
     (in_ram,) = store(events, tracked, 0, 1)
-    assert (in_ram.group_idx, in_ram.kv_cache_spec_kind) == (1, "full_attention")
     events.on_removed(below(tracked, (0, 1)))
     storage, removed = events.take_new()
-    assert (storage.medium, removed.medium, removed.group_idx) == ("STORAGE", "CPU", 1)
+    assert (storage.medium, removed.medium, removed.group_idx) == ("STORAGE", "CPU", None)
     storage.medium = "CPU"
     assert storage == in_ram
     events.withdraw_all()
@@ -170,7 +166,7 @@ def test_storage_events_say_what_those_of_ram_said() -> None:
 def test_of_more_tokens_than_are_kept_the_rest_is_announced_in_ram_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridkv.connector.scheduler.kv_events.TOKENS_MAX", CHUNK)
+    monkeypatch.setattr("hybridkv.connector.scheduler.kv_events.KEPT_BYTES_MAX", 5 * CHUNK)
     events, counters = make_events()
     tracked = make_request("r", [*range(2 * CHUNK)])
     (stored,) = store(events, tracked, 0, 1)
@@ -253,3 +249,125 @@ def test_nothing_is_named_by_a_token_that_is_not_computed() -> None:
     assert tracked.chunk_hashes(GEOMETRY, 1, 1) == ChunkHashChain(corrected.request, CHUNK).names(
         1, 1
     )
+
+
+def announcement(told: list[Any], *chunks: int, mask: bytes = b"\1", **changed: Any) -> Announced:
+    """What the daemon announces of some chunks that an engine described to it."""
+    (described,) = [message for message in told if isinstance(message, Describe)]
+    names = [described.hashes[at * 32 : at * 32 + 32] for at in chunks]
+    fields = {
+        "id": 1,
+        "hashes": b"".join(names),
+        "parents": b"".join(described.parents[at * 32 : at * 32 + 32] for at in chunks),
+        "descriptions": [described.descriptions[at] for at in chunks],
+        "masks": [mask * len(chunks)] * len(GEOMETRY.groups),
+        "more": False,
+    }
+    return Announced(**{**fields, **changed})
+
+
+def described_by(tracked: Any, *chunks: int) -> tuple[list[Any], list[Any]]:
+    """An engine that stored chunks: its events, and what it tells the daemon."""
+    events, _ = make_events()
+    stored = store(events, tracked, *chunks)
+    return stored, events.take_requests(is_idle=False)
+
+
+def test_another_engine_announces_what_the_first_one_stored() -> None:
+    tracked = make_request("r", [*range(100, 100 + 3 * CHUNK)], salt="s", adapter="tuned")
+    stored, told = described_by(tracked, 0, 1, 2)
+    events, _ = make_events()
+    assert events.take_requests(is_idle=False) == [ReadAnnouncements(1, READ_BYTES)]
+    assert events.take_requests(is_idle=False) == [], "it waits for the answer"
+    events.on_announced(announcement(told, 0, 1, more=True))
+    assert events.has_more
+    (first,) = events.take_new()
+    assert events.take_requests(is_idle=False) == [ReadAnnouncements(1, READ_BYTES)], (
+        "nothing is described again"
+    )
+    events.on_announced(announcement(told, 2))
+    (second,) = events.take_new()
+    assert not events.has_more
+    assert second.parent_block_hash == first.block_hashes[-1]
+    for name in ("block_hashes", "token_ids", "extra_keys"):
+        setattr(first, name, [*getattr(first, name), *getattr(second, name)])
+    assert [first] == stored
+    assert store(events, tracked, 0, 1, 2) == [], "it knows them"
+    events.on_announced(announcement(told, 0, 1, 2))
+    assert events.take_new() == [], "once"
+    removed = below(tracked, *((chunk, group) for chunk in (2, 1, 0) for group in (1, 0)))
+    events.on_removed(Removed(0, removed.hashes, removed.groups, below=bytes(6)))
+    gone = [name for event in events.take_new() for name in event.block_hashes]
+    assert sorted(gone) == sorted(first.block_hashes)
+    assert (len(events.blocks), events.kept_bytes) == (0, 0)
+
+
+def test_what_only_a_tier_has_is_announced_as_storage_at_once() -> None:
+    tracked = make_request("r", [*range(100, 100 + 2 * CHUNK)])
+    (stored,), told = described_by(tracked, 0, 1)
+    events, _ = make_events()
+    events.on_announced(announcement(told, 0, 1, mask=b"\2"))
+    (event,) = events.take_new()
+    assert (event.medium, event.block_hashes) == ("STORAGE", stored.block_hashes)
+    events.on_announced(announcement(told, 0))
+    assert [(each.medium, len(each.block_hashes)) for each in events.take_new()] == [
+        ("CPU", BLOCKS),
+        ("STORAGE", BLOCKS),
+    ]
+
+
+def test_a_chunk_is_announced_with_what_a_hit_needs_before_it() -> None:
+    """Its parents come first, and a window's object or a state may come later."""
+    tracked = make_request("r", [*range(100, 100 + 3 * CHUNK)])
+    (stored,), told = described_by(tracked, 0, 1, 2)
+    events, _ = make_events()
+    events.on_announced(announcement(told, 1, 2))
+    assert events.take_new() == [], "what comes before it is not known"
+    no_window = [b"\0", b"\1"]
+    events.on_announced(announcement(told, 0, masks=no_window))
+    assert [event.block_hashes for event in events.take_new()] == []
+    events.on_announced(announcement(told, 2))
+    (event,) = events.take_new()
+    assert event.block_hashes == stored.block_hashes
+
+
+def test_what_is_no_description_is_passed_over_and_counted() -> None:
+    tracked = make_request("r", [*range(100, 100 + CHUNK)])
+    _, told = described_by(tracked, 0)
+    for content in (b"", b"\xc0", announcement(told, 0).descriptions[0][:-1]):
+        events, counters = make_events()
+        events.on_announced(announcement(told, 0, descriptions=[content]))
+        assert events.take_new() == []
+        assert counters == {CHUNKS_NOT_KEPT: 1}
+    events.on_announced(announcement(told, 0, parents=b"p" * 32))
+    assert events.take_new() == [], "its own words say that it is the first"
+
+
+def test_after_a_reset_or_too_many_removals_all_is_announced_anew() -> None:
+    """AllBlocksCleared makes a router forget what the daemon has too."""
+    tracked = make_request("r", [*range(100, 100 + CHUNK)])
+    _, told = described_by(tracked, 0)
+    events, _ = make_events()
+    lost: tuple[Callable[[], None], ...] = (
+        lambda: events.on_reset(True, 0.0),
+        lambda: events.on_removed(Removed(0, b"", b"", everything=True)),
+    )
+    for number, lose in enumerate(lost, 1):
+        events.on_announced(announcement(told, 0, id=number))
+        assert len(events.take_new()) == 1
+        events.take_requests(is_idle=False)
+        events.on_reset(False, 0.0)
+        assert not events.take_new()
+        lose()
+        (gone,) = events.take_new()
+        assert len(gone.block_hashes) == BLOCKS
+        events.on_announced(announcement(told, 0, id=number))
+        assert events.take_new() == [], "it was sent before"
+        asked = events.take_requests(is_idle=False)
+        assert asked == [Subscribe(), ReadAnnouncements(number + 1, READ_BYTES)]
+
+
+def test_tokens_that_are_no_numbers_of_32_bits_are_not_described() -> None:
+    tracked = make_request("r", [*range(CHUNK - 1), 1 << 40])
+    (_,), told = described_by(tracked, 0)
+    assert told == [ReadAnnouncements(1, READ_BYTES)]

@@ -8,7 +8,12 @@ import pytest
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SlotRef, pack_slots, pack_u64
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.sessions import LOOK_SECONDS, UNANSWERED_MAX, OutgoingMessage, RemovedObject
+from hybridkv.daemon.subscriptions import (
+    LOOK_SECONDS,
+    UNANSWERED_MAX,
+    OutgoingMessage,
+    RemovedObject,
+)
 from hybridkv.wire.messages import Clear, Commit, Identify, Lookup, Removed, Stats, Subscribe
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
@@ -68,7 +73,7 @@ def test_an_engine_that_says_nothing_is_sent_no_more_than_it_may_keep_unread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("hybridkv.wire.messages.REMOVED_MAX", 2)
-    monkeypatch.setattr("hybridkv.daemon.sessions.QUEUE_MAX", 20)
+    monkeypatch.setattr("hybridkv.daemon.subscriptions.QUEUE_MAX", 20)
     daemon = make_daemon()
     engine(daemon, 1, QWEN3, "silent")
     engine(daemon, 2, QWEN3, "busy")
@@ -109,7 +114,7 @@ def test_an_engine_that_says_nothing_is_sent_no_more_than_it_may_keep_unread(
 def test_what_a_directory_has_is_told_and_told_again_when_it_has_it_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridkv.daemon.sessions.LOOKS_MAX", 3)
+    monkeypatch.setattr("hybridkv.daemon.subscriptions.LOOKS_MAX", 3)
     node = Node(f"disk://{tmp_path}?bytes=64MiB")
     engine(node.daemon, 1, FULL)
     node.daemon.handle(1, Subscribe())
@@ -148,7 +153,7 @@ def test_what_a_directory_has_is_told_and_told_again_when_it_has_it_no_more(
 def test_of_more_than_a_session_is_told_the_rest_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridkv.daemon.sessions.BELOW_MAX", 1)
+    monkeypatch.setattr("hybridkv.daemon.subscriptions.BELOW_MAX", 1)
     node = Node(f"disk://{tmp_path}?bytes=64MiB")
     engine(node.daemon, 1, FULL)
     node.daemon.handle(1, Subscribe())

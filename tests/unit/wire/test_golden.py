@@ -13,10 +13,12 @@ from hybridkv.core.refusals import Refusal
 from hybridkv.wire.codec import Frames, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
+    Announced,
     AuditOffer,
     Clear,
     Commit,
     Decline,
+    Describe,
     Done,
     Drained,
     Engines,
@@ -33,6 +35,7 @@ from hybridkv.wire.messages import (
     Lookup,
     OtherIdentity,
     Pending,
+    ReadAnnouncements,
     Release,
     Removed,
     Reply,
@@ -252,6 +255,16 @@ REQUESTS = [
     ),
     Example(Subscribe(), "0b00000091a9737562736372696265"),
     Example(
+        Describe(hashes=NAME, parents=bytes(32), descriptions=[b"d"]),
+        "5200000094a86465736372696265c420000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "1a1b1c1d1e1fc420000000000000000000000000000000000000000000000000000000000000000091c4"
+        "0164",
+    ),
+    Example(
+        ReadAnnouncements(number=7, description_bytes=1 << 15),
+        "1800000093b2726561645f616e6e6f756e63656d656e747307cd8000",
+    ),
+    Example(
         Lookup(
             id=3,
             lease=9,
@@ -368,6 +381,19 @@ REPLIES = [
         "c3c400",
     ),
     Example(
+        Announced(
+            id=0,
+            hashes=NAME,
+            parents=bytes(32),
+            descriptions=[b"d"],
+            masks=[b"\1", b"\2"],
+            more=True,
+        ),
+        "5c00000097a9616e6e6f756e63656400c420000102030405060708090a0b0c0d0e0f1011121314151617"
+        "18191a1b1c1d1e1fc4200000000000000000000000000000000000000000000000000000000000000000"
+        "91c4016492c40101c40102c3",
+    ),
+    Example(
         Report(id=6, values={"objects": 3.0}, tiers=[TIER], metrics_url="http://m", status=STATUS),
         "6d05000096a67265706f72740681a76f626a65637473cb40080000000000009189a46e616d65a4646973"
         "6ba86c6f636174696f6ea96469736b3a2f2f2f64a57772697465a77468726f756768a96d61785f627974"
@@ -450,7 +476,7 @@ REPLIES = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 12, "another version has other examples"
+    assert PROTOCOL_VERSION == 13, "another version has other examples"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ A chunk is shown only while its objects are known for sure to be there.
 """
 
 import math
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -19,37 +18,98 @@ from hybridkv.core.geometry import Geometry, GroupKind
 CHUNKS_MAX = 1 << 17
 """Chunks that are known at once, in some 400 bytes each. One more chunk takes the place of a chunk
 that is not shown. Where all known chunks are shown, the new chunk is not learned."""
+_NONE = -1  # In place of a row.
 
 
-class EventGroup(NamedTuple):
-    """The group whose blocks events list, as vLLM's own events name it."""
+class ShownChunks:
+    """The chunks that are shown, as rows of columns, and how they follow each other.
 
-    gid: int | None = None
-    kind: str | None = None
+    A hundred thousand objects would make the engine wait a quarter of a second for Python's garbage
+    collector, which does not look at numbers.
+    """
 
+    def __init__(self) -> None:
+        self.rows: dict[bytes, int] = {}  # By the chunk's hash.
+        self.hashes: list[bytes] = []
+        self.chunks = array("I")  # The chunk's number in the prompt.
+        self.previous = array("i")  # The row of the chunk before; _NONE where there is none.
+        self._child = array("i")  # The first of the chunks that come next: prompts part after it.
+        self._older, self._younger = array("i"), array("i")  # The others of them.
+        self.is_end = bytearray()  # 1 where a hit may end with the chunk.
+        self._free = array("i")
 
-NO_GROUP = EventGroup()
+    def append_shown(self, chunk_hash: bytes, chunk: int, previous: int) -> int:
+        """Add a chunk after the chunk of a row. Returns its row."""
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = len(self.hashes)
+            self.hashes.append(b"")
+            self.chunks.append(0)
+            self.is_end.append(0)
+            for column in (self.previous, self._child, self._older, self._younger):
+                column.append(_NONE)
+        self.rows[chunk_hash] = row
+        self.hashes[row], self.chunks[row], self.is_end[row] = chunk_hash, chunk, 0
+        self.previous[row], self._child[row], self._younger[row] = previous, _NONE, _NONE
+        self._older[row] = _NONE
+        if previous != _NONE:
+            sibling = self._older[row] = self._child[previous]
+            if sibling != _NONE:
+                self._younger[sibling] = row
+            self._child[previous] = row
+        return row
 
+    def remove_row(self, row: int) -> None:
+        """Remove a chunk that no chunk follows."""
+        del self.rows[self.hashes[row]]
+        older, younger, previous = self._older[row], self._younger[row], self.previous[row]
+        if older != _NONE:
+            self._younger[older] = younger
+        if younger != _NONE:
+            self._older[younger] = older
+        elif previous != _NONE:
+            self._child[previous] = older
+        self.hashes[row] = b""
+        self._free.append(row)
 
-@dataclass(eq=False, slots=True)
-class _ShownChunk:
-    chunk_hash: bytes
-    chunk: int  # The chunk's number in the prompt.
-    previous: "_ShownChunk | None"
-    following: "set[_ShownChunk]" = field(default_factory=set)
-    """The shown chunks that come next: prompts part after this chunk."""
-    is_end: bool = False  # Whether a hit may end with this chunk.
+    def following(self, row: int) -> Iterator[int]:
+        """Yield the rows of the chunks that come next."""
+        later = self._child[row]
+        while later != _NONE:
+            yield later
+            later = self._older[later]
+
+    def near(self, row: int, distance: float) -> list[int]:
+        """Return a row and those of the chunks at most `distance` after it, the nearest first."""
+        rows, level = [row], [row]
+        while level and distance > 0:
+            level = [later for before in level for later in self.following(before)]
+            rows += level
+            distance -= 1
+        return rows
+
+    def remove_rows(self) -> None:
+        """Remove all chunks."""
+        self.__init__()  # type: ignore[misc]
 
 
 class AnnouncedChunks:
     """Chunks by their hashes, each of which covers all tokens up to the chunk's end."""
 
-    def __init__(self, geometry: Geometry, chunks_max: int = CHUNKS_MAX) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        chunks_max: int = CHUNKS_MAX,
+        on_forgotten: Callable[[bytes], None] = lambda chunk_hash: None,
+    ) -> None:
+        """`on_forgotten` is called with each chunk that is not known any more."""
         self._geometry = geometry
         self._chunks_max = chunks_max
+        self._on_forgotten = on_forgotten
         self.present: dict[bytes, int] = {}
         """For each known chunk a bit mask: bit i is set if the object of group index i is there."""
-        self.shown: dict[bytes, _ShownChunk] = {}
+        self.shown = ShownChunks()
         self.hidden: OrderedDict[bytes, None] = OrderedDict()
         """Chunks that are known and not shown. A chunk is added by the first `show` that leaves it
         out."""
@@ -59,15 +119,15 @@ class AnnouncedChunks:
                 self.full |= 1 << index
             elif group.kind is not GroupKind.RECURRENT:
                 window = max(window, group.window_tokens + group.extra_retained_tokens)
-        self._reach = -(-window // geometry.chunk_tokens)
+        self.reach = -(-window // geometry.chunk_tokens)
         """A hit that needs an object for a window ends at most so many chunks after it."""
 
     def __len__(self) -> int:
         """The number of chunks that are shown."""
-        return len(self.shown)
+        return len(self.shown.rows)
 
     def __contains__(self, chunk_hash: bytes) -> bool:
-        return chunk_hash in self.shown
+        return chunk_hash in self.shown.rows
 
     def learn(self, chunk_hash: bytes, group_index: int) -> bool:
         """Note that an object is there. Returns True if that is new and there is room for it."""
@@ -79,6 +139,7 @@ class AnnouncedChunks:
                 return False
             oldest, _ = self.hidden.popitem(last=False)
             del self.present[oldest]
+            self._on_forgotten(oldest)
         self.present[chunk_hash] = known | bit
         return True
 
@@ -86,35 +147,50 @@ class AnnouncedChunks:
         """Return True if some object of the chunk is known to be there."""
         return chunk_hash in self.present
 
-    def show(self, hashes: Sequence[bytes], first: int = 0) -> list[int]:
-        """Show the useful chunks of a prompt. Returns the numbers of the new ones, ascending.
+    def may_precede(self, chunk_hash: bytes) -> bool:
+        """Return True unless every hit that ends after the chunk lacks an object of it."""
+        return self.present.get(chunk_hash, 0) & self.full == self.full
 
-        The caller has learned nothing new about the chunks before number `first`.
+    def show(self, hashes: Sequence[bytes], first: int = 0, before: bytes = b"") -> list[int]:
+        """Show the useful chunks of a prompt. Returns the places of the new ones, ascending.
+
+        The caller has learned nothing new about the chunks before `hashes[first]`. Without `before`
+        the first hash is that of the prompt's first chunk. Else it follows `before`, which is
+        shown, and `first` is at least `reach`.
         """
-        groups = self._geometry.groups
+        groups, shown = self._geometry.groups, self.shown
+        previous = shown.rows[before] if before else _NONE
+        start = 0 if previous == _NONE else shown.chunks[previous] + 1
         present = [self.present.get(chunk_hash, 0) for chunk_hash in hashes]
-        masks = [bytes(known >> index & 1 for known in present) for index in range(len(groups))]
-        hit = largest_hit(self._geometry, masks, len(hashes))
+        # Full attention has the chunks before, and no hit that may be new needs others of them.
+        masks = [
+            b"\1" * start + bytes(known >> index & 1 for known in present)
+            for index in range(len(groups))
+        ]
+        hit = max(0, largest_hit(self._geometry, masks, start + len(hashes)) - start)
         fresh: list[int] = []
-        previous: _ShownChunk | None = None
-        for chunk, chunk_hash in enumerate(hashes[:hit]):
-            shown = self.shown.get(chunk_hash)
-            if shown is None:
-                shown = self.shown[chunk_hash] = _ShownChunk(chunk_hash, chunk, previous)
-                if previous is not None:
-                    previous.following.add(shown)
+        for at, chunk_hash in enumerate(hashes[:hit]):
+            row, chunk = shown.rows.get(chunk_hash, _NONE), start + at
+            if row == _NONE:
+                row = shown.append_shown(chunk_hash, chunk, previous)
                 self.hidden.pop(chunk_hash, None)
-                fresh.append(chunk)
-                first = min(first, chunk)
-            if chunk >= first and not shown.is_end:
+                fresh.append(at)
+                first = min(first, at)
+            if at >= first and not shown.is_end[row]:
                 needs = [needed_chunks(self._geometry, group, chunk + 1) for group in groups]
                 pairs = zip(masks, needs, strict=True)
-                shown.is_end = all(mask.find(0, need.start, need.stop) < 0 for mask, need in pairs)
-            previous = shown
-        for chunk_hash, known in zip(hashes[hit:], present[hit:], strict=True):
-            if known and chunk_hash not in self.shown:
-                self.hidden.setdefault(chunk_hash)
+                shown.is_end[row] = all(
+                    mask.find(0, need.start, need.stop) < 0 for mask, need in pairs
+                )
+            previous = row
+        self.leave_out(hashes[hit:])
         return fresh
+
+    def leave_out(self, hashes: Iterable[bytes]) -> None:
+        """Note that no hit is known which needs these chunks."""
+        for chunk_hash in hashes:
+            if chunk_hash in self.present and chunk_hash not in self.shown.rows:
+                self.hidden.setdefault(chunk_hash)
 
     def lose(self, chunk_hash: bytes, group_index: int) -> list[bytes]:
         """Note that an object is gone. Returns the hashes of the chunks that this hides."""
@@ -126,57 +202,52 @@ class AnnouncedChunks:
             self.hidden.pop(chunk_hash, None)
         else:
             self.present[chunk_hash] = known & ~bit
-        if (shown := self.shown.get(chunk_hash)) is None:
+        shown = self.shown
+        if (row := shown.rows.get(chunk_hash)) is None:
             return []
         # Every hit that ends with this chunk or a later one needs an object of full attention.
         is_full = bool(bit & self.full)
-        near = list(_with_following(shown, math.inf if is_full else self._reach))
+        near = shown.near(row, math.inf if is_full else self.reach)
         for later in near:
-            later.is_end = later.is_end and not is_full and self.may_end(later)
+            shown.is_end[later] = shown.is_end[later] and not is_full and self.may_end(later)
         return [hidden for later in reversed(near) for hidden in self._prune(later)]
 
     def forget_all(self) -> list[bytes]:
         """Forget all chunks. Returns the hashes of those that were shown."""
-        hashes = list(self.shown)
-        self.shown.clear()
+        hashes = list(self.shown.rows)
+        self.shown.remove_rows()
         self.hidden.clear()
         self.present.clear()
         return hashes
 
-    def may_end(self, shown: _ShownChunk) -> bool:
-        """Return True if groups with windows and states have what a hit that ends there needs."""
+    def may_end(self, row: int) -> bool:
+        """Return True if windows and states have what a hit that ends with a shown chunk needs."""
+        shown = self.shown
         for index, group in enumerate(self._geometry.groups):
             if group.kind is GroupKind.FULL:
                 continue
-            needed: _ShownChunk | None = shown
-            for _ in needed_chunks(self._geometry, group, shown.chunk + 1):
-                assert needed is not None, "a chunk before a shown one is not shown"
-                if not self.present.get(needed.chunk_hash, 0) >> index & 1:
+            needed = row
+            for _ in needed_chunks(self._geometry, group, shown.chunks[row] + 1):
+                assert needed != _NONE, "a chunk before a shown one is not shown"
+                if not self.present.get(shown.hashes[needed], 0) >> index & 1:
                     return False
-                needed = needed.previous
+                needed = shown.previous[needed]
         return True
 
-    def _prune(self, shown: _ShownChunk) -> Iterator[bytes]:
+    def _prune(self, row: int) -> Iterator[bytes]:
         """Hide the chunk if it is not useful, then the chunks before it that are not useful now.
 
         Yields their hashes.
         """
-        last: _ShownChunk | None = shown
-        while last is not None and not last.is_end and not last.following:
-            if self.shown.pop(last.chunk_hash, None) is None:
-                break
-            if last.chunk_hash in self.present:
-                self.hidden[last.chunk_hash] = None
-            yield last.chunk_hash
-            if last.previous is not None:
-                last.previous.following.remove(last)
-            last = last.previous
-
-
-def _with_following(shown: _ShownChunk, distance: float) -> Iterator[_ShownChunk]:
-    """Yield a chunk and the shown chunks at most `distance` after it, nearest first."""
-    level: Iterable[_ShownChunk] = [shown]
-    while level:
-        yield from level
-        level = [later for chunk in level for later in chunk.following] if distance > 0 else []
-        distance -= 1
+        shown = self.shown
+        while (
+            row != _NONE and not shown.is_end[row] and not any(True for _ in shown.following(row))
+        ):
+            chunk_hash, previous = shown.hashes[row], shown.previous[row]
+            if shown.rows.get(chunk_hash) != row:
+                break  # It is hidden already.
+            shown.remove_row(row)
+            if chunk_hash in self.present:
+                self.hidden[chunk_hash] = None
+            yield chunk_hash
+            row = previous

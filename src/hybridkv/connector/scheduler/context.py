@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridkv.connector.scheduler.announced import NO_GROUP, EventGroup
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.audit import AuditBudget
 from hybridkv.core.geometry import Geometry
@@ -50,7 +49,6 @@ class SchedulerContext:
     faults: BatchFaults = BatchFaults()  # Where the engine's own KV may be wrong.
     model: WireModel | None = None  # The model, as the daemon shows it.
     publishes_events: bool = False  # True if vLLM publishes KV events.
-    event_group: EventGroup = NO_GROUP  # The group whose blocks the events list.
 
 
 class EngineLife:

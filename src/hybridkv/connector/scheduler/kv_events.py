@@ -3,17 +3,20 @@
 A chunk is announced by the engine's own block hashes, in blocks of its full attention group. A
 router that understands the engine's events about its own memory therefore understands these too.
 The medium is "CPU" where a hit needs the daemon's RAM alone, and "STORAGE" where it needs a tier
-below RAM too. An event is sent once all groups have what a hit needs. It names the full attention
-group, whose blocks it lists. A chunk that may be gone is withdrawn by its hashes, never by
-AllBlocksCleared, which would clear the engine's own memory as well.
+below RAM too. An event is sent once all groups have what a hit needs. It names no group, because
+some routers pass over all groups but the first, and there are no events about any other group. A
+chunk that may be gone is withdrawn by its hashes, never by AllBlocksCleared, which would clear the
+engine's own memory as well.
+
+An engine knows of chunks by its own stores and lookups, and by what the daemon announces to it. It
+describes its own chunks to the daemon, for other engines and for itself after a restart.
 """
 
-import contextlib
 import logging
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import (
@@ -24,49 +27,37 @@ from vllm.distributed.kv_events import (
     KVCacheEvent,
 )
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from hybridkv.connector import metrics
-from hybridkv.connector.scheduler.announced import NO_GROUP, AnnouncedChunks, EventGroup
+from hybridkv.connector.scheduler.announced import AnnouncedChunks
+from hybridkv.connector.scheduler.descriptions import (
+    AnnouncedBlocks,
+    BlockName,
+    decode_blocks,
+    encode_blocks,
+    is_description,
+)
 from hybridkv.connector.scheduler.parts import EngineIdentity, Part
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.core.geometry import Geometry, Group, GroupKind
-from hybridkv.core.keys import unpack_hashes
+from hybridkv.core.keys import HASH_BYTES, unpack_hashes
 from hybridkv.core.metrics import Metric
 from hybridkv.vllm.hook_guard import fault
 from hybridkv.vllm.versions import to_event_extra_keys
-from hybridkv.wire.messages import Found, Removed
+from hybridkv.wire import messages as wire
+from hybridkv.wire.messages import DESCRIPTION_BYTES_MAX, Announced, Describe, Found, Removed
 
 logger = logging.getLogger("vllm.hybridkv")
 
-BlockName = bytes | int  # A block's hash as vLLM publishes it.
 HASHES_MAX = 4096  # Block hashes in one event.
-TOKENS_MAX = 1 << 24
-"""Tokens of announced chunks that are kept, in 4 bytes each, for an event about another medium.
-Chunks whose tokens are not kept are announced in RAM only."""
-
-
-def event_group(geometry: Geometry, specs: Sequence[Any]) -> EventGroup:
-    """Return the group whose blocks events list: full attention with the smallest blocks.
-
-    `specs` has the KV cache spec of each of vLLM's groups.
-    """
-    group = _listed(geometry)
-    if group is None:
-        return NO_GROUP
-    return EventGroup(group.gid, get_kv_cache_spec_kind(specs[group.gid]).value)
-
-
-class AnnouncedBlocks(NamedTuple):
-    """The engine's blocks in an announced chunk, with the fields of their event."""
-
-    names: list[BlockName]
-    parent: BlockName | None  # The block before the first one; None = the prompt begins here.
-    tokens: Sequence[int]  # Empty where TOKENS_MAX tokens are kept already.
-    extra_keys: list[Any]  # vLLM's extra keys of each block.
-    lora_id: int | None
-    lora_name: str | None
-    session_id: str | None
+KEPT_BYTES_MAX = 96 << 20
+"""Bytes of what is kept of announced chunks, with 4 for each token, for an event about another
+medium. Chunks whose tokens are not kept are announced in RAM only."""
+READ_BYTES, IDLE_READ_BYTES = 8 << 10, 64 << 10
+"""Bytes of descriptions that one step takes of the daemon, with requests and without any."""
+DESCRIBED_MAX = 32  # Chunks that one message describes.
+_NO_PARENT = bytes(HASH_BYTES)
+_IN_RAM = 1  # In a mask of Announced.
 
 
 class PresentObjects(NamedTuple):
@@ -79,36 +70,37 @@ class PresentObjects(NamedTuple):
 class KVEventPublisher(Part):
     """The announced chunks, and events that vLLM has not taken yet. There are none if it is off."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        counters: Counter[Metric],
-        is_on: bool = True,
-        group: EventGroup = NO_GROUP,
-    ) -> None:
+    def __init__(self, geometry: Geometry, counters: Counter[Metric], is_on: bool = True) -> None:
         self.is_on = is_on
         """True if vLLM publishes KV events."""
         self._geometry = geometry
         self._counters = counters
-        self.group = group
         listed = _listed(geometry)
         self.block_tokens = geometry.chunk_tokens if listed is None else listed.tokens_per_block
         """Tokens of one announced block."""
         self.in_ram = AnnouncedChunks(geometry)
-        self.anywhere = AnnouncedChunks(geometry)
+        self.anywhere = AnnouncedChunks(geometry, on_forgotten=self._drop_blocks)
         """Chunks that hits from RAM and tiers need. Their medium is "CPU" if `in_ram` has them."""
         self._announced: dict[str, dict[bytes, None]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """The hashes of announced chunks, by medium, in the order of their events."""
-        self.blocks: dict[bytes, AnnouncedBlocks] = {}
-        """The blocks of announced chunks, by the chunk's hash."""
-        self.kept_tokens = 0  # Tokens of all AnnouncedBlocks.
-        self._uses: dict[str, Counter[BlockName]] = {
-            MEDIUM_CPU: Counter(),
-            MEDIUM_STORAGE: Counter(),
-        }
+        self.blocks: dict[bytes, bytes] = {}
+        """Descriptions of announced chunks, and of others that the daemon announced, by hash."""
+        self._before: dict[bytes, bytes] = {}
+        """The hash of the chunk before each of these; empty where the prompt begins."""
+        self.kept_bytes = 0  # Of all descriptions.
+        self._uses: dict[str, dict[BlockName, int]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """For each medium and block the number of announced chunks that have it. Chunks share
         blocks where prompts differ at the end of a chunk only."""
+        self._without_tokens: set[bytes] = set()  # Announced chunks whose tokens are not kept.
         self._queue: list[KVCacheEvent] = []
+        self._undescribed: dict[bytes, bytes] = {}
+        """Descriptions of own chunks that the daemon does not have, by hash."""
+        # A daemon describes what its node has. Other nodes may lack it.
+        self._shares = is_on and geometry.nodes == 1
+        self.has_more = False  # True while the daemon has more to announce.
+        self._begins_anew = False  # True where all was withdrawn that the daemon still has.
+        self._has_asked = False  # True while the daemon is to announce what comes next.
+        self._number = 1  # Of what is asked for. Answers of other numbers are of what ended.
 
     def update(self, work: Callable[["KVEventPublisher"], None]) -> None:
         """Call `work` with the publisher if it is on. A fault in it withdraws all chunks."""
@@ -122,6 +114,24 @@ class KVEventPublisher(Part):
             logger.exception("hybridkv: KV events failed; what was announced is withdrawn")
             self.withdraw_all()
 
+    def take_requests(self, is_idle: bool) -> list[wire.Request]:
+        """Return what the daemon is to be told and asked for, after a step.
+
+        Only for a connection of which Subscribe was sent. `is_idle` is true if no request runs.
+        """
+        messages: list[wire.Request] = []
+        if not self._shares:
+            return messages
+        if self._begins_anew:
+            messages.append(wire.Subscribe())
+        undescribed, self._undescribed = self._undescribed, {}
+        messages += self._describe_to_daemon(undescribed)
+        if not self._has_asked:
+            size = IDLE_READ_BYTES if is_idle else READ_BYTES
+            messages.append(wire.ReadAnnouncements(self._number, size))
+        self._begins_anew, self._has_asked = False, True
+        return messages
+
     def on_committed(self, stored: Mapping[TrackedRequest, Sequence[PresentObjects]]) -> None:
         """Announce what is new in RAM with objects of requests that were committed."""
         for tracked, present in stored.items():
@@ -134,6 +144,31 @@ class KVEventPublisher(Part):
             hashes = tracked.chunk_hashes(self._geometry, 0, count)
             self._learn(tracked, unpack_hashes(hashes), present)
 
+    def on_announced(self, announced: Announced) -> None:
+        """Announce chunks that the daemon has, whichever engine stored them."""
+        if announced.id != self._number:
+            return
+        self.has_more, self._has_asked = announced.more, False
+        hashes = unpack_hashes(announced.hashes)
+        parents = unpack_hashes(announced.parents)
+        first = 0  # The first chunk of those that follow each other.
+        for at, (chunk_hash, parent) in enumerate(zip(hashes, parents, strict=True)):
+            before = b"" if parent == _NO_PARENT else parent
+            if at and before != hashes[at - 1]:
+                self._show_chain(hashes[first:at])
+                first = at
+            if not self._keep_description(chunk_hash, before, announced.descriptions[at]):
+                self._counters[metrics.CHUNKS_NOT_KEPT] += 1
+                continue
+            for index, mask in enumerate(announced.masks):
+                if mask[at] == _IN_RAM:
+                    self._learn_in_ram(chunk_hash, index)
+                elif mask[at]:
+                    self.anywhere.learn(chunk_hash, index)
+            if not self.anywhere.knows(chunk_hash):
+                self._drop_blocks(chunk_hash)
+        self._show_chain(hashes[first:])
+
     def on_found(self, tracked: TrackedRequest, found: Found) -> None:
         """Announce what is new of the objects that a lookup found in RAM."""
         present = [
@@ -144,26 +179,44 @@ class KVEventPublisher(Part):
 
     def on_removed(self, removed: Removed) -> None:
         """Withdraw chunks, or announce them below RAM, because RAM has lost objects of them."""
+        self._has_asked = False  # A session that says nothing is not sent much more.
         if removed.everything:
             self._counters[metrics.REMOVALS_OVERFLOWED] += 1
-            self.withdraw_all()
+            self._withdraw_anew()
         groups = zip_longest(removed.groups, removed.below, fillvalue=0)
         pairs = zip(unpack_hashes(removed.hashes), groups, strict=False)
         for chunk_hash, (group_index, is_below) in pairs:
             if group_index >= len(self._geometry.groups):
                 continue
-            blocks = self.blocks.get(chunk_hash)
             from_ram = self.in_ram.lose(chunk_hash, group_index)
             # A chunk that cannot be described again is as good as gone.
-            is_below = is_below and (blocks is None or bool(blocks.tokens))
+            is_below = is_below and chunk_hash not in self._without_tokens
             gone = [] if is_below else self.anywhere.lose(chunk_hash, group_index)
             self._withdraw(from_ram, gone)
+            if not self.anywhere.knows(chunk_hash):
+                self._drop_blocks(chunk_hash)
+
+    def on_reset(self, is_empty: bool, now: float) -> None:
+        """Announce all anew: AllBlocksCleared has made routers forget what the daemon has too."""
+        if is_empty:
+            self.update(KVEventPublisher._withdraw_anew)
 
     def on_new_identity(self, identity: EngineIdentity, now: float) -> None:
-        self.update(KVEventPublisher.withdraw_all)
+        self._end_subscription()
 
     def on_connection_lost(self, now: float) -> None:
+        self._end_subscription()
+
+    def _end_subscription(self) -> None:
+        """Withdraw all chunks. The daemon announces those of the next subscription."""
+        self.has_more = self._has_asked = False
+        self._number += 1
         self.update(KVEventPublisher.withdraw_all)
+
+    def _withdraw_anew(self) -> None:
+        """Withdraw all chunks, and ask for those that are there."""
+        self._end_subscription()
+        self._begins_anew = True
 
     def withdraw_all(self) -> None:
         """Withdraw all chunks, because nothing is known of them any more."""
@@ -172,7 +225,10 @@ class KVEventPublisher(Part):
         for medium, announced in self._announced.items():
             self._queue_removed(medium, list(announced))
         self.blocks.clear()
-        self.kept_tokens = 0
+        self._before.clear()
+        self._undescribed.clear()
+        self._without_tokens.clear()
+        self.kept_bytes = 0
 
     def take_new(self) -> list[KVCacheEvent]:
         """Return the events since the last call, in their order."""
@@ -192,9 +248,8 @@ class KVEventPublisher(Part):
             for chunk in chunks:
                 if chunk >= len(hashes):
                     continue
-                if self.in_ram.learn(hashes[chunk], group_index):
+                if self._learn_in_ram(hashes[chunk], group_index):
                     learned.append(chunk)
-                    self.anywhere.learn(hashes[chunk], group_index)
                 elif not self.in_ram.knows(hashes[chunk]):
                     not_shown.add(chunk)
         if not_shown:
@@ -203,18 +258,67 @@ class KVEventPublisher(Part):
             return
         in_ram = self.in_ram.show(hashes, min(learned))
         anywhere = self.anywhere.show(hashes, min(learned))
-        below = [chunk for chunk in anywhere if hashes[chunk] not in self.in_ram]
-        fresh = {
-            hashes[chunk]: self._describe(tracked.request, chunk)
-            for chunk in (*in_ram, *below)
-            if hashes[chunk] not in self.blocks
-        }
-        self.blocks |= fresh
-        self._queue_stored(MEDIUM_CPU, [hashes[chunk] for chunk in in_ram])
-        self._queue_removed(MEDIUM_STORAGE, [hashes[chunk] for chunk in reversed(in_ram)])
-        self._queue_stored(MEDIUM_STORAGE, [hashes[chunk] for chunk in below])
-        for chunk_hash in fresh:
-            self._keep_tokens(chunk_hash)
+        new = [chunk for chunk in sorted({*in_ram, *anywhere}) if hashes[chunk] not in self.blocks]
+        fresh = {hashes[chunk]: self._describe(tracked.request, chunk) for chunk in new}
+        self._announce(
+            [hashes[chunk] for chunk in in_ram], [hashes[chunk] for chunk in anywhere], fresh
+        )
+        for chunk in new:
+            if hashes[chunk] in self.blocks:
+                self._before[hashes[chunk]] = hashes[chunk - 1] if chunk else b""
+
+    def _learn_in_ram(self, chunk_hash: bytes, group_index: int) -> bool:
+        """Note an object in RAM. Returns True if that is new and there is room for it."""
+        is_new = self.in_ram.learn(chunk_hash, group_index)
+        if is_new:
+            self.anywhere.learn(chunk_hash, group_index)
+        return is_new
+
+    def _show_chain(self, hashes: Sequence[bytes]) -> None:
+        """Announce described chunks that follow each other, if all chunks before them are known."""
+        if hashes and hashes[0] in self.blocks:
+            self._announce(
+                self._show_after(self.in_ram, hashes), self._show_after(self.anywhere, hashes)
+            )
+
+    def _show_after(self, chunks: AnnouncedChunks, hashes: Sequence[bytes]) -> list[bytes]:
+        """Show chunks that follow each other. Returns the hashes of those that are shown now."""
+        before = self._before[hashes[0]]
+        between: list[bytes] = []  # Chunks whose windows a hit may need, and that are not shown.
+        while before and (len(between) < chunks.reach or before not in chunks):
+            is_known = before in self._before and chunks.may_precede(before)
+            if not is_known or len(between) > len(self._before):
+                chunks.leave_out(hashes)
+                return []
+            between.append(before)
+            before = self._before[before]
+        chain = [*reversed(between), *hashes]
+        return [chain[at] for at in chunks.show(chain, len(between), before)]
+
+    def _announce(
+        self,
+        in_ram: Sequence[bytes],
+        anywhere: Sequence[bytes],
+        fresh: Mapping[bytes, AnnouncedBlocks] = MappingProxyType({}),
+    ) -> None:
+        """Announce chunks that are shown from now on. `fresh` has blocks of those that had none."""
+        below = [chunk_hash for chunk_hash in anywhere if chunk_hash not in self.in_ram]
+        self._queue_stored(MEDIUM_CPU, in_ram, fresh)
+        self._queue_removed(MEDIUM_STORAGE, reversed(in_ram))
+        self._queue_stored(MEDIUM_STORAGE, below, fresh)
+
+    def _keep_description(self, chunk_hash: bytes, before: bytes, content: bytes) -> bool:
+        """Keep what the daemon has of a chunk. Returns False where it is none, or without room."""
+        if chunk_hash in self.blocks:
+            return True
+        has_room = self.kept_bytes + len(content) <= KEPT_BYTES_MAX
+        is_sound = has_room and is_description(
+            content, not before, self._geometry.chunk_tokens, self.block_tokens
+        )
+        if is_sound:
+            self.blocks[chunk_hash], self._before[chunk_hash] = content, before
+            self.kept_bytes += len(content)
+        return is_sound
 
     def _withdraw(self, from_ram: list[bytes], gone: list[bytes]) -> None:
         """Withdraw chunks that left RAM or are gone. Announce below RAM those that are still there.
@@ -226,51 +330,74 @@ class KVEventPublisher(Part):
         self._queue_removed(MEDIUM_CPU, from_ram)
         self._queue_removed(MEDIUM_STORAGE, gone)
         for chunk_hash in (*from_ram, *gone):
-            is_announced = any(chunk_hash in announced for announced in self._announced.values())
-            if chunk_hash in self.blocks and not is_announced:
-                self.kept_tokens -= len(self.blocks.pop(chunk_hash).tokens)
+            if chunk_hash in self._without_tokens or not self.anywhere.knows(chunk_hash):
+                self._drop_blocks(chunk_hash)
 
-    def _keep_tokens(self, chunk_hash: bytes) -> None:
-        """Keep the tokens of a chunk that was just announced, if there is room for them.
+    def _drop_blocks(self, chunk_hash: bytes) -> None:
+        """Forget the blocks of a chunk that is not announced."""
+        is_announced = any(chunk_hash in announced for announced in self._announced.values())
+        if chunk_hash in self.blocks and not is_announced:
+            self.kept_bytes -= len(self.blocks.pop(chunk_hash))
+            self._before.pop(chunk_hash, None)
+            self._without_tokens.discard(chunk_hash)
+
+    def _keep_blocks(self, chunk_hash: bytes, blocks: AnnouncedBlocks) -> None:
+        """Keep an own chunk that is announced, with its tokens if there is room for them.
 
         They are of no use where `anywhere` had no room for the chunk.
         """
-        blocks, kept = self.blocks[chunk_hash], array("I")
-        has_room = self.kept_tokens + len(blocks.tokens) <= TOKENS_MAX
-        if has_room and chunk_hash in self.anywhere:
-            # A request may have token ids that are no numbers of 32 bits.
-            with contextlib.suppress(TypeError, OverflowError):
-                kept = array("I", blocks.tokens)
-        self.blocks[chunk_hash] = blocks._replace(tokens=kept)
-        if not kept:
+        content = encode_blocks(blocks)
+        if content is not None and self._shares:
+            shared = blocks._replace(session_id=None)
+            self._undescribed[chunk_hash] = (
+                content if blocks == shared else encode_blocks(shared) or content
+            )
+        has_room = content is not None and self.kept_bytes + len(content) <= KEPT_BYTES_MAX
+        if content is None or not has_room or chunk_hash not in self.anywhere:
             self._counters[metrics.CHUNKS_NOT_KEPT] += 1
-        self.kept_tokens += len(kept)
+            self._without_tokens.add(chunk_hash)
+            content = encode_blocks(AnnouncedBlocks(blocks.names, blocks.parent, (), [])) or b""
+        self.blocks[chunk_hash] = content
+        self.kept_bytes += len(content)
 
-    def _queue_stored(self, medium: str, chunk_hashes: Iterable[bytes]) -> None:
-        """Announce chunks, the prefix first. Chunks that follow each other share one event."""
+    def _queue_stored(
+        self,
+        medium: str,
+        chunk_hashes: Iterable[bytes],
+        fresh: Mapping[bytes, AnnouncedBlocks] = MappingProxyType({}),
+    ) -> None:
+        """Announce chunks, the prefix first. Chunks that follow each other share one event.
+
+        `fresh` has blocks of those that had none.
+        """
         uses = self._uses[medium]
         event: BlockStored | None = None
         for chunk_hash in chunk_hashes:
-            blocks = self.blocks.get(chunk_hash)
+            blocks = fresh.get(chunk_hash)
+            if blocks is not None and chunk_hash not in self.blocks:
+                self._keep_blocks(chunk_hash, blocks)
+            elif blocks is None and chunk_hash in self.blocks:
+                blocks = decode_blocks(self.blocks[chunk_hash])
             has_parent = blocks is not None and (
-                blocks.parent is None or any(uses[blocks.parent] for uses in self._uses.values())
+                blocks.parent is None or any(blocks.parent in uses for uses in self._uses.values())
             )
             if blocks is None or not blocks.tokens or not has_parent:
                 continue
             self._announced[medium][chunk_hash] = None
             self._counters[metrics.CHUNKS_ANNOUNCED] += 1
             names = blocks.names
-            known = next((at for at, name in enumerate(names) if not uses[name]), len(names))
-            uses.update(names)
-            fresh = self._event(medium, blocks, known)
-            if not fresh.block_hashes:
+            known = next((at for at, name in enumerate(names) if name not in uses), len(names))
+            for name in names:
+                uses[name] = uses.get(name, 0) + 1
+            new = self._event(medium, blocks, known)
+            if not new.block_hashes:
                 event = None
-            elif event is not None and event.block_hashes[-1] == fresh.parent_block_hash:
-                event.block_hashes += fresh.block_hashes
-                event.token_ids += fresh.token_ids
-                event.extra_keys += fresh.extra_keys
+            elif event is not None and event.block_hashes[-1] == new.parent_block_hash:
+                event.block_hashes += new.block_hashes
+                event.token_ids += new.token_ids
+                event.extra_keys += new.extra_keys
             else:
-                event = fresh
+                event = new
                 self._queue.append(event)
 
     def _queue_removed(self, medium: str, chunk_hashes: Iterable[bytes]) -> None:
@@ -281,15 +408,14 @@ class KVEventPublisher(Part):
                 continue
             del self._announced[medium][chunk_hash]
             self._counters[metrics.CHUNKS_WITHDRAWN] += 1
-            for name in self.blocks[chunk_hash].names:
+            for name in decode_blocks(self.blocks[chunk_hash]).names:
                 uses[name] -= 1
                 if not uses[name]:
                     del uses[name]
                     gone.append(name)
         for at in range(0, len(gone), HASHES_MAX):
             names = gone[at : at + HASHES_MAX]
-            event = BlockRemoved(block_hashes=names, medium=medium, group_idx=self.group.gid)
-            self._queue.append(event)
+            self._queue.append(BlockRemoved(block_hashes=names, medium=medium, group_idx=None))
 
     def _describe(self, request: Any, chunk: int) -> AnnouncedBlocks:
         """Return the engine's blocks in a chunk of a request."""
@@ -312,6 +438,19 @@ class KVEventPublisher(Part):
             session_id=request.session_id,
         )
 
+    def _describe_to_daemon(self, contents: Mapping[bytes, bytes]) -> Iterator[Describe]:
+        """Yield messages with descriptions for the daemon. Those that are too long are left out."""
+        names = [
+            name for name, content in contents.items() if len(content) <= DESCRIPTION_BYTES_MAX
+        ]
+        for at in range(0, len(names), DESCRIBED_MAX):
+            part = names[at : at + DESCRIBED_MAX]
+            yield Describe(
+                hashes=b"".join(part),
+                parents=b"".join(self._before.get(name) or _NO_PARENT for name in part),
+                descriptions=[contents[name] for name in part],
+            )
+
     def _event(self, medium: str, blocks: AnnouncedBlocks, first: int) -> BlockStored:
         """Return the event that announces a chunk's blocks from number `first` on."""
         return BlockStored(
@@ -323,8 +462,8 @@ class KVEventPublisher(Part):
             medium=medium,
             lora_name=blocks.lora_name,
             extra_keys=blocks.extra_keys[first:],
-            group_idx=self.group.gid,
-            kv_cache_spec_kind=self.group.kind,
+            group_idx=None,
+            kv_cache_spec_kind=None,
             session_id=blocks.session_id,
         )
 

@@ -70,9 +70,7 @@ class SchedulerRole:
         self._adapters = life.adapters
         self.weights = life.weights
         self.room = life.room
-        self.events = KVEventPublisher(
-            geometry, life.counters, context.publishes_events, context.event_group
-        )
+        self.events = KVEventPublisher(geometry, life.counters, context.publishes_events)
         hello = wire.Hello(
             1,
             version=wire.PROTOCOL_VERSION,
@@ -122,6 +120,7 @@ class SchedulerRole:
         if context.drafter or is_unproven:
             self._follow_blocks()
         self._push_until = 0.0  # When the engine stops waiting for the reports of stores.
+        self._announce_until = 0.0  # The same for what the daemon announces.
         self._read_on_until = 0.0  # The same for workers that read late. 0.0 = none does.
         self.exchange_messages(time.monotonic())
 
@@ -319,7 +318,12 @@ class SchedulerRole:
             self._read_on_until = 0.0
         elif not self._read_on_until:
             self._read_on_until = now + READ_ON_SECONDS
-        return (is_pending and now < self._push_until) or now < self._read_on_until
+        is_pushing = is_pending and now < self._push_until
+        return (
+            is_pushing
+            or now < self._read_on_until
+            or (self.events.has_more and now < self._announce_until)
+        )
 
     def on_finished(self, request_id: str) -> None:
         """Forget a request that ended or was aborted, unless its load goes on."""
@@ -385,6 +389,10 @@ class SchedulerRole:
         now = time.monotonic()
         self.stores.send_changes(now)
         self.exchange_messages(now)
+        if self.session.is_connected:
+            for message in self.events.take_requests(not self.requests.by_id):
+                self.session.queue_message(message, now)
+            self.session.link.flush(now)
         return self.events.take_new()
 
     def final_events(self) -> list[KVCacheEvent]:
@@ -433,6 +441,9 @@ class SchedulerRole:
             self.stores.credits.on_granted(shape, reply.slots, now)
         elif isinstance(reply, wire.Removed):
             self.events.update(lambda events: events.on_removed(reply))
+        elif isinstance(reply, wire.Announced):
+            self._announce_until = now + PUSH_SECONDS
+            self.events.update(lambda events: events.on_announced(reply))
         elif isinstance(reply, wire.Error):
             # The refused request may have been a commit.
             self.events.update(KVEventPublisher.withdraw_all)

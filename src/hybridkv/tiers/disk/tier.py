@@ -6,6 +6,7 @@
     objects/WRITER/alive                           touched and locked by that writer while it lives
     objects/WRITER/KK/KEY.PARENT[i]                a record; hexadecimal digits, i = interior
     objects/WRITER/tmp/D/N                         a record that is being written
+    books/WRITER                                   that writer's token book (daemon.book_file)
     quarantine/...                                 damaged records, the last few
 
 Every daemon writes below its own directory and reads all of them (disk.writers), so no daemon waits

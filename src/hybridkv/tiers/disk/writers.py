@@ -62,6 +62,11 @@ def home_of(root: Path, writer: str) -> Path:
     return root / "objects" / writer
 
 
+def book_of(root: Path, writer: str) -> Path:
+    """Returns the file of a writer's token book."""
+    return root / "books" / writer
+
+
 def homes(root: Path) -> list[Path]:
     """Returns every writer's directory, sorted."""
     with contextlib.suppress(FileNotFoundError):  # The root has no directory of writers yet.

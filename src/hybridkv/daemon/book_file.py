@@ -1,0 +1,155 @@
+"""The file of the token book, so that the next daemon can announce what this one had.
+
+It lies beside the arena, or in the directory of a disk tier, where it outlives a reboot::
+
+    HEAD |size, checksum |frame |size, checksum |frame ...
+
+A frame has descriptions in msgpack, and is encrypted where the tier's records are. Descriptions are
+added alone. Once most of the file is of no use any more it is written anew. A broken end, as of a
+daemon that was killed, is cut off. Only this user may read the file.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+
+from hybridkv.core.errors import HybridKVError
+from hybridkv.daemon.token_book import ChunkDescription, ChunkName, DescribedChunk
+from hybridkv.tiers.encryption import TierKey
+
+logger = logging.getLogger("hybridkv.daemon")
+
+HEAD = b"hybridkv token book 1\n"
+FRAME_CHUNKS = 256
+GROWTH_BYTES = 16 << 20
+"""The file is written anew where it has so much more than twice what the book has."""
+_FRAME = struct.Struct("<II")  # Bytes and checksum.
+
+
+class _Chunk(msgspec.Struct, frozen=True, array_like=True):
+    identity: bytes
+    chunk_hash: bytes
+    parent: bytes
+    content: bytes
+
+
+_DECODER = msgspec.msgpack.Decoder(list[_Chunk])
+
+
+class BookFile:
+    """Reads and writes the file in a thread of its own, so that the daemon never waits for it."""
+
+    def __init__(
+        self, path: Path, key: TierKey | None, on_read: Callable[[list[DescribedChunk]], None]
+    ) -> None:
+        """`on_read` is called once, by the thread, with what the file had at the start."""
+        self.path = path
+        self.size_bytes = 0  # About the bytes of the file, with what is to be written.
+        self._key, self._on_read = key, on_read
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work.put(self._read)
+        self._thread = threading.Thread(target=self._run, name="hybridkv-book", daemon=True)
+        self._thread.start()
+
+    def append_chunks(self, chunks: list[DescribedChunk]) -> None:
+        """Add descriptions to the file."""
+        self.size_bytes += sum(len(chunk.description.content) for chunk in chunks)
+        self._work.put(lambda: self._write(chunks, is_whole=False))
+
+    def rewrite_file(self, chunks: list[DescribedChunk], held_bytes: int) -> None:
+        """Write the file anew with these descriptions, which have `held_bytes` in all."""
+        self.size_bytes = held_bytes
+        self._work.put(lambda: self._write(chunks, is_whole=True))
+
+    def close(self, seconds: float) -> None:
+        """Write what is to be written, for so many seconds at most."""
+        self._work.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except OSError as error:
+                text = "the token book %s cannot be used (%s): routers hear less after a restart"
+                logger.warning(text, self.path, error.strerror)
+
+    def _read(self) -> None:
+        chunks: list[DescribedChunk] = []
+        try:
+            with contextlib.suppress(FileNotFoundError):  # Nothing was described yet.
+                fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                with os.fdopen(fd, "r+b") as file:
+                    chunks += self._read_sound(file)
+        finally:
+            self._on_read(chunks)
+
+    def _read_sound(self, file: IO[bytes]) -> list[DescribedChunk]:
+        """Return the chunks of an open file up to its first fault, where the file is cut off."""
+        content, chunks = file.read(), list[DescribedChunk]()
+        end = len(HEAD) if content.startswith(HEAD) else 0
+        for frame in self._frames(content):
+            end = frame.end
+            chunks += frame.chunks
+        if end < len(content):
+            file.truncate(end)
+        self.size_bytes += end
+        return chunks
+
+    def _write(self, chunks: Iterable[DescribedChunk], is_whole: bool) -> None:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self.path.with_name(f"{self.path.name}.tmp") if is_whole else self.path
+        how = os.O_TRUNC if is_whole else os.O_APPEND
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags | how, 0o600), "wb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                file.write(HEAD)
+            remaining = iter(chunks)
+            while part := list(itertools.islice(remaining, FRAME_CHUNKS)):
+                frame = self._encode(part)
+                file.write(_FRAME.pack(len(frame), zlib.crc32(frame)) + frame)
+        if is_whole:
+            os.replace(path, self.path)
+
+    def _encode(self, chunks: Iterable[DescribedChunk]) -> bytes:
+        rows = [_Chunk(*chunk.name, *chunk.description) for chunk in chunks]
+        frame = msgspec.msgpack.encode(rows)
+        return frame if self._key is None else self._key.encrypt(frame, HEAD)
+
+    def _frames(self, content: bytes) -> Iterator["_Frame"]:
+        """Yield the sound frames, up to the first that is not."""
+        at = len(HEAD)
+        while content.startswith(HEAD) and at + _FRAME.size <= len(content):
+            size, checksum = _FRAME.unpack_from(content, at)
+            at += _FRAME.size
+            frame = content[at : at + size]
+            at += size
+            if len(frame) < size or zlib.crc32(frame) != checksum:
+                return
+            try:
+                if self._key is not None:
+                    frame = self._key.decrypt(memoryview(frame), HEAD)
+                rows = _DECODER.decode(frame)
+            except (msgspec.MsgspecError, HybridKVError):
+                return
+            yield _Frame(at, [_described(row) for row in rows])
+
+
+class _Frame(NamedTuple):
+    end: int  # Where it ends in the file.
+    chunks: list[DescribedChunk]
+
+
+def _described(row: _Chunk) -> DescribedChunk:
+    name = ChunkName(row.identity, row.chunk_hash)
+    return DescribedChunk(name, ChunkDescription(row.parent, row.content))
