@@ -67,6 +67,32 @@ class PresentObjects(NamedTuple):
     chunks: Sequence[int]  # The numbers of their chunks in the prompt.
 
 
+class BlockUses:
+    """How many announced chunks have each block.
+
+    A million blocks in a single dictionary would take a tenth of a second whenever it grows.
+    """
+
+    def __init__(self) -> None:
+        self._shards: list[dict[BlockName, int]] = [{} for _ in range(64)]
+
+    def __contains__(self, name: BlockName) -> bool:
+        return name in self._shards[hash(name) & 63]
+
+    def count_use(self, name: BlockName) -> None:
+        """One more chunk has the block."""
+        shard = self._shards[hash(name) & 63]
+        shard[name] = shard.get(name, 0) + 1
+
+    def end_use(self, name: BlockName) -> bool:
+        """One chunk less has the block. Returns True if it was the last one."""
+        shard = self._shards[hash(name) & 63]
+        shard[name] -= 1
+        if is_last := not shard[name]:
+            del shard[name]
+        return is_last
+
+
 class KVEventPublisher(Part):
     """The announced chunks, and events that vLLM has not taken yet. There are none if it is off."""
 
@@ -88,7 +114,7 @@ class KVEventPublisher(Part):
         self._before: dict[bytes, bytes] = {}
         """The hash of the chunk before each of these; empty where the prompt begins."""
         self.kept_bytes = 0  # Of all descriptions.
-        self._uses: dict[str, dict[BlockName, int]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
+        self._uses = {MEDIUM_CPU: BlockUses(), MEDIUM_STORAGE: BlockUses()}
         """For each medium and block the number of announced chunks that have it. Chunks share
         blocks where prompts differ at the end of a chunk only."""
         self._without_tokens: set[bytes] = set()  # Announced chunks whose tokens are not kept.
@@ -388,7 +414,7 @@ class KVEventPublisher(Part):
             names = blocks.names
             known = next((at for at, name in enumerate(names) if name not in uses), len(names))
             for name in names:
-                uses[name] = uses.get(name, 0) + 1
+                uses.count_use(name)
             new = self._event(medium, blocks, known)
             if not new.block_hashes:
                 event = None
@@ -409,9 +435,7 @@ class KVEventPublisher(Part):
             del self._announced[medium][chunk_hash]
             self._counters[metrics.CHUNKS_WITHDRAWN] += 1
             for name in decode_blocks(self.blocks[chunk_hash]).names:
-                uses[name] -= 1
-                if not uses[name]:
-                    del uses[name]
+                if uses.end_use(name):
                     gone.append(name)
         for at in range(0, len(gone), HASHES_MAX):
             names = gone[at : at + HASHES_MAX]
