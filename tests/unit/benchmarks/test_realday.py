@@ -84,7 +84,7 @@ def test_another_answer_is_a_fault_unless_the_engines_own_hit_gives_it() -> None
 
 def test_a_cost_above_two_percent_is_a_fault() -> None:
     dear = day()
-    ratios = Ratios([1.0, 1.0, 1.0], [1.0, 1.03, 1.04])
+    ratios = Ratios([1.0, 1.0, 1.0], [1.03, 1.03, 1.04])
     dear.cost = Cost(1024, 64, [ratios, ratios])
     (fault,) = faults_of(run_of(dear))
     assert "decode costs 1.030" in fault
