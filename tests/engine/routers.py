@@ -1,0 +1,165 @@
+"""A real router, as PyPI has it: vllm-router, a process on the loopback."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple, Self
+
+import pytest
+
+from tests.programs.tiers.servers import free_port
+from tests.waiting import DEADLINE_SECONDS, until
+
+needs_vllm_router = pytest.mark.skipif(
+    find_spec("vllm_router") is None,
+    reason="needs vllm-router: pip install -r requirements/tools.txt",
+)
+
+
+class EventSource(NamedTuple):
+    """The ports of an engine's KV events. vllm-router takes no other addresses."""
+
+    port: int
+    replay_port: int
+    """Batches that were missed are sent again here."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where a router subscribes."""
+        return f"tcp://127.0.0.1:{self.port}"
+
+    @property
+    def replay_endpoint(self) -> str:
+        """Where a router asks for what it missed."""
+        return f"tcp://127.0.0.1:{self.replay_port}"
+
+    def arguments(self) -> list[str]:
+        """Returns vLLM's arguments with which an engine publishes there."""
+        config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+        }
+        return ["--kv-events-config", json.dumps(config)]
+
+
+def free_source() -> EventSource:
+    """Returns ports that nobody uses now."""
+    return EventSource(free_port(), free_port())
+
+
+class Worker:
+    """A server that a router takes for an engine's: its answers say the name of the worker."""
+
+    def __init__(self, name: str) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: object) -> None:
+                """Print nothing."""
+
+            def do_GET(self) -> None:
+                self._answer({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                choices = [{"index": 0, "text": name, "finish_reason": "length"}]
+                self._answer({"object": "text_completion", "model": "tiny", "choices": choices})
+
+            def _answer(self, body: object) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> Self:
+        Thread(target=self._server.serve_forever).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Router:
+    """A program that answers at /health. It is a context manager."""
+
+    def __init__(
+        self, words: Sequence[str], log_path: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.port = free_port()
+        self._words = [sys.executable, *words, f"--port={self.port}"]
+        self._log_path, self._environment = log_path, {**os.environ, **(environment or {})}
+
+    def __enter__(self) -> Self:
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._words, stdout=log, stderr=log, env=self._environment
+            )
+        try:
+            until(self._is_ready, "the router answers")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.wait(DEADLINE_SECONDS)
+
+    def _is_ready(self) -> bool:
+        assert self._process.poll() is None, self._log_path.read_text()[-2000:]
+        try:
+            self.ask("/health")
+        except urllib.error.URLError:
+            return False
+        return True
+
+    def ask(self, path: str, body: object = None) -> bytes:
+        """Returns the answer to a GET, or to a POST of a body."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            None if body is None else json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS) as answer:
+            read: bytes = answer.read()
+        return read
+
+
+class VllmRouter(Router):
+    """vllm-router with its policy `kv_aware`, over engines that serve a model as "tiny"."""
+
+    def __init__(
+        self, sources: Mapping[str, EventSource], block_tokens: int, log_path: Path
+    ) -> None:
+        """`sources` has the source of each engine's KV events, by the engine's URL."""
+        words = ["-m", "vllm_router.launch_router", "--policy=kv_aware", "--worker-urls", *sources]
+        for url, source in sources.items():
+            words += [f"--kv-event-source={url}={source.endpoint}"]
+            words += [f"--kv-event-replay-source={url}={source.replay_endpoint}"]
+        words += [f"--kv-event-block-size={block_tokens}", "--kv-event-model=tiny"]
+        words += ["--worker-startup-check-interval=1", "--health-check-interval-secs=1"]
+        super().__init__([*words, f"--prometheus-port={free_port()}"], log_path)
+
+    def complete(self, prompt: Sequence[int]) -> Any:
+        """Returns the answer of the engine that the router chooses.
+
+        To a request with vLLM's `return_token_ids` the router gives no credit (0.1.17).
+        """
+        body = {"model": "tiny", "prompt": [*prompt], "max_tokens": 4, "temperature": 0}
+        return json.loads(self.ask("/v1/completions", {**body, "ignore_eos": True}))
