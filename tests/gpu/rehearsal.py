@@ -108,6 +108,8 @@ def main() -> int:
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(REHEARSED))
     parser.add_argument("--only", default="", help="steps that have this text in their name")
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.stages if name not in REHEARSED]:
+        parser.error(f"{unknown[0]} is no stage; one of {', '.join(REHEARSED)} works")
     directory = Path(os.environ["OUT"])
     rehearsed: list[Rehearsed] = []
     table = Table("stage", "step", "", "seconds", "the first call", "last line")
