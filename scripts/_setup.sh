@@ -205,6 +205,20 @@ install_beside() {
   date >"$target/whole"
 }
 
+# see_dynamo: tests find the indexer of Dynamo. Where it cannot be had, they skip.
+see_dynamo() {
+  export HYBRIDKV_TEST_DYNAMO=$engine/dynamo
+  [[ -f $HYBRIDKV_TEST_DYNAMO/whole && $(<"$HYBRIDKV_TEST_DYNAMO/whole") == "$(<requirements/soak.txt)" ]] ||
+    (install_dynamo) || say "No test asks the indexer of Dynamo."
+}
+
+install_dynamo() {
+  rm -rf -- "$HYBRIDKV_TEST_DYNAMO"
+  pip_step "Installing the indexer of Dynamo (about 10 s, 0.1 GB to download)" \
+    install --no-deps --target "$HYBRIDKV_TEST_DYNAMO" -r requirements/soak.txt
+  cp requirements/soak.txt "$HYBRIDKV_TEST_DYNAMO/whole"
+}
+
 # Beside the package, vLLM finds the plugin that replaces what its CPU build lacks for bundled models.
 install_package() {
   pip_step "Installing hybridkv from this checkout (about 5 s)" \

@@ -1,4 +1,7 @@
-"""A real router, as PyPI has it: vllm-router, a process on the loopback."""
+"""Real routers, as PyPI has them: vllm-router, and the indexer of Dynamo.
+
+Each is a process on the loopback. scripts/soak installs Dynamo's packages (requirements/soak.txt).
+"""
 
 import json
 import os
@@ -18,6 +21,8 @@ import pytest
 from tests.programs.tiers.servers import free_port
 from tests.waiting import DEADLINE_SECONDS, until
 
+DYNAMO_VARIABLE = "HYBRIDKV_TEST_DYNAMO"
+"""The directory of Dynamo's packages, which only the indexer's process imports."""
 needs_vllm_router = pytest.mark.skipif(
     find_spec("vllm_router") is None,
     reason="needs vllm-router: pip install -r requirements/tools.txt",
@@ -156,6 +161,10 @@ class VllmRouter(Router):
         words += ["--worker-startup-check-interval=1", "--health-check-interval-secs=1"]
         super().__init__([*words, f"--prometheus-port={free_port()}"], log_path)
 
+    def has_all_workers(self) -> bool:
+        """Whether the router finds that every engine answers, which it asks each second."""
+        return all(worker["is_healthy"] for worker in json.loads(self.ask("/workers"))["workers"])
+
     def complete(self, prompt: Sequence[int]) -> Any:
         """Returns the answer of the engine that the router chooses.
 
@@ -163,3 +172,33 @@ class VllmRouter(Router):
         """
         body = {"model": "tiny", "prompt": [*prompt], "max_tokens": 4, "temperature": 0}
         return json.loads(self.ask("/v1/completions", {**body, "ignore_eos": True}))
+
+
+class DynamoIndexer(Router):
+    """The index of blocks that Dynamo's router asks, `python -m dynamo.indexer`."""
+
+    def __init__(self, log_path: Path) -> None:
+        directory = os.environ.get(DYNAMO_VARIABLE, "")
+        if not Path(directory, "dynamo").is_dir():
+            pytest.skip(
+                f"needs Dynamo's indexer: scripts/soak installs it, {DYNAMO_VARIABLE} names it"
+            )
+        words = ["-m", "dynamo.indexer", "--threads=1"]
+        super().__init__(words, log_path, {"PYTHONPATH": directory})
+
+    def register(self, number: int, source: EventSource, block_tokens: int) -> None:
+        """Subscribe to the KV events of engine `number`, which is new."""
+        engine = {"instance_id": number, "model_name": "tiny", "block_size": block_tokens}
+        where = {"endpoint": source.endpoint, "replay_endpoint": source.replay_endpoint}
+        self.ask("/register", {**engine, **where})
+
+    def unregister(self, number: int) -> None:
+        """Forget an engine that has ended."""
+        self.ask("/unregister", {"instance_id": number, "model_name": "tiny"})
+
+    def known_tokens(self, prompt: Sequence[int]) -> dict[int, int]:
+        """Returns how many tokens of a prompt each engine has in some medium, by its number."""
+        answer = json.loads(self.ask("/query", {"token_ids": [*prompt], "model_name": "tiny"}))
+        return {
+            int(number): match["longest_matched"] for number, match in answer["instances"].items()
+        }

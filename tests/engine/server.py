@@ -42,7 +42,8 @@ class Streamed:
 class Server:
     """Runs one API server on loopback, as a context manager. `arguments` are vLLM's.
 
-    `command` starts the server, and may belong to another environment.
+    `command` starts the server, and may belong to another environment. `port` is that of an earlier
+    server.
     """
 
     def __init__(
@@ -51,16 +52,23 @@ class Server:
         log_path: Path,
         environment: Mapping[str, str],
         command: Sequence[str] = API_SERVER,
+        port: int = 0,
     ) -> None:
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}"
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("127.0.0.1", port))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
         self._process = subprocess.Popen(
             [
                 *command,
-                *("--host=127.0.0.1", f"--port={port}", "--served-model-name=tiny", *arguments),
+                *(
+                    "--host=127.0.0.1",
+                    f"--port={self.port}",
+                    "--served-model-name=tiny",
+                    *arguments,
+                ),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -109,6 +117,15 @@ class Server:
         self.close()
         self._copier.wait(DEADLINE_SECONDS)
 
+    def kill(self) -> None:
+        """Kill the server and its engine with -9."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+        for pid in (self._process.pid, *map(int, children.split())):
+            # Python's tracker removes the shared memory of the killed.
+            if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End the server with a signal."""
         self._process.send_signal(number)
@@ -122,7 +139,7 @@ class Server:
         """POST a body as JSON. Returns the answer's bytes."""
         data = json.dumps(body).encode() if body is not None else b""
         request = urllib.request.Request(
-            self._url + path, data, {"Content-Type": "application/json"}
+            self.url + path, data, {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
             read: bytes = answer.read()
@@ -144,7 +161,7 @@ class Server:
             "stream_options": {"include_usage": True},
         }
         request = urllib.request.Request(
-            f"{self._url}/v1/completions",
+            f"{self.url}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
@@ -173,7 +190,7 @@ class Server:
 
     def metrics(self) -> list[Sample]:
         """Returns every sample at /metrics."""
-        with urllib.request.urlopen(f"{self._url}/metrics", timeout=DEADLINE_SECONDS) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=DEADLINE_SECONDS) as answer:
             text = answer.read().decode()
         families = text_string_to_metric_families(text)
         return [sample for family in families for sample in family.samples]

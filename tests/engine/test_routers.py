@@ -4,7 +4,10 @@ import contextlib
 import itertools
 import os
 import signal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
@@ -12,9 +15,19 @@ from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublis
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
-from tests.engine.routers import EventSource, VllmRouter, Worker, free_source, needs_vllm_router
+from hybridkv.lab.models import bundled_environment
+from tests.engine.routers import (
+    DynamoIndexer,
+    EventSource,
+    VllmRouter,
+    Worker,
+    free_source,
+    needs_vllm_router,
+)
+from tests.engine.server import Server
 from tests.engine.subscriber import Subscriber
-from tests.engine.support import engine, prompt, stats
+from tests.engine.support import arguments_of, engine, prompt, stats
+from tests.forked_daemon import ForkedDaemon
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -135,3 +148,131 @@ def test_a_subscriber_that_comes_late_or_misses_some_hears_all(
         until(lambda: has_heard_all() and early.present("CPU") != set(), "new chunks are announced")
         late.replay(source.replay_endpoint)
         assert late.present("CPU") == early.present("CPU")
+
+
+class Node:
+    """A daemon, and over it `vllm serve`, which publishes KV events."""
+
+    def __init__(self, model: str, place: Path, stack: contextlib.ExitStack) -> None:
+        place.mkdir(mode=0o700)
+        self.source = free_source()
+        self.daemon = stack.enter_context(ForkedDaemon(str(place / "daemon.sock"), "64MiB"))
+        self._arguments = arguments_of(model, self.daemon.socket_path, extra=LOAD)
+        self._arguments += [*self.source.arguments(), "--enable-prompt-tokens-details"]
+        self._model, self._log_path, self._stack = model, place / "server.log", stack
+        self.server = self._new_server(0)
+
+    def _new_server(self, port: int) -> Server:
+        environment = bundled_environment(self._model)
+        return self._stack.enter_context(
+            Server(self._arguments, self._log_path, environment, port=port)
+        )
+
+    def kill(self) -> None:
+        """Kill the server and the daemon with -9."""
+        self.server.kill()
+        self.daemon.kill()
+
+    def restart(self) -> None:
+        """Start both again, at their addresses."""
+        self.daemon.start()
+        self.server = self._new_server(self.server.port)
+
+    def asked_tokens(self) -> float:
+        """Returns the tokens of all prompts that the server was asked for."""
+        return self.server.total("vllm:prompt_tokens_total")
+
+
+class Turn(NamedTuple):
+    """What came of a request to the router."""
+
+    node: Node
+    """The node whose engine got the request."""
+    cached_tokens: int
+
+
+def take_turn(router: VllmRouter, nodes: Sequence[Node], text: list[int]) -> Turn:
+    """Send a request through the router."""
+    before = [node.asked_tokens() for node in nodes]
+    usage = router.complete(text)["usage"]
+    (node,) = [
+        node for node, asked in zip(nodes, before, strict=True) if node.asked_tokens() > asked
+    ]
+    return Turn(node, (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+
+@pytest.mark.soak
+@needs_vllm_router
+@pytest.mark.parametrize("model", CHUNK)
+def test_conversations_go_back_to_their_node_after_kills(model: str, tmp_path: Path) -> None:
+    """Two nodes with `vllm serve` behind vllm-router, and in view of Dynamo's indexer.
+
+    All prompts begin with one chunk that both nodes have, so a router that knows no more of one of
+    them chooses the other. A restarted engine is a new instance to the indexer, as to Dynamo's
+    router.
+    """
+    shared, tokens = CHUNK[model], CHUNKS * CHUNK[model]
+    with contextlib.ExitStack() as stack:
+        indexer = stack.enter_context(DynamoIndexer(tmp_path / "indexer.log"))
+        places = tmp_path / "killed", tmp_path / "other"
+        with ThreadPoolExecutor() as pool:  # Both servers start at once.
+            nodes = [*pool.map(lambda place: Node(model, place, stack), places)]
+        killed = nodes[0]
+        for number, node in enumerate(nodes):
+            indexer.register(number, node.source, BLOCK)
+        router = VllmRouter(
+            {node.server.url: node.source for node in nodes}, BLOCK, tmp_path / "router.log"
+        )
+        stack.enter_context(router)
+        subscribers = [Subscriber(node.source.endpoint) for node in nodes]
+        for subscriber in subscribers:
+            stack.callback(subscriber.close)
+        begun_with = prompt(99, shared)
+        texts = {seed: [*begun_with, *prompt(seed, tokens - shared + 20)] for seed in range(6)}
+        homes = {seed: nodes[seed % 2] for seed in texts}
+        for seed, text in texts.items():
+            homes[seed].server.complete(text)
+
+        blocks = (shared + len(texts) // 2 * (tokens - shared)) // BLOCK  # Of each node.
+
+        def are_announced() -> bool:
+            for subscriber in subscribers:
+                subscriber.poll()
+            return all(len(subscriber.present("CPU")) == blocks for subscriber in subscribers)
+
+        def are_known(killed_number: int) -> bool:
+            known = [indexer.known_tokens(text) for text in texts.values()]
+            of_killed, of_other = (
+                {killed_number: tokens, 1: shared},
+                {killed_number: shared, 1: tokens},
+            )
+            return known == [of_killed, of_other] * (len(texts) // 2)
+
+        until(are_announced, "every chunk is announced")
+        until(lambda: are_known(0), "the indexer hears of all conversations")
+
+        def turns() -> list[Turn]:
+            return [take_turn(router, nodes, [*text, *prompt(98, 9)]) for text in texts.values()]
+
+        at_home = [Turn(homes[seed], tokens) for seed in texts]
+        assert turns() == at_home
+
+        killed.kill()
+        indexer.unregister(0)
+        indexer.register(2, killed.source, BLOCK)
+        killed.restart()
+        assert not killed.asked_tokens(), "nobody has asked the engine yet"
+        # The indexer connects again only seconds after the first events, and asks for what it
+        # missed when it hears the next ones.
+        other_prompts = map(prompt, itertools.count(100), itertools.repeat(BLOCK + 20))
+
+        def are_known_again() -> bool:
+            killed.server.complete(next(other_prompts))
+            return are_known(2)
+
+        until(are_known_again, "the indexer hears what the node has")
+        until(router.has_all_workers, "the router finds that the server is back")
+        again = turns()
+        print(f"{model}: back: {[turn.node is homes[seed] for seed, turn in enumerate(again)]}")
+        print(f"cached tokens: {[turn.cached_tokens for turn in again]}")
+        assert again == at_home
