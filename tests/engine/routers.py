@@ -7,16 +7,18 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
-from typing import Any, NamedTuple, Self
+from threading import Event, Thread
+from typing import Any, Self
 
 import pytest
+import zmq
 
 from tests.programs.tiers.servers import free_port
 from tests.waiting import DEADLINE_SECONDS, until
@@ -29,12 +31,19 @@ needs_vllm_router = pytest.mark.skipif(
 )
 
 
-class EventSource(NamedTuple):
-    """The ports of an engine's KV events. vllm-router takes no other addresses."""
+class EventSource:
+    """An engine's KV events at ports of the loopback, which are all that vllm-router takes.
 
-    port: int
-    replay_port: int
-    """Batches that were missed are sent again here."""
+    vLLM binds a port on every address or none, so it publishes at Unix sockets. A thread of this
+    context manager passes on what comes there, also from the next engine.
+    """
+
+    def __init__(self) -> None:
+        self.port, self.replay_port = free_port(), free_port()
+        # A path of a socket has 107 bytes at most, and a test's own directory is long.
+        self._directory = tempfile.TemporaryDirectory(prefix="hybridkv-")
+        self._end = Event()
+        self._thread = Thread(target=self._pass_on)
 
     @property
     def endpoint(self) -> str:
@@ -43,23 +52,58 @@ class EventSource(NamedTuple):
 
     @property
     def replay_endpoint(self) -> str:
-        """Where a router asks for what it missed."""
+        """Where a router asks for batches that it missed."""
         return f"tcp://127.0.0.1:{self.replay_port}"
+
+    @property
+    def places(self) -> tuple[str, str]:
+        """Where an engine publishes, and is asked for what was missed."""
+        name = f"ipc://{self._directory.name}"
+        return f"{name}/events", f"{name}/replay"
 
     def arguments(self) -> list[str]:
         """Returns vLLM's arguments with which an engine publishes there."""
-        config = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": f"tcp://*:{self.port}",
-            "replay_endpoint": f"tcp://*:{self.replay_port}",
-        }
-        return ["--kv-events-config", json.dumps(config)]
+        events, replay = self.places
+        config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        return [
+            "--kv-events-config",
+            json.dumps({**config, "endpoint": events, "replay_endpoint": replay}),
+        ]
 
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
 
-def free_source() -> EventSource:
-    """Returns ports that nobody uses now."""
-    return EventSource(free_port(), free_port())
+    def __exit__(self, *exc: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._directory.cleanup()
+
+    def _pass_on(self) -> None:
+        events, replay = self.places
+        context = zmq.Context()
+        published, subscribers = context.socket(zmq.XSUB), context.socket(zmq.XPUB)
+        published.connect(events)
+        subscribers.bind(self.endpoint)
+        askers: Any = context.socket(zmq.ROUTER)
+        askers.bind(self.replay_endpoint)
+        # vLLM takes a question of a client alone, so each asker has a socket of its own.
+        asked: dict[bytes, Any] = {}
+        while not self._end.is_set():
+            if subscribers.poll(5):
+                published.send_multipart(subscribers.recv_multipart())
+            while published.poll(0):
+                subscribers.send_multipart(published.recv_multipart())
+            while askers.poll(0):
+                asker, *question = askers.recv_multipart()
+                if asker not in asked:
+                    asked[asker] = context.socket(zmq.DEALER)
+                    asked[asker].connect(replay)
+                asked[asker].send_multipart(question)
+            for asker, socket in asked.items():
+                while socket.poll(0):
+                    askers.send_multipart([asker, *socket.recv_multipart()])
+        context.destroy(linger=0)
 
 
 class Worker:

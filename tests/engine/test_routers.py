@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -16,14 +16,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess
 from hybridkv.lab.models import bundled_environment
-from tests.engine.routers import (
-    DynamoIndexer,
-    EventSource,
-    VllmRouter,
-    Worker,
-    free_source,
-    needs_vllm_router,
-)
+from tests.engine.routers import DynamoIndexer, EventSource, VllmRouter, Worker, needs_vllm_router
 from tests.engine.server import Server
 from tests.engine.subscriber import Subscriber
 from tests.engine.support import arguments_of, engine, prompt, stats
@@ -38,6 +31,13 @@ LOAD: dict[str, object] = {"load_policy": "always"}
 """Tiny models compute faster than they load."""
 
 
+@pytest.fixture
+def new_source() -> Iterator[Callable[[], EventSource]]:
+    """Yields a function that returns ports of one more engine."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(EventSource())
+
+
 def begin(model: str, daemon: DaemonProcess, source: EventSource, log_path: Path) -> EngineProcess:
     """Returns an engine that publishes KV events, not started yet."""
     return engine(model, log_path, daemon.socket_path, *source.arguments(), extra=LOAD)
@@ -50,13 +50,13 @@ def step(running: EngineProcess) -> None:
 
 @needs_vllm_router
 def test_a_router_sends_a_turn_to_an_engine_that_was_killed(
-    daemon: DaemonProcess, tmp_path: Path
+    daemon: DaemonProcess, tmp_path: Path, new_source: Callable[[], EventSource]
 ) -> None:
     """Another engine has one block of each prompt, and would get the turns otherwise.
 
     The full attention of this model is not its first group.
     """
-    model, killed, other = "gemma3", free_source(), free_source()
+    model, killed, other = "gemma3", new_source(), new_source()
     prompts = [prompt(seed, CHUNKS * CHUNK[model] + 20) for seed in (1, 2)]
     with begin(model, daemon, killed, tmp_path / "first.log") as running:
         running.generate(*prompts, max_tokens=4)
@@ -78,7 +78,7 @@ def test_a_router_sends_a_turn_to_an_engine_that_was_killed(
             {worker.url: killed, other_worker.url: other}, BLOCK, tmp_path / "router.log"
         ) as router,
     ):
-        publisher = ZmqEventPublisher(0, f"tcp://*:{other.port}", f"tcp://*:{other.replay_port}")
+        publisher = ZmqEventPublisher(0, *other.places)
         stack.callback(publisher.shutdown)
 
         def chosen() -> list[str]:
@@ -113,10 +113,10 @@ def _first_block(number: int, text: list[int]) -> BlockStored:
 
 
 def test_a_subscriber_that_comes_late_or_misses_some_hears_all(
-    daemon: DaemonProcess, tmp_path: Path
+    daemon: DaemonProcess, tmp_path: Path, new_source: Callable[[], EventSource]
 ) -> None:
     """What it puts together from the replay is what a subscriber that hears all knows."""
-    source, prompts = free_source(), map(prompt, itertools.count(), itertools.repeat(400))
+    source, prompts = new_source(), map(prompt, itertools.count(), itertools.repeat(400))
     with (
         contextlib.closing(Subscriber(source.endpoint)) as early,
         contextlib.closing(Subscriber(source.endpoint)) as late,
@@ -155,7 +155,7 @@ class Node:
 
     def __init__(self, model: str, place: Path, stack: contextlib.ExitStack) -> None:
         place.mkdir(mode=0o700)
-        self.source = free_source()
+        self.source = stack.enter_context(EventSource())
         self.daemon = stack.enter_context(ForkedDaemon(str(place / "daemon.sock"), "64MiB"))
         self._arguments = arguments_of(model, self.daemon.socket_path, extra=LOAD)
         self._arguments += [*self.source.arguments(), "--enable-prompt-tokens-details"]
