@@ -381,8 +381,10 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Return True while stores are not committed: the engine steps on without requests."""
-        is_due = self._heartbeat is not None and self._heartbeat.is_due
-        return is_due or self._run("has_pending_push_work", lambda role: role.has_pending_work())
+        wants_step = self._heartbeat is not None and self._heartbeat.wants_step
+        return wants_step or self._run(
+            "has_pending_push_work", lambda role: role.has_pending_work()
+        )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Finished:
         """End a request, of which no block is held afterwards (requirements D10)."""

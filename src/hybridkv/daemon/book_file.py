@@ -33,7 +33,9 @@ HEAD = b"hybridkv token book 1\n"
 FRAME_CHUNKS = 256
 GROWTH_BYTES = 16 << 20
 """The file is written anew where it has so much more than twice what the book has."""
+WAITING_MAX = 1024  # Writes that wait for storage that hangs. Later descriptions are left out.
 _FRAME = struct.Struct("<II")  # Bytes and checksum.
+_UNUSABLE = "the token book %s cannot be used (%s): routers hear less after a restart"
 
 
 class _Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -56,13 +58,20 @@ class BookFile:
         self.path = path
         self.size_bytes = 0  # About the bytes of the file, with what is to be written.
         self._key, self._on_read = key, on_read
+        self._is_hung = False  # True while descriptions are left out.
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._work.put(self._read)
         self._thread = threading.Thread(target=self._run, name="hybridkv-book", daemon=True)
         self._thread.start()
 
     def append_chunks(self, chunks: list[DescribedChunk]) -> None:
-        """Add descriptions to the file."""
+        """Add descriptions to the file, unless its storage hangs."""
+        if self._work.qsize() >= WAITING_MAX:
+            if not self._is_hung:
+                self._is_hung = True
+                logger.warning(_UNUSABLE, self.path, "its storage hangs")
+            return
+        self._is_hung = False
         self.size_bytes += sum(len(chunk.description.content) for chunk in chunks)
         self._work.put(lambda: self._write(chunks, is_whole=False))
 
@@ -81,8 +90,7 @@ class BookFile:
             try:
                 work()
             except OSError as error:
-                text = "the token book %s cannot be used (%s): routers hear less after a restart"
-                logger.warning(text, self.path, error.strerror)
+                logger.warning(_UNUSABLE, self.path, error.strerror)
 
     def _read(self) -> None:
         chunks: list[DescribedChunk] = []

@@ -12,10 +12,9 @@ from hybridkv.daemon.state import DaemonState
 from hybridkv.shm.slots import SlotState, slot_bytes
 from hybridkv.store.index import NewObject, Slot
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import CHANGES_MAX, SESSION_SHARE
+from hybridkv.wire.messages import CHANGES_MAX, NO_PARENT, SESSION_SHARE
 from hybridkv.wire.protocol import ErrorCode
 
-NO_PARENT = bytes(HASH_BYTES)
 _NO_SLOT = SLOT.pack(*NO_SLOT)
 
 

@@ -22,7 +22,7 @@ from hybridkv.store.index import Namespace, Slot
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.record import RecordName
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import Reply
+from hybridkv.wire.messages import NO_PARENT, Reply
 from hybridkv.wire.protocol import ErrorCode
 
 QUEUE_MAX = 1 << 16
@@ -30,8 +30,6 @@ UNANSWERED_MAX = 8
 BELOW_MAX = 1 << 17  # The most objects of one session that are reported as being in a tier.
 LOOKS_MAX = 2048  # So many of these are looked at again in LOOK_SECONDS.
 LOOK_SECONDS = 1.0
-NO_PARENT = bytes(HASH_BYTES)
-_ABSENT, _IN_RAM, _BELOW = 0, 1, 2  # The bytes of the masks of Announced.
 
 
 class RemovedObject(NamedTuple):
@@ -287,9 +285,9 @@ class Subscriptions:
         entry = namespace.entries.get(chunk_hash)
         row = bytearray(entry.presence if entry is not None else bytes(len(namespace.gids)))
         for index, is_there in enumerate(row):
-            if not is_there and self._tiers:
-                is_below = self._note_below(subscriber, RemovedObject(chunk_hash, index))
-                row[index] = _BELOW if is_below else _ABSENT
+            absent = RemovedObject(chunk_hash, index)
+            if not is_there and self._tiers and self._note_below(subscriber, absent):
+                row[index] = wire.BELOW
         return bytes(row)
 
     def _forget_lost(self) -> None:

@@ -22,6 +22,10 @@ from hybridkv.wire.status import Status, TierStatus
 PROTOCOL_VERSION = 13
 CHUNKS_MAX = 1 << 16
 """The most chunks in one lookup."""
+NO_PARENT = bytes(HASH_BYTES)
+"""In place of the hash of the chunk before, for the first chunk of a prompt."""
+IN_RAM, BELOW = 1, 2
+"""In the masks of Announced: RAM has the object, or only a tier below it."""
 BATCH_MAX = 1 << 16
 """The most slots in one message."""
 CHANGES_MAX = 256
@@ -516,7 +520,7 @@ class Announced(_Numbered, frozen=True, tag="announced"):
 
     The `id` is the number of the ReadAnnouncements.
     The fields are as in Describe. A chunk comes after the chunk before it. `masks` has for each
-    group a byte for each chunk: 1 where RAM has the object, 2 where only a tier has it, else 0.
+    group a byte for each chunk: IN_RAM, BELOW, or 0 where neither has the object.
     A later Removed is about objects that a mask has. With `more` there are further chunks now.
     """
 

@@ -80,3 +80,12 @@ def test_another_key_reads_nothing_and_a_place_that_cannot_be_written_is_said(
     (tmp_path / "file").write_bytes(b"")
     write(tmp_path / "file" / "book", CHUNKS)
     assert "cannot be used" in caplog.text
+
+
+def test_storage_that_hangs_takes_no_memory_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hybridkv.daemon.book_file.WAITING_MAX", 0)
+    write(tmp_path / "book", CHUNKS[:1], CHUNKS[1:])
+    assert caplog.text.count("its storage hangs") == 1
+    assert read(tmp_path / "book")[1] == []

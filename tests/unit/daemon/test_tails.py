@@ -10,9 +10,8 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.daemon.slot_requests import NO_PARENT
 from hybridkv.shm.slots import SLOT_ALIGN
-from hybridkv.wire.messages import Commit, Error, Found, Lookup, Pending, Release, Reply
+from hybridkv.wire.messages import NO_PARENT, Commit, Error, Found, Lookup, Pending, Release, Reply
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon

@@ -89,10 +89,6 @@ class ShownChunks:
             distance -= 1
         return rows
 
-    def remove_rows(self) -> None:
-        """Remove all chunks."""
-        self.__init__()  # type: ignore[misc]
-
 
 class AnnouncedChunks:
     """Chunks by their hashes, each of which covers all tokens up to the chunk's end."""
@@ -215,7 +211,7 @@ class AnnouncedChunks:
     def forget_all(self) -> list[bytes]:
         """Forget all chunks. Returns the hashes of those that were shown."""
         hashes = list(self.shown.rows)
-        self.shown.remove_rows()
+        self.shown = ShownChunks()
         self.hidden.clear()
         self.present.clear()
         return hashes

@@ -40,12 +40,20 @@ from hybridkv.connector.scheduler.descriptions import (
 from hybridkv.connector.scheduler.parts import EngineIdentity, Part
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.core.geometry import Geometry, Group, GroupKind
-from hybridkv.core.keys import HASH_BYTES, unpack_hashes
+from hybridkv.core.keys import unpack_hashes
 from hybridkv.core.metrics import Metric
 from hybridkv.vllm.hook_guard import fault
 from hybridkv.vllm.versions import to_event_extra_keys
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import DESCRIPTION_BYTES_MAX, Announced, Describe, Found, Removed
+from hybridkv.wire.messages import (
+    DESCRIPTION_BYTES_MAX,
+    IN_RAM,
+    NO_PARENT,
+    Announced,
+    Describe,
+    Found,
+    Removed,
+)
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -56,8 +64,6 @@ medium. Chunks whose tokens are not kept are announced in RAM only."""
 READ_BYTES, IDLE_READ_BYTES = 8 << 10, 64 << 10
 """Bytes of descriptions that one step takes of the daemon, with requests and without any."""
 DESCRIBED_MAX = 32  # Chunks that one message describes.
-_NO_PARENT = bytes(HASH_BYTES)
-_IN_RAM = 1  # In a mask of Announced.
 
 
 class PresentObjects(NamedTuple):
@@ -179,7 +185,7 @@ class KVEventPublisher(Part):
         parents = unpack_hashes(announced.parents)
         first = 0  # The first chunk of those that follow each other.
         for at, (chunk_hash, parent) in enumerate(zip(hashes, parents, strict=True)):
-            before = b"" if parent == _NO_PARENT else parent
+            before = b"" if parent == NO_PARENT else parent
             if at and before != hashes[at - 1]:
                 self._show_chain(hashes[first:at])
                 first = at
@@ -187,7 +193,7 @@ class KVEventPublisher(Part):
                 self._counters[metrics.CHUNKS_NOT_KEPT] += 1
                 continue
             for index, mask in enumerate(announced.masks):
-                if mask[at] == _IN_RAM:
+                if mask[at] == IN_RAM:
                     self._learn_in_ram(chunk_hash, index)
                 elif mask[at]:
                     self.anywhere.learn(chunk_hash, index)
@@ -463,15 +469,20 @@ class KVEventPublisher(Part):
         )
 
     def _describe_to_daemon(self, contents: Mapping[bytes, bytes]) -> Iterator[Describe]:
-        """Yield messages with descriptions for the daemon. Those that are too long are left out."""
+        """Yield messages with descriptions for the daemon.
+
+        Those that are too long are left out, and those of chunks that are gone already.
+        """
         names = [
-            name for name, content in contents.items() if len(content) <= DESCRIPTION_BYTES_MAX
+            name
+            for name, content in contents.items()
+            if len(content) <= DESCRIPTION_BYTES_MAX and name in self._before
         ]
         for at in range(0, len(names), DESCRIBED_MAX):
             part = names[at : at + DESCRIBED_MAX]
             yield Describe(
                 hashes=b"".join(part),
-                parents=b"".join(self._before.get(name) or _NO_PARENT for name in part),
+                parents=b"".join(self._before[name] or NO_PARENT for name in part),
                 descriptions=[contents[name] for name in part],
             )
 
