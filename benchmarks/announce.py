@@ -2,8 +2,9 @@
 
 An engine stores and describes chunks of many prompts in a real daemon. Another engine of the node
 connects and announces all of them, in as many steps as an engine with requests takes, or with
---idle one without. The row has the milliseconds of its last hook of a step, beside those of such a
-step once everything is announced, and the bytes of the daemon's token book.
+--idle one without. The row has the milliseconds of its last hook of a step, beside those of such
+steps once everything is announced, and the bytes of the daemon's token book. Then the daemon is
+killed, and the steps withdraw everything.
 """
 
 import argparse
@@ -44,6 +45,7 @@ BLOCK, CHUNK = 16, 128
 GEOMETRY = Geometry((Group(0, GroupKind.FULL, BLOCK, (256,)),), CHUNK, BLOCK, BLOCK)
 IDENTITY = bytes(range(HASH_BYTES))
 SECONDS = 120.0
+IDLE_STEPS = 5000  # Steps without anything to announce. The longest says what the machine adds.
 BATCH = 32  # Chunks of one message.
 
 
@@ -135,13 +137,16 @@ class Storing:
                 raise HybridKVError(f"the daemon does not answer within {SECONDS:g} s")
 
 
-def announce(socket_path: str, is_idle: bool) -> dict[str, Any]:
-    """Connect an engine that announces everything. Returns a row with the times of its steps."""
+def announce(daemon: DaemonProcess, is_idle: bool) -> dict[str, Any]:
+    """Connect an engine that announces everything. Returns a row with the times of its steps.
+
+    The daemon is killed at the end.
+    """
     context = SchedulerContext(
         settings=Settings(),
         geometry=GEOMETRY,
         engine_id="announcing",
-        socket_path=socket_path,
+        socket_path=daemon.socket_path,
         step_tokens=8192,
         pool_blocks=1 << 20,
         publishes_events=True,
@@ -156,7 +161,7 @@ def announce(socket_path: str, is_idle: bool) -> dict[str, Any]:
     idle: list[float] = []
     blocks = 0
     started = ended = time.monotonic()
-    while role.events.has_more or len(idle) < 200:
+    while role.events.has_more or len(idle) < IDLE_STEPS:
         if role.session.link.fd is not None:
             select.select([role.session.link.fd], [], [], 0.002)
         began = time.perf_counter()
@@ -170,6 +175,16 @@ def announce(socket_path: str, is_idle: bool) -> dict[str, Any]:
             idle.append(seconds)
         if time.monotonic() - started > SECONDS:
             raise HybridKVError(f"nothing is announced within {SECONDS:g} s")
+    daemon.kill()
+    withdrawing: list[float] = []
+    gone = 0
+    while gone < blocks:
+        began = time.perf_counter()
+        removed: list[Any] = role.on_step_end()
+        withdrawing.append(time.perf_counter() - began)
+        gone += sum(len(event.block_hashes) for event in removed)
+        if time.monotonic() - started > 2 * SECONDS:
+            raise HybridKVError(f"not all is withdrawn within {SECONDS:g} s")
     role.close()
     busy.sort()
     idle.sort()
@@ -180,7 +195,10 @@ def announce(socket_path: str, is_idle: bool) -> dict[str, Any]:
         "step p50 ms": _ms(busy[len(busy) // 2]),
         "step p99 ms": _ms(busy[len(busy) * 99 // 100]),
         "worst ms": _ms(busy[-1]),
-        "step without p50 ms": _ms(idle[len(idle) // 2]),
+        "without p50 ms": _ms(idle[len(idle) // 2]),
+        "without worst ms": _ms(idle[-1]),
+        "withdrawn in steps": len(withdrawing),
+        "worst of them ms": _ms(max(withdrawing)),
     }
 
 
@@ -201,13 +219,13 @@ def main() -> int:
     ram = prompts * options.prompt_chunks * slot_bytes(part_bytes, parts) * 3 // 2 + (64 << 20)
     with tempfile.TemporaryDirectory(prefix="hybridkv-bench-") as directory:
         path = str(Path(directory) / "d.sock")
-        with DaemonProcess(path, f"{ram >> 20}MiB"):
+        with DaemonProcess(path, f"{ram >> 20}MiB") as daemon:
             storing = Storing(path)
             storing.store(prompts, options.prompt_chunks)
             with ControlClient(path) as control:
                 values = control.stats().values
             print(f"{values['token_book_chunks']:,.0f} chunks are described", file=sys.stderr)
-            row = announce(path, options.idle)
+            row = announce(daemon, options.idle)
             row["token book"] = format_size(int(values["token_book_bytes"]))
             storing.close()
     print_rows([row], options.json)

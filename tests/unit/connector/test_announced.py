@@ -85,7 +85,9 @@ def test_what_is_shown_is_of_use_and_what_is_of_use_is_shown(name: str, steps: l
             assert shown.issuperset(gone)
             shown.difference_update(gone)
         elif what == 1 and chunk == CHUNKS:
-            assert set(announced.forget_all()) == shown
+            assert {*announced.shown.rows} == shown
+            announced.forget_all()
+            assert len(announced) == 0
             present.clear()
             shown.clear()
         else:

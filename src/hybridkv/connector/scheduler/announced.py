@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.core.sharded import ShardedDict
 
 CHUNKS_MAX = 1 << 17
 """Chunks that are known at once, in some 400 bytes each. One more chunk takes the place of a chunk
@@ -29,7 +30,7 @@ class ShownChunks:
     """
 
     def __init__(self) -> None:
-        self.rows: dict[bytes, int] = {}  # By the chunk's hash.
+        self.rows = ShardedDict[bytes, int]()  # By the chunk's hash.
         self.hashes: list[bytes] = []
         self.chunks = array("I")  # The chunk's number in the prompt.
         self.previous = array("i")  # The row of the chunk before; _NONE where there is none.
@@ -103,7 +104,7 @@ class AnnouncedChunks:
         self._geometry = geometry
         self._chunks_max = chunks_max
         self._on_forgotten = on_forgotten
-        self.present: dict[bytes, int] = {}
+        self.present = ShardedDict[bytes, int]()
         """For each known chunk a bit mask: bit i is set if the object of group index i is there."""
         self.shown = ShownChunks()
         self.hidden: OrderedDict[bytes, None] = OrderedDict()
@@ -208,13 +209,13 @@ class AnnouncedChunks:
             shown.is_end[later] = shown.is_end[later] and not is_full and self.may_end(later)
         return [hidden for later in reversed(near) for hidden in self._prune(later)]
 
-    def forget_all(self) -> list[bytes]:
-        """Forget all chunks. Returns the hashes of those that were shown."""
-        hashes = list(self.shown.rows)
+    def forget_all(self) -> list[object]:
+        """Forget all chunks. Returns what the caller is to free, one at a time."""
+        rows, shown = self.shown.rows.take_parts(), self.shown
+        parts: list[object] = [*rows, *self.present.take_parts(), shown]
         self.shown = ShownChunks()
         self.hidden.clear()
-        self.present.clear()
-        return hashes
+        return parts
 
     def may_end(self, row: int) -> bool:
         """Return True if windows and states have what a hit that ends with a shown chunk needs."""

@@ -13,9 +13,10 @@ describes its own chunks to the daemon, for other engines and for itself after a
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import unpack_hashes
 from hybridkv.core.metrics import Metric
+from hybridkv.core.sharded import ShardedDict
 from hybridkv.vllm.hook_guard import fault
 from hybridkv.vllm.versions import to_event_extra_keys
 from hybridkv.wire import messages as wire
@@ -61,9 +63,16 @@ HASHES_MAX = 4096  # Block hashes in one event.
 KEPT_BYTES_MAX = 96 << 20
 """Bytes of what is kept of announced chunks, with 4 for each token, for an event about another
 medium. Chunks whose tokens are not kept are announced in RAM only."""
-READ_BYTES, IDLE_READ_BYTES = 8 << 10, 64 << 10
+READ_BYTES, IDLE_READ_BYTES = 4 << 10, 64 << 10
 """Bytes of descriptions that one step takes of the daemon, with requests and without any."""
 DESCRIBED_MAX = 32  # Chunks that one message describes.
+WITHDRAWN_MAX, IDLE_WITHDRAWN_MAX = 1024, 16384
+"""Blocks that one step withdraws where all are, with requests and without any. A million of them
+in one step would take a second."""
+FREED_MAX = 1  # Parts of dictionaries that one step frees.
+REPEATABLE_MAX = 64  # Announced chunks of which one is looked for whose event can be sent again.
+REPEAT_SECONDS, REPEAT_SECONDS_MAX = 4.0, 600.0
+"""Times without an event after which one is sent again; each is twice the one before."""
 
 
 class PresentObjects(NamedTuple):
@@ -74,29 +83,35 @@ class PresentObjects(NamedTuple):
 
 
 class BlockUses:
-    """How many announced chunks have each block.
-
-    A million blocks in a single dictionary would take a tenth of a second whenever it grows.
-    """
+    """How many announced chunks have each block."""
 
     def __init__(self) -> None:
-        self._shards: list[dict[BlockName, int]] = [{} for _ in range(64)]
+        self._counts = ShardedDict[BlockName, int]()
 
     def __contains__(self, name: BlockName) -> bool:
-        return name in self._shards[hash(name) & 63]
+        return name in self._counts
 
     def count_use(self, name: BlockName) -> None:
         """One more chunk has the block."""
-        shard = self._shards[hash(name) & 63]
-        shard[name] = shard.get(name, 0) + 1
+        self._counts[name] = self._counts.get(name, 0) + 1
 
     def end_use(self, name: BlockName) -> bool:
         """One chunk less has the block. Returns True if it was the last one."""
-        shard = self._shards[hash(name) & 63]
-        shard[name] -= 1
-        if is_last := not shard[name]:
-            del shard[name]
+        self._counts[name] -= 1
+        if is_last := not self._counts[name]:
+            del self._counts[name]
         return is_last
+
+    def take_names(self) -> list[dict[BlockName, int]]:
+        """Forget all blocks. Returns dictionaries with their names as keys."""
+        return self._counts.take_parts()
+
+
+class LeavingBlocks(NamedTuple):
+    """Blocks of a medium that are announced no more, and not withdrawn yet."""
+
+    medium: str
+    names: dict[BlockName, int]
 
 
 class KVEventPublisher(Part):
@@ -113,11 +128,14 @@ class KVEventPublisher(Part):
         self.in_ram = AnnouncedChunks(geometry)
         self.anywhere = AnnouncedChunks(geometry, on_forgotten=self._drop_blocks)
         """Chunks that hits from RAM and tiers need. Their medium is "CPU" if `in_ram` has them."""
-        self._announced: dict[str, dict[bytes, None]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
-        """The hashes of announced chunks, by medium, in the order of their events."""
-        self.blocks: dict[bytes, bytes] = {}
+        self._announced = {
+            MEDIUM_CPU: ShardedDict[bytes, None](),
+            MEDIUM_STORAGE: ShardedDict[bytes, None](),
+        }
+        """The hashes of announced chunks, by medium."""
+        self.blocks = ShardedDict[bytes, bytes]()
         """Descriptions of announced chunks, and of others that the daemon announced, by hash."""
-        self._before: dict[bytes, bytes] = {}
+        self._before = ShardedDict[bytes, bytes]()
         """The hash of the chunk before each of these; empty where the prompt begins."""
         self.kept_bytes = 0  # Of all descriptions.
         self._uses = {MEDIUM_CPU: BlockUses(), MEDIUM_STORAGE: BlockUses()}
@@ -125,6 +143,9 @@ class KVEventPublisher(Part):
         blocks where prompts differ at the end of a chunk only."""
         self._without_tokens: set[bytes] = set()  # Announced chunks whose tokens are not kept.
         self._queue: list[KVCacheEvent] = []
+        self._leaving: list[LeavingBlocks] = []
+        self._to_free: list[object] = []  # Dictionaries of what is known no more.
+        self._repeat_at, self._repeat_seconds = math.inf, REPEAT_SECONDS
         self._undescribed: dict[bytes, bytes] = {}
         """Descriptions of own chunks that the daemon does not have, by hash."""
         # A daemon describes what its node has. Other nodes may lack it.
@@ -251,21 +272,61 @@ class KVEventPublisher(Part):
         self._begins_anew = True
 
     def withdraw_all(self) -> None:
-        """Withdraw all chunks, because nothing is known of them any more."""
-        self.in_ram.forget_all()
-        self.anywhere.forget_all()
+        """Withdraw all chunks in this step and the next ones, because nothing is known of them."""
+        self._to_free += [*self.in_ram.forget_all(), *self.anywhere.forget_all()]
         for medium, announced in self._announced.items():
-            self._queue_removed(medium, list(announced))
-        self.blocks.clear()
-        self._before.clear()
+            self._counters[metrics.CHUNKS_WITHDRAWN] += len(announced)
+            self._to_free += announced.take_parts()
+            parts = self._uses[medium].take_names()
+            self._leaving += [LeavingBlocks(medium, names) for names in parts if names]
+        self._to_free += [*self.blocks.take_parts(), *self._before.take_parts()]
         self._undescribed.clear()
         self._without_tokens.clear()
         self.kept_bytes = 0
 
-    def take_new(self) -> list[KVCacheEvent]:
-        """Return the events since the last call, in their order."""
-        events, self._queue = self._queue, []
+    def take_new(self, now: float, blocks_max: int = WITHDRAWN_MAX) -> list[KVCacheEvent]:
+        """Return the events since the last call, in their order.
+
+        `blocks_max` bounds the blocks that leave because of `withdraw_all`.
+        """
+        events, self._queue = [*self._queue, *self._leave(blocks_max)], []
+        del self._to_free[-FREED_MAX:]
+        if events:
+            self._repeat_seconds = REPEAT_SECONDS
+        elif now < self._repeat_at:
+            return events
+        else:
+            events = self._repeated()
+            self._repeat_seconds = min(2 * self._repeat_seconds, REPEAT_SECONDS_MAX)
+        self._repeat_at = now + self._repeat_seconds
         return events
+
+    def _leave(self, blocks_max: int) -> list[BlockRemoved]:
+        """Return the events that withdraw so many of the leaving blocks."""
+        gone: dict[str, list[BlockName]] = {}
+        while self._leaving and blocks_max > 0:
+            medium, names = self._leaving[-1]
+            taken = [names.popitem()[0] for _ in range(min(len(names), blocks_max))]
+            blocks_max -= len(taken)
+            if not names:
+                self._leaving.pop()
+            # What was announced again meanwhile stays.
+            uses = self._uses[medium]
+            gone.setdefault(medium, []).extend(name for name in taken if name not in uses)
+        return [event for medium, names in gone.items() for event in _removals(medium, names)]
+
+    def _repeated(self) -> list[KVCacheEvent]:
+        """Return the event of some announced chunk once more.
+
+        A router that came late, or was cut off while the engine began, finds by the number of the
+        next event that it missed some, and asks for them. An idle engine has no next one.
+        """
+        for medium, announced in self._announced.items():
+            for chunk_hash in islice(announced, REPEATABLE_MAX):
+                if chunk_hash not in self._without_tokens:
+                    blocks = decode_blocks(self.blocks[chunk_hash])
+                    return [self._event(medium, blocks, 0)]
+        return []
 
     def _learn(
         self, tracked: TrackedRequest, hashes: list[bytes], present: Iterable[PresentObjects]
@@ -443,9 +504,7 @@ class KVEventPublisher(Part):
             for name in decode_blocks(self.blocks[chunk_hash]).names:
                 if uses.end_use(name):
                     gone.append(name)
-        for at in range(0, len(gone), HASHES_MAX):
-            names = gone[at : at + HASHES_MAX]
-            self._queue.append(BlockRemoved(block_hashes=names, medium=medium, group_idx=None))
+        self._queue += _removals(medium, gone)
 
     def _describe(self, request: Any, chunk: int) -> AnnouncedBlocks:
         """Return the engine's blocks in a chunk of a request."""
@@ -501,6 +560,13 @@ class KVEventPublisher(Part):
             kv_cache_spec_kind=None,
             session_id=blocks.session_id,
         )
+
+
+def _removals(medium: str, names: Sequence[BlockName]) -> list[BlockRemoved]:
+    return [
+        BlockRemoved(block_hashes=[*names[at : at + HASHES_MAX]], medium=medium, group_idx=None)
+        for at in range(0, len(names), HASHES_MAX)
+    ]
 
 
 def _listed(geometry: Geometry) -> Group | None:

@@ -7,6 +7,7 @@ where the role does not serve them.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
@@ -21,7 +22,11 @@ from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.drafted import DraftedBlocks
 from hybridkv.connector.scheduler.identity import IdentityWatch
 from hybridkv.connector.scheduler.junctions import Junctions
-from hybridkv.connector.scheduler.kv_events import KVEventPublisher
+from hybridkv.connector.scheduler.kv_events import (
+    IDLE_WITHDRAWN_MAX,
+    WITHDRAWN_MAX,
+    KVEventPublisher,
+)
 from hybridkv.connector.scheduler.loads import LoadPlanner
 from hybridkv.connector.scheduler.lookups import Lookups
 from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step, Tables
@@ -386,19 +391,19 @@ class SchedulerRole:
 
     def on_step_end(self) -> list[KVCacheEvent]:
         """Send the step's messages and take slots, in its last hook. Returns the KV events."""
-        now = time.monotonic()
+        now, is_idle = time.monotonic(), not self.requests.by_id
         self.stores.send_changes(now)
         self.exchange_messages(now)
         if self.session.is_connected:
-            for message in self.events.take_requests(not self.requests.by_id):
+            for message in self.events.take_requests(is_idle):
                 self.session.queue_message(message, now)
             self.session.link.flush(now)
-        return self.events.take_new()
+        return self.events.take_new(now, IDLE_WITHDRAWN_MAX if is_idle else WITHDRAWN_MAX)
 
     def final_events(self) -> list[KVCacheEvent]:
         """Return the KV events that withdraw all chunks, because nothing is offered any more."""
         self.events.update(KVEventPublisher.withdraw_all)
-        return self.events.take_new()
+        return self.events.take_new(time.monotonic(), sys.maxsize)
 
     def close(self) -> None:
         """End the session with the daemon."""

@@ -1,0 +1,60 @@
+"""A dictionary that never makes anybody wait while it grows."""
+
+from collections.abc import Hashable, Iterator, MutableMapping
+from itertools import chain
+from typing import TypeVar, overload
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+_SHARDS = 64  # A power of two.
+
+
+class ShardedDict(MutableMapping[K, V]):
+    """A dictionary in 64 parts, of which one grows at a time. Keys are in no order.
+
+    A single dictionary of 100,000 keys copies all of them whenever it grows, for some 5 ms, and one
+    of a million for a tenth of a second. Keys are hashes, so that the parts are alike.
+    """
+
+    def __init__(self) -> None:
+        self._shards: list[dict[K, V]] = [{} for _ in range(_SHARDS)]
+        self._count = 0
+
+    def _shard(self, key: K) -> dict[K, V]:
+        return self._shards[hash(key) & (_SHARDS - 1)]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[K]:
+        return chain.from_iterable(self._shards)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._shards[hash(key) & (_SHARDS - 1)]
+
+    def __getitem__(self, key: K) -> V:
+        return self._shard(key)[key]
+
+    def __setitem__(self, key: K, value: V) -> None:
+        shard = self._shard(key)
+        before = len(shard)
+        shard[key] = value
+        self._count += len(shard) - before
+
+    def __delitem__(self, key: K) -> None:
+        del self._shard(key)[key]
+        self._count -= 1
+
+    @overload
+    def get(self, key: K, /) -> V | None: ...
+    @overload
+    def get(self, key: K, default: V, /) -> V: ...
+    def get(self, key: K, default: V | None = None, /) -> V | None:
+        """Return the value of a key, or `default`. The inherited form raises and catches."""
+        return self._shard(key).get(key, default)
+
+    def take_parts(self) -> list[dict[K, V]]:
+        """Empty the dictionary, and return its parts, so that they are freed one at a time."""
+        parts, self._shards = self._shards, [{} for _ in range(_SHARDS)]
+        self._count = 0
+        return parts
