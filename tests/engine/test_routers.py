@@ -26,7 +26,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 BLOCK, CHUNKS = 128, 3
-CHUNK = {"gemma3": 128, "qwen3": 128}
+CHUNK = {"gemma3": 128, "qwen3": 128, "qwen3next": 256}
 LOAD: dict[str, object] = {"load_policy": "always"}
 """Tiny models compute faster than they load."""
 

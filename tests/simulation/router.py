@@ -62,12 +62,16 @@ class Router:
         assert event.extra_keys is not None
         assert len(event.extra_keys) == len(event.block_hashes)
         for at, name in enumerate(event.block_hashes):
-            assert name not in blocks, "a block is stored twice"
             tokens = tuple(event.token_ids[at * size : (at + 1) * size])
+            known = blocks.get(name)
+            is_repeated = known is not None
+            assert known is None or (known.parent, known.tokens) == (parent, tokens), (
+                "a block is stored anew as another one"
+            )
             blocks[name] = AnnouncedBlock(parent, tokens)
             parent = name
-        self.counts["heard_stored"] += len(event.block_hashes)
-        self.counts["heard_storage"] += len(event.block_hashes) * (event.medium == "STORAGE")
+            self.counts["heard_repeated" if is_repeated else "heard_stored"] += 1
+            self.counts["heard_storage"] += not is_repeated and event.medium == "STORAGE"
 
     def reach(self, medium: str | None) -> Mapping[ExternalBlockHash, AnnouncedBlock]:
         """The blocks of a medium, with those of the media above it."""

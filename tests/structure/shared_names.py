@@ -17,6 +17,7 @@ class SharedNames(NamedTuple):
 
 
 SHARED_NAMES = (
+    SharedNames("A mapping gives the value of a key, or another one.", "get"),
     SharedNames(
         "The order of eviction of RAM and that of a directory have the same rules.",
         "add_item mark_used offer remember remove victim",

@@ -6,6 +6,7 @@ from typing import TypeVar, overload
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+T = TypeVar("T")
 _SHARDS = 64  # A power of two.
 
 
@@ -46,12 +47,22 @@ class ShardedDict(MutableMapping[K, V]):
         self._count -= 1
 
     @overload
-    def get(self, key: K, /) -> V | None: ...
+    def get(self, key: K, default: None = None, /) -> V | None: ...
     @overload
     def get(self, key: K, default: V, /) -> V: ...
-    def get(self, key: K, default: V | None = None, /) -> V | None:
+    @overload
+    def get(self, key: K, default: T, /) -> V | T: ...
+    def get(self, key: K, default: object = None, /) -> object:
         """Return the value of a key, or `default`. The inherited form raises and catches."""
         return self._shard(key).get(key, default)
+
+    def take_keys(self, count: int) -> list[K]:
+        """Remove so many keys, or all that there are. Returns them."""
+        taken: list[K] = []
+        for shard in self._shards:
+            taken += [shard.popitem()[0] for _ in range(min(len(shard), count - len(taken)))]
+        self._count -= len(taken)
+        return taken
 
     def take_parts(self) -> list[dict[K, V]]:
         """Empty the dictionary, and return its parts, so that they are freed one at a time."""

@@ -9,7 +9,8 @@ from hybridkv.core.sharded import ShardedDict
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["set", "delete", "get", "pop", "default", "take"]), st.integers(0, 200)
+            st.sampled_from(["set", "delete", "get", "pop", "default", "take", "some"]),
+            st.integers(0, 200),
         ),
         max_size=300,
     )
@@ -30,6 +31,11 @@ def test_it_is_a_dictionary(steps: list[tuple[str, int]]) -> None:
             parts = sharded.take_parts()
             assert {key: value for part in parts for key, value in part.items()} == plain
             plain.clear()
+        elif what == "some":
+            taken = sharded.take_keys(key // 20)
+            assert len(taken) == min(key // 20, len(plain))
+            for name in taken:
+                del plain[name]
         assert sharded.get(key) == plain.get(key)
         assert (key in sharded) is (key in plain)
         assert len(sharded) == len(plain)

@@ -82,36 +82,36 @@ class PresentObjects(NamedTuple):
     chunks: Sequence[int]  # The numbers of their chunks in the prompt.
 
 
-class BlockUses:
-    """How many announced chunks have each block."""
+class MediumBlocks:
+    """The blocks that routers believe a medium to have."""
 
     def __init__(self) -> None:
-        self._counts = ShardedDict[BlockName, int]()
+        self.uses = ShardedDict[BlockName, int]()
+        """How many announced chunks have each block."""
+        self.leaving = ShardedDict[BlockName, int]()
+        """Blocks that no announced chunk has, and that are not withdrawn yet."""
 
     def __contains__(self, name: BlockName) -> bool:
-        return name in self._counts
+        return name in self.uses
 
     def count_use(self, name: BlockName) -> None:
         """One more chunk has the block."""
-        self._counts[name] = self._counts.get(name, 0) + 1
+        self.uses[name] = self.uses.get(name, 0) + 1
+        if self.leaving:
+            self.leaving.pop(name, None)
 
     def end_use(self, name: BlockName) -> bool:
         """One chunk less has the block. Returns True if it was the last one."""
-        self._counts[name] -= 1
-        if is_last := not self._counts[name]:
-            del self._counts[name]
+        self.uses[name] -= 1
+        if is_last := not self.uses[name]:
+            del self.uses[name]
         return is_last
 
-    def take_names(self) -> list[dict[BlockName, int]]:
-        """Forget all blocks. Returns dictionaries with their names as keys."""
-        return self._counts.take_parts()
-
-
-class LeavingBlocks(NamedTuple):
-    """Blocks of a medium that are announced no more, and not withdrawn yet."""
-
-    medium: str
-    names: dict[BlockName, int]
+    def end_all_uses(self) -> None:
+        """Let all blocks leave."""
+        small, large = sorted((self.uses, self.leaving), key=len)
+        large.update(small)
+        self.uses, self.leaving = ShardedDict(), large
 
 
 class KVEventPublisher(Part):
@@ -125,6 +125,12 @@ class KVEventPublisher(Part):
         listed = _listed(geometry)
         self.block_tokens = geometry.chunk_tokens if listed is None else listed.tokens_per_block
         """Tokens of one announced block."""
+        self._repeats_parents = (
+            min(geometry.groups, key=lambda group: group.gid).kind is not GroupKind.FULL
+        )
+        """True if the event of the chunk before is repeated before an event, so that routers know
+        where it is. vLLM's own events of states have more tokens than blocks, and vllm-router,
+        which reads those of the first group, takes the first tokens for the first block's."""
         self.in_ram = AnnouncedChunks(geometry)
         self.anywhere = AnnouncedChunks(geometry, on_forgotten=self._drop_blocks)
         """Chunks that hits from RAM and tiers need. Their medium is "CPU" if `in_ram` has them."""
@@ -138,12 +144,11 @@ class KVEventPublisher(Part):
         self._before = ShardedDict[bytes, bytes]()
         """The hash of the chunk before each of these; empty where the prompt begins."""
         self.kept_bytes = 0  # Of all descriptions.
-        self._uses = {MEDIUM_CPU: BlockUses(), MEDIUM_STORAGE: BlockUses()}
-        """For each medium and block the number of announced chunks that have it. Chunks share
-        blocks where prompts differ at the end of a chunk only."""
+        self._media = {MEDIUM_CPU: MediumBlocks(), MEDIUM_STORAGE: MediumBlocks()}
+        """The blocks of the announced chunks. Chunks share blocks where prompts differ at the end
+        of a chunk only."""
         self._without_tokens: set[bytes] = set()  # Announced chunks whose tokens are not kept.
         self._queue: list[KVCacheEvent] = []
-        self._leaving: list[LeavingBlocks] = []
         self._to_free: list[object] = []  # Dictionaries of what is known no more.
         self._repeat_at, self._repeat_seconds = math.inf, REPEAT_SECONDS
         self._undescribed: dict[bytes, bytes] = {}
@@ -277,8 +282,7 @@ class KVEventPublisher(Part):
         for medium, announced in self._announced.items():
             self._counters[metrics.CHUNKS_WITHDRAWN] += len(announced)
             self._to_free += announced.take_parts()
-            parts = self._uses[medium].take_names()
-            self._leaving += [LeavingBlocks(medium, names) for names in parts if names]
+            self._media[medium].end_all_uses()
         self._to_free += [*self.blocks.take_parts(), *self._before.take_parts()]
         self._undescribed.clear()
         self._without_tokens.clear()
@@ -296,37 +300,33 @@ class KVEventPublisher(Part):
         elif now < self._repeat_at:
             return events
         else:
-            events = self._repeated()
+            events = self._reminder()
             self._repeat_seconds = min(2 * self._repeat_seconds, REPEAT_SECONDS_MAX)
         self._repeat_at = now + self._repeat_seconds
         return events
 
-    def _leave(self, blocks_max: int) -> list[BlockRemoved]:
-        """Return the events that withdraw so many of the leaving blocks."""
-        gone: dict[str, list[BlockName]] = {}
-        while self._leaving and blocks_max > 0:
-            medium, names = self._leaving[-1]
-            taken = [names.popitem()[0] for _ in range(min(len(names), blocks_max))]
-            blocks_max -= len(taken)
-            if not names:
-                self._leaving.pop()
-            # What was announced again meanwhile stays.
-            uses = self._uses[medium]
-            gone.setdefault(medium, []).extend(name for name in taken if name not in uses)
-        return [event for medium, names in gone.items() for event in _removals(medium, names)]
+    def _leave(self, blocks_max: int) -> Iterator[BlockRemoved]:
+        """Yield the events that withdraw so many of the leaving blocks."""
+        for medium, blocks in self._media.items():
+            gone = blocks.leaving.take_keys(blocks_max)
+            blocks_max -= len(gone)
+            yield from _removals(medium, gone)
 
-    def _repeated(self) -> list[KVCacheEvent]:
+    def _reminder(self) -> list[KVCacheEvent]:
         """Return the event of some announced chunk once more.
 
         A router that came late, or was cut off while the engine began, finds by the number of the
         next event that it missed some, and asks for them. An idle engine has no next one.
         """
-        for medium, announced in self._announced.items():
-            for chunk_hash in islice(announced, REPEATABLE_MAX):
-                if chunk_hash not in self._without_tokens:
-                    blocks = decode_blocks(self.blocks[chunk_hash])
-                    return [self._event(medium, blocks, 0)]
-        return []
+        some = (name for each in self._announced.values() for name in islice(each, REPEATABLE_MAX))
+        return next(filter(None, map(self._repeated, some)), [])
+
+    def _repeated(self, chunk_hash: bytes) -> list[KVCacheEvent]:
+        """Return the event of a chunk once more, if it is announced and its tokens are kept."""
+        medium = next((key for key, each in self._announced.items() if chunk_hash in each), "")
+        if not medium or chunk_hash in self._without_tokens:
+            return []
+        return [self._event(medium, decode_blocks(self.blocks[chunk_hash]), 0)]
 
     def _learn(
         self, tracked: TrackedRequest, hashes: list[bytes], present: Iterable[PresentObjects]
@@ -353,12 +353,14 @@ class KVEventPublisher(Part):
         anywhere = self.anywhere.show(hashes, min(learned))
         new = [chunk for chunk in sorted({*in_ram, *anywhere}) if hashes[chunk] not in self.blocks]
         fresh = {hashes[chunk]: self._describe(tracked.request, chunk) for chunk in new}
+        for chunk in new:
+            self._before[hashes[chunk]] = hashes[chunk - 1] if chunk else b""
         self._announce(
             [hashes[chunk] for chunk in in_ram], [hashes[chunk] for chunk in anywhere], fresh
         )
         for chunk in new:
-            if hashes[chunk] in self.blocks:
-                self._before[hashes[chunk]] = hashes[chunk - 1] if chunk else b""
+            if hashes[chunk] not in self.blocks:
+                del self._before[hashes[chunk]]
 
     def _learn_in_ram(self, chunk_hash: bytes, group_index: int) -> bool:
         """Note an object in RAM. Returns True if that is new and there is room for it."""
@@ -463,7 +465,7 @@ class KVEventPublisher(Part):
 
         `fresh` has blocks of those that had none.
         """
-        uses = self._uses[medium]
+        uses = self._media[medium]
         event: BlockStored | None = None
         for chunk_hash in chunk_hashes:
             blocks = fresh.get(chunk_hash)
@@ -472,7 +474,8 @@ class KVEventPublisher(Part):
             elif blocks is None and chunk_hash in self.blocks:
                 blocks = decode_blocks(self.blocks[chunk_hash])
             has_parent = blocks is not None and (
-                blocks.parent is None or any(blocks.parent in uses for uses in self._uses.values())
+                blocks.parent is None
+                or any(blocks.parent in media for media in self._media.values())
             )
             if blocks is None or not blocks.tokens or not has_parent:
                 continue
@@ -490,12 +493,14 @@ class KVEventPublisher(Part):
                 event.token_ids += new.token_ids
                 event.extra_keys += new.extra_keys
             else:
+                if self._repeats_parents:
+                    self._queue += self._repeated(self._before.get(chunk_hash, b""))
                 event = new
                 self._queue.append(event)
 
     def _queue_removed(self, medium: str, chunk_hashes: Iterable[bytes]) -> None:
         """Withdraw the chunks that are announced in the medium."""
-        uses, gone = self._uses[medium], []
+        uses, gone = self._media[medium], []
         for chunk_hash in chunk_hashes:
             if chunk_hash not in self._announced[medium]:
                 continue
