@@ -21,6 +21,7 @@ from hybridkv.tiers.disk.files import BLOCK_BYTES
 from hybridkv.tiers.disk.index import FileIndex
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import TMP
+from hybridkv.tiers.promises import Promises
 from hybridkv.tiers.promotion import Promotion, Wait
 
 T = TypeVar("T", bound=Hashable)
@@ -31,6 +32,7 @@ def check_daemon(daemon: Daemon) -> None:
     check_store(daemon.store)
     pins, writing = check_sessions(daemon.sessions)
     check_promotion(daemon.promotion, daemon.store)
+    check_promises(daemon.promises)
     pins.update(slot for lookup in daemon.promotion.lookups.values() for slot in lookup.held)
     pins.update(check_demotion(daemon.demotion, len(daemon.store)))
     assert all(slot.pins == count for slot, count in pins.items())
@@ -56,6 +58,20 @@ def check_promotion(promotion: Promotion, store: Store) -> None:
                 assert lookup.reads or store.is_growing, lookup.story
             case Wait.OBJECTS:
                 assert lookup.reads, lookup.story
+            case Wait.PROMISE:
+                assert lookup.promised is not None
+                assert lookup.promised.ends_at() <= lookup.request.deadline
+
+
+def check_promises(promises: Promises) -> None:
+    """Check that only open promises are waited for, and that each is reached by its own names."""
+    for namespace, by_name in promises.by_name.items():
+        assert by_name
+        for name, promise in by_name.items():
+            assert promise.is_open
+            assert promises.by_key[promise.key] is promise
+            assert promise.namespace is namespace
+            assert name in promise.names
 
 
 def check_demotion(demotion: Demotion, arena_bytes: int) -> list[Slot]:

@@ -17,6 +17,8 @@ from hybridkv.wire.messages import (
     GREETING_NEVER,
     PROTOCOL_VERSION,
     AuditOffer,
+    Computed,
+    Computing,
     Done,
     Drained,
     Found,
@@ -181,6 +183,7 @@ class Scheduler(Client):
         self._commits = 0
         self._asked: dict[int, AskedLookup] = {}
         self._given_up: set[int] = set()
+        self._promised: list[int] = []  # Leases of answers that the daemon has no end of.
         """Leases of lookups that were released before their answer came."""
         self.loading: dict[int, set[int]] = {}
         """By lease, the ranks that have not reported."""
@@ -238,6 +241,8 @@ class Scheduler(Client):
                 self._release(self._held.pop(self.rng.randrange(len(self._held))))
             for reply in self._answers:
                 self._take(reply, plan_loads, plan_stores)
+            if self._promised and self.rng.random() < 0.4:
+                self._speak_of_promise()
             if self._asked and max(self.scene.habits.waits_ms) and self.rng.random() < 0.1:
                 self._give_up()
             if (
@@ -268,6 +273,7 @@ class Scheduler(Client):
         elif link.welcome.boot != self._boot:
             self._boot = link.welcome.boot
             self._calls.tell(ReportIdentity({"engine": self.engine_id}))
+            self._promised.clear()
 
     _answers: list[Reply] = []  # noqa: RUF012  # replaced in every step
 
@@ -284,7 +290,9 @@ class Scheduler(Client):
 
         def make(number: int) -> Lookup:
             names = b"".join(hashes)
-            return Lookup(number, lease, names, wait_ms, rate, audit_lease=audit_lease)
+            return Lookup(
+                number, lease, names, wait_ms, rate, audit_lease=audit_lease, promises=True
+            )
 
         if self._calls.ask(make, Found):
             self._asked[lease] = AskedLookup(
@@ -303,12 +311,23 @@ class Scheduler(Client):
         self._given_up.add(lease)
         self.scene.counts["lookups_given_up"] += 1
 
+    def _speak_of_promise(self) -> None:
+        """A prompt begins to be computed, or is stored as far as it will be."""
+        at = self.rng.randrange(len(self._promised))
+        if self.rng.random() < 0.5:
+            self._calls.tell(Computing(self._promised[at]))
+        else:
+            self._calls.tell(Computed(self._promised.pop(at)))
+            self.scene.counts["promises_ended"] += 1
+
     def _take(
         self, reply: Reply, loads: dict[int, list[LoadItem]], stores: dict[int, Storing]
     ) -> None:
         if isinstance(reply, Reserved):
             self._granted(reply)
         elif isinstance(reply, Found):
+            if reply.promised:
+                self._promised.append(reply.lease)
             if reply.lease in self._given_up:
                 self._given_up.remove(reply.lease)
                 if reply.audit is not None:

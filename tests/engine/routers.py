@@ -246,3 +246,14 @@ class DynamoIndexer(Router):
         return {
             int(number): match["longest_matched"] for number, match in answer["instances"].items()
         }
+
+
+class PrefillDecodeRouter(Router):
+    """vllm-router between servers that compute prompts and servers that answer."""
+
+    def __init__(self, prefill: str, decode: str, log_path: Path) -> None:
+        """`prefill` and `decode` are the URLs of the servers, which serve a model as "tiny"."""
+        words = ["-m", "vllm_router.launch_router", "--vllm-pd-disaggregation"]
+        words += ["--prefill", prefill, "--decode", decode, "--policy=round_robin"]
+        words += ["--worker-startup-check-interval=1", f"--prometheus-port={free_port()}"]
+        super().__init__(words, log_path)

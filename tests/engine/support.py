@@ -64,6 +64,7 @@ def arguments_of(
     *options: str,
     extra: dict[str, object] | None = None,
     module: str | None = None,
+    role: str = "kv_both",
 ) -> list[str]:
     """Returns vLLM's arguments of such an engine.
 
@@ -79,7 +80,7 @@ def arguments_of(
         }
         transfer = {
             "kv_connector": "HybridKVConnector",
-            "kv_role": "kv_both",
+            "kv_role": role,
             "kv_connector_extra_config": {**settings, **(extra or {})},
         }
         transfer |= {} if module is None else {"kv_connector_module_path": module}

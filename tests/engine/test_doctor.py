@@ -86,7 +86,6 @@ def test_what_should_be_is_all_ok(monkeypatch: pytest.MonkeyPatch) -> None:
             '"kv_connector_module_path":"hybridkv.connector" works',
         ),
         ({"kv_connector": None}, "FAIL", "names no connector.*--kv-transfer-config '.*' works"),
-        ({"kv_role": "kv_consumer"}, "warn", '"kv_role":"kv_both" works'),
         (
             {"kv_connector_extra_config": {"sever": 1}},
             "FAIL",

@@ -31,6 +31,62 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 CHUNK = 128
 
 
+@pytest.mark.parametrize(("model", "chunk"), [("gemma3", 128), ("qwen3next", 256)])
+def test_a_prompt_that_two_engines_get_at_once_is_computed_once(
+    daemon: DaemonProcess, tmp_path: Path, model: str, chunk: int
+) -> None:
+    """The other one waits for it, and answers as the first one's own hit does."""
+    text = prompt(1, 6 * chunk + 40)
+    path, extra = daemon.socket_path, dict[str, object](load_policy="always")
+    with (
+        engine(model, tmp_path / "a.log", path, extra=extra) as first,
+        engine(model, tmp_path / "b.log", path, extra=extra) as second,
+    ):
+        for running in (first, second):
+            running.generate(prompt(2, 20), max_tokens=1)
+        for running in (first, second):
+            running.begin_command("generate", prompts=[text], max_tokens=8)
+        both = [(running, running.end_command()[0]) for running in (first, second)]
+        (computing, _), (_, waited) = sorted(both, key=lambda each: each[1]["cached_tokens"])
+        assert sorted(result["cached_tokens"] for _, result in both) == [0, 6 * chunk]
+        assert stats(path)["promises_kept"] == 1
+        (own,) = computing.generate(text, max_tokens=8)
+        assert own["cached_tokens"] == 6 * chunk
+        assert answer(waited) == answer(own)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("third", range(3))
+def test_who_promised_a_prompt_ends_in_the_middle(
+    daemon: DaemonProcess, tmp_path: Path, third: int, how: signal.Signals
+) -> None:
+    """The other engine computes the rest, right, and soon."""
+    chunks, path, step = 12, daemon.socket_path, f"--max-num-batched-tokens={CHUNK}"
+    text = prompt(1, chunks * CHUNK + 40)
+    with (
+        engine("gemma3", tmp_path / "a.log", path, step) as first,
+        engine("gemma3", tmp_path / "b.log", path, step) as second,
+    ):
+        for running in (first, second):
+            running.generate(prompt(2, 2 * CHUNK), max_tokens=1)
+        alone = second.generate(prompt(3, len(text)), max_tokens=1)[0]
+        before = stats(path)["objects"]
+        first.begin_command("generate", prompts=[text], max_tokens=1)
+        until(lambda: stats(path)["objects"] >= before + third * chunks, "a part of it is stored")
+        second.begin_command("generate", prompts=[text], max_tokens=8)
+        os.kill(first.process.pid, how)
+        (result,) = second.end_command()
+        try:
+            seconds = result["ttft_seconds"] - alone["ttft_seconds"]
+            print(f"{result['cached_tokens']} tokens cached, {seconds:.3f} s more than alone")
+            (own,) = second.generate(text, max_tokens=8)
+            assert answer(result)[0] == answer(own)[0]
+        finally:
+            os.kill(first.process.pid, signal.SIGKILL)
+            first.process.wait()
+
+
 def test_two_engines_at_the_same_time_share_one_daemon(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:

@@ -284,10 +284,11 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             layout.staging_bytes for layout in layouts.values() if layout.staging_bytes is not None
         ]
         specs = [group.kv_cache_spec for group in kv_config.kv_cache_groups]
+        transfer = config.kv_transfer_config
         return SchedulerContext(
             settings=settings,
             geometry=geometry,
-            engine_id=str(config.kv_transfer_config.engine_id),
+            engine_id=str(transfer.engine_id),
             socket_path=self.socket_path,
             step_tokens=config.scheduler_config.max_num_batched_tokens,
             pool_blocks=kv_config.num_blocks - 1,
@@ -297,6 +298,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             own_hashes=str(config.cache_config.prefix_caching_hash_algo) not in ENGINE_HASHES,
             with_tails=allows_tails and self.tails.verdict is Verdict.OK,
             why_computed=why_computed_here(config),
+            stores_answers=settings.store_generated and transfer.kv_role != "kv_producer",
+            promises=transfer.kv_role != "kv_consumer",
             media_refusal=media_refusal(config),
             drafter=drafter,
             faults=batch_faults(config, specs),

@@ -2,27 +2,26 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
 from hybridkv.core.audit import AuditOutcome
-from hybridkv.core.coverage import Hit, largest_hit, whole_hit
-from hybridkv.core.geometry import Geometry
-from hybridkv.core.keys import HASH_BYTES, unpack_hashes
-from hybridkv.core.tails import longest_tail, tail_chunk, tail_hit, units_per_chunk
+from hybridkv.core.coverage import largest_hit, whole_hit
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.tails import tail_chunk, units_per_chunk
 from hybridkv.daemon import slot_requests
 from hybridkv.daemon.sessions import ClientConnection, CountedLookup, Lease, RequestError, Session
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.subscriptions import OutgoingMessage
 from hybridkv.daemon.view import DaemonView
 from hybridkv.observe.history import RequestOutcome
-from hybridkv.store.index import IndexEntry, Namespace, Slot
 from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
-from hybridkv.tiers.object_search import LookupRequest, ObjectSearch
+from hybridkv.tiers.object_search import LookupKey, LookupRequest, ObjectSearch
 from hybridkv.tiers.promotion import WaitingLookup
+from hybridkv.tiers.resident import ResidentHit, resident_hit, resident_of
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import BATCH_MAX, PROTOCOL_VERSION, Reply, Request
 from hybridkv.wire.protocol import RULES, ErrorCode, refused
@@ -34,25 +33,6 @@ AUDIT_COUNTERS: Mapping[AuditOutcome, str] = {
     AuditOutcome.DIFFERED: "audits_differed",
     AuditOutcome.INCONCLUSIVE: "audits_unmade",
 }
-
-
-class ResidentHit(NamedTuple):
-    """The objects that RAM has of a lookup, and the longest hit that they are."""
-
-    masks: list[bytes]  # By group index, a byte for each chunk: 1 where the object is there.
-    entries: Sequence[IndexEntry | None]  # By chunk; None for a chunk without any object.
-    hit: Hit
-    tail: Sequence[Slot | None] = ()  # The objects of the hit's tail, by group index.
-
-    def needed_slots(self) -> list[Slot]:
-        """Return the slots that the hit needs, group by group, each prefix first."""
-        slots: list[Slot] = []
-        for index, start in enumerate(self.hit.starts):
-            # Every object of a hit is there.
-            entries = self.entries[start : self.hit.chunks]
-            slots += [entry.slots[index] for entry in entries]  # type: ignore[union-attr, misc]
-            slots += self.tail[index : index + 1]  # type: ignore[arg-type]
-        return slots
 
 
 class Daemon(DaemonState):
@@ -74,6 +54,8 @@ class Daemon(DaemonState):
             wire.ReadAnnouncements: self.subscriptions.read_announcements,
             wire.Lookup: self._lookup,
             wire.Release: self._release,
+            wire.Computing: self._computing,
+            wire.Computed: self._computed,
             wire.Reserve: partial(slot_requests.reserve, self),
             wire.Commit: partial(slot_requests.commit, self),
             wire.Free: partial(slot_requests.free, self),
@@ -92,6 +74,7 @@ class Daemon(DaemonState):
     def on_disconnect(self, connection_id: int) -> None:
         """The socket of a connection was closed. Its process may still copy."""
         self.promotion.cancel(connection_id)
+        self.promises.on_disconnect(connection_id)
         self.subscriptions.on_disconnect(connection_id)
         self.sessions.on_disconnect(connection_id)
 
@@ -100,8 +83,8 @@ class Daemon(DaemonState):
         self.now = now
         for tier in self.tiers:
             tier.tick(now)
+        self._answer_waiting(self.promotion.tick(now))
         if self.tiers:
-            self._answer_waiting(self.promotion.tick(now))
             self.demotion.tick(now)
         self.outgoing.extend(self.subscriptions.take_due(now))
         self.view.tick(now)
@@ -223,11 +206,13 @@ class Daemon(DaemonState):
             tails=lookup.tails,
             tails_from=lookup.tails_from,
             audit_lease=lookup.audit_lease,
+            promises=lookup.promises,
         )
         last = tail_chunk(geometry, lookup.tails_from, tails - 1) if hit.tail < tails else -1
         shortfall, known = "", masks
         is_short = hit.chunks < len(resident.entries) or last >= hit.chunks
-        if self.tiers and lookup.wait_ms and is_short:
+        may_come = bool(self.tiers) or self.promises.has_promises(namespace)
+        if may_come and lookup.wait_ms and is_short:
             waiting = WaitingLookup(request, ObjectSearch(request, masks))
             if self.promotion.begin(waiting, self.now):
                 target = waiting.target_depth
@@ -294,6 +279,13 @@ class Daemon(DaemonState):
         goes_on = hit.tail < len(request.tails) // HASH_BYTES
         tiers = self._count_origins(origins, hit.depth)
         slots = resident.needed_slots()
+        others = self.sessions.engines_of(session.namespace) > 1
+        is_promised = (
+            request.promises
+            and is_current
+            and others
+            and self.promises.add_promise(request, hit, self.now)
+        )
         lease = None
         if hit.depth:
             self.demotion.queue_hit(slots)
@@ -328,6 +320,7 @@ class Daemon(DaemonState):
             why=shortfall[: wire.FACT_MAX],  # An error's text may be of any length.
             tail=hit.tail,
             audit=audit,
+            promised=is_promised,
             junctions=self.branches.junctions(
                 request.geometry, known_masks, request.hashes, hit.depth, request.namespace.goes_on
             ),
@@ -420,6 +413,12 @@ class Daemon(DaemonState):
             error = "the load failed" if release.failed else ""
             self.spans.add_span("load", times, facts, lease.span, error)
 
+    def _computing(self, connection: ClientConnection, computing: wire.Computing) -> None:
+        self.promises.begin_promise(LookupKey(connection.number, computing.lease), self.now)
+
+    def _computed(self, connection: ClientConnection, computed: wire.Computed) -> None:
+        self.promises.end_promise(LookupKey(connection.number, computed.lease))
+
     # Questions of people and commands
 
     def _stats(self, _: ClientConnection, stats: wire.Stats) -> Reply:
@@ -473,40 +472,3 @@ class Daemon(DaemonState):
             and known.explanation.first_chunk in namespace.entries
         ]
         return wire.Explained(explain.id, latest, known.identity, known.explanation, others)
-
-
-def resident_of(request: LookupRequest) -> ResidentHit:
-    """Return what RAM has now of a lookup."""
-    return resident_hit(
-        request.namespace, request.geometry, request.hashes, request.tails, request.tails_from
-    )
-
-
-def resident_hit(
-    namespace: Namespace, geometry: Geometry, hashes: bytes, tails: bytes, tails_from: int
-) -> ResidentHit:
-    """Return what RAM has of chunks, given their hashes, and of tails (as in wire.Lookup)."""
-    masks, entries = namespace.present(hashes)
-    chunks = largest_hit(geometry, masks, len(entries))
-    names = unpack_hashes(tails)
-    chunks_max = BATCH_MAX // len(geometry.groups)
-
-    def objects(number: int) -> Sequence[Slot | None]:
-        entry = namespace.entries.get(names[number])
-        return () if entry is None else entry.slots
-
-    def is_whole(number: int) -> bool:
-        is_short = tail_chunk(geometry, tails_from, number) < chunks_max
-        return is_short and bool(objects(number)) and all(objects(number))
-
-    tail = longest_tail(
-        geometry=geometry,
-        masks=masks,
-        chunks=chunks,
-        first_chunk=tails_from,
-        count=len(names),
-        is_whole=is_whole,
-    )
-    if not tail:
-        return ResidentHit(masks, entries, whole_hit(geometry, chunks))
-    return ResidentHit(masks, entries, tail_hit(geometry, tails_from, tail), objects(tail - 1))

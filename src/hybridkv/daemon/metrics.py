@@ -23,11 +23,19 @@ _LOOKUPS: Mapping[str, MetricFamily] = {
             "loaded."
         ),
         lookups_waited=counter(
-            "Lookups that waited for tiers below RAM and were answered.",
+            "Lookups that waited for tiers below RAM or for other engines, and were answered.",
             lambda daemon: daemon.waits.durations,
         ),
         lookup_wait_seconds=histogram(
-            "Seconds that answered lookups had waited for tiers.", lambda daemon: daemon.waits.total
+            "Seconds that answered lookups had waited.", lambda daemon: daemon.waits.total
+        ),
+        promises_kept=counter(
+            "Waits for what another engine computed, after which RAM had more of the prompt.",
+            lambda daemon: daemon.promises.kept,
+        ),
+        promises_broken=counter(
+            "Such waits that brought nothing: the engine ended, was too slow, or stored nothing.",
+            lambda daemon: daemon.promises.broken,
         ),
         tokens_asked=counter("Tokens of the chunks asked for."),
         tokens_hit=counter("Tokens of all hits, also those in the engine's own cache by then."),

@@ -147,6 +147,13 @@ class Sessions:
         process = process or Process(0, connection_id)
         self.connections[connection_id] = ClientConnection(connection_id, process, tenant=tenant)
 
+    def engines_of(self, namespace: Namespace) -> int:
+        """Return how many engines are connected that have this identity."""
+        return sum(
+            session.namespace is namespace and session.engine_connection is not None
+            for session in self.all
+        )
+
     def recover_sessions(self, workers: Iterable[WorkerProcess]) -> None:
         """Take over what an earlier daemon left. `workers` are those of its workers that live."""
         self.namespaces, writing = self._store.recover_slots()

@@ -12,6 +12,7 @@ from hybridkv.observe.history import Histogram, RequestHistory
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
 from hybridkv.tiers.health import TierState
+from hybridkv.tiers.promises import Promises
 from hybridkv.tiers.promotion import Promotion
 from hybridkv.wire.messages import Welcome
 from hybridkv.wire.status import DaemonSetup
@@ -37,7 +38,8 @@ class DaemonState:
         self.loading_seconds = 0.0  # From each lookup to the end of its load.
         self.sessions = Sessions(store, self.counters)
         self.demotion = Demotion(store, tiers)
-        self.promotion = Promotion(store, tiers)
+        self.promises = Promises()
+        self.promotion = Promotion(store, tiers, self.promises)
         self.subscriptions = Subscriptions(tiers, self.sessions)
         store.on_change = self.subscriptions.on_object_changed
         self.branches = Branches()

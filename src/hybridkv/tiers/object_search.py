@@ -75,6 +75,7 @@ class LookupRequest(NamedTuple):
     tails: bytes = b""  # The names of tails, as in wire.Lookup.
     tails_from: int = 0
     audit_lease: int = 0  # As in wire.Lookup.
+    promises: bool = False  # The same.
 
     @property
     def key(self) -> LookupKey:
@@ -90,6 +91,11 @@ class LookupRequest(NamedTuple):
     def chunks(self) -> int:
         """The number of chunks that are looked up."""
         return len(self.hashes) // HASH_BYTES
+
+    @property
+    def tail_count(self) -> int:
+        """The number of tails that are looked up."""
+        return len(self.tails) // HASH_BYTES
 
     def hash_of(self, position: int) -> bytes:
         """Returns the hash of a chunk or the name of a tail. Empty before the first chunk."""

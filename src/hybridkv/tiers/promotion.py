@@ -1,10 +1,11 @@
-"""Promotion: lookups wait while tiers below give what RAM does not have.
+"""Promotion: lookups wait while tiers below, or other engines, give what RAM does not have.
 
 A lookup that waits is one story, `Promotion._story`: a generator that yields what it waits for::
 
     find     which objects do tiers have? Long prompts ask in rounds   waits for ANSWERS
     choose   up to which boundary: load or compute?
     read     every object that is needed, prefix first                 waits for TIER, SLOT, OBJECTS
+    await    what another engine computes (tiers.promises)             waits for PROMISE
 
 1. A lookup ends as soon as nothing more can come, and at its deadline at the latest. The daemon
    then answers it from RAM.
@@ -16,7 +17,7 @@ A lookup that waits is one story, `Promotion._story`: a generator that yields wh
 """
 
 from collections import Counter, deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import partial
@@ -35,7 +36,9 @@ from hybridkv.tiers.object_search import (
     ObjectPlace,
     ObjectSearch,
 )
+from hybridkv.tiers.promises import PromisedWait, Promises
 from hybridkv.tiers.record import Record
+from hybridkv.tiers.resident import resident_of
 from hybridkv.tiers.shared_reads import ObjectReads
 
 WAITING_MAX = 1024  # Lookups that wait at the same time. More are answered from RAM.
@@ -49,6 +52,7 @@ class Wait(StrEnum):
     TIER = "tier"  # The tier of the next object has all the reads that it may have.
     SLOT = "slot"  # RAM has no slot for the next object yet.
     OBJECTS = "objects"  # All that is needed is being read.
+    PROMISE = "promise"  # Another engine computes what RAM lacks.
 
 
 class ShortfallKind(Enum):
@@ -57,7 +61,7 @@ class ShortfallKind(Enum):
     Those without a label are missed deadlines.
     """
 
-    CROWDED = "crowded", "too many lookups wait for tiers"
+    CROWDED = "crowded", "too many lookups wait"
     TIERS_AWAY = "tiers_away", "no tier can be asked at the moment"
     SILENT = "tiers_away", "{tier} does not answer"
     SLOWER = (
@@ -105,6 +109,7 @@ class WaitingLookup:
     reads: int = 0  # Objects that are being read.
     held: list[Slot] = field(default_factory=list)
     """Objects that are pinned until the lookup is answered, each as often as it is pinned."""
+    promised: PromisedWait | None = None  # What it waits for, or has waited for last.
     begun_bytes: Counter[TierState] = field(default_factory=Counter)
     """By tier, the bytes of objects whose read was begun for this lookup."""
     read_bytes: Counter[TierState] = field(default_factory=Counter)
@@ -122,12 +127,14 @@ class WaitingLookup:
     @property
     def target_depth(self) -> int:
         """The depth of the hit that it becomes where all reads succeed, as far as is known."""
-        return self.hits[-1].depth if self.hits else self.request.chunks
+        if self.hits and self.promised is None:
+            return self.hits[-1].depth
+        return self.request.chunks + (self.promised is not None and self.request.tail_count > 0)
 
     @property
     def is_complete(self) -> bool:
         """True once nothing more can come, so that its next step is its last."""
-        return not (self.story[-1] is Wait.ANSWERS or self.needs or self.reads)
+        return not (self.story[-1] in (Wait.ANSWERS, Wait.PROMISE) or self.needs or self.reads)
 
     def add_shortfall(self, kind: ShortfallKind, **facts: str | float) -> None:
         """Keep a reason why it gets less than the tiers have."""
@@ -151,9 +158,10 @@ class TierQuestion(NamedTuple):
 class Promotion:
     """All lookups that wait, and whom they wait for."""
 
-    def __init__(self, store: Store, tiers: Sequence[TierState]) -> None:
+    def __init__(self, store: Store, tiers: Sequence[TierState], promises: Promises) -> None:
         """`tiers` are those below RAM, fastest first."""
         self._store = store
+        self._promises = promises
         self._tiers = tiers
         self._now = 0.0
         self.lookups: dict[LookupKey, WaitingLookup] = {}
@@ -177,8 +185,11 @@ class Promotion:
         In either case the daemon answers the lookup, and then unpins what it held.
         """
         self._now = now
-        if not self._readable_tiers():
+        may_read = bool(self._readable_tiers())
+        if self._tiers and not may_read:
             lookup.add_shortfall(ShortfallKind.TIERS_AWAY)
+        if not (may_read or self._promises.has_promises(lookup.request.namespace)):
+            pass  # There is nobody to wait for.
         elif len(self.lookups) >= WAITING_MAX:
             lookup.add_shortfall(ShortfallKind.CROWDED)
         else:
@@ -208,29 +219,36 @@ class Promotion:
                 cancelled.append(lookup)
         return cancelled
 
-    def tick(self, now: float) -> list[WaitingLookup]:
-        """Take each lookup as far as it comes. Returns the lookups that have ended."""
+    def tick(self, now: float) -> Iterator[WaitingLookup]:
+        """Take each lookup as far as it comes. Yields the lookups that have ended.
+
+        The answer to one may promise what the next one waits for then.
+        """
         self._now = now
-        ended = []
         for lookup in list(self.lookups.values()):
-            if lookup.request.deadline <= now and not lookup.is_complete:
+            is_promised = lookup.story[-1] is Wait.PROMISE
+            if lookup.request.deadline <= now and not (lookup.is_complete or is_promised):
                 kind = ShortfallKind.NOT_READ_IN_TIME
                 if any(lookup in turns for turns in self.turns.values()):
                     kind = ShortfallKind.NOT_FOUND_IN_TIME
                 lookup.add_shortfall(kind)
-                ended.append(self._end(lookup))
+                yield self._end(lookup)
         for tier in self._tiers:
             self._take_turns(tier)
             self.reads.discard_damaged(tier, now)
         for lookup in list(self.lookups.values()):
-            if not self._goes_on(lookup):
-                ended.append(self._end(lookup))
-        return ended
+            if lookup.request.key in self.lookups and not self._goes_on(lookup):
+                yield self._end(lookup)
 
     def wakes_at(self) -> float:
-        """Returns when the next lookup is overdue."""
-        deadlines = (lookup.request.deadline for lookup in self.lookups.values())
-        return min(deadlines, default=float("inf"))
+        """Returns when the next lookup is overdue, or should wait for a promise no more."""
+        return min(map(self._wakes_at, self.lookups.values()), default=float("inf"))
+
+    def _wakes_at(self, lookup: WaitingLookup) -> float:
+        deadline = lookup.request.deadline
+        if lookup.promised is None or lookup.story[-1] is not Wait.PROMISE:
+            return deadline
+        return min(deadline, lookup.promised.ends_at())
 
     def _goes_on(self, lookup: WaitingLookup) -> bool:
         """Take a lookup as far as it comes. Returns False if its story has ended."""
@@ -272,6 +290,12 @@ class Promotion:
     # The story of a lookup
 
     def _story(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
+        """Read what tiers have and is worth reading, then wait for what others compute."""
+        if self._readable_tiers():
+            yield from self._promote(lookup)
+        yield from self._await_promises(lookup)
+
+    def _promote(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
         """Find what tiers have, choose what is worth reading, and read it."""
         yield from self._find(lookup)
         lookup.chosen_at = self._now
@@ -283,6 +307,23 @@ class Promotion:
             # A shorter hit has room in that of what is held. What only the longer one needs may be
             # evicted from now on.
             room_bytes = sum(slot.size_bytes for slot in set(lookup.held))
+
+    def _await_promises(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
+        """Wait for promises, one after the other, while that is sooner than computing."""
+        request, promises, latest = lookup.request, self._promises, float("inf")
+        if not promises.has_promises(request.namespace):
+            return
+        hit = resident_of(request).hit if lookup.story else request.resident
+        while wait := promises.find_wait(request, hit, self._now, latest):
+            lookup.promised, latest = wait, wait.latest
+            if not lookup.held:
+                self._hold(lookup, lookup.search.resident_slots(()))
+            while not wait.is_wait_over(self._now):
+                yield Wait.PROMISE
+            before, hit = hit, resident_of(request).hit
+            promises.judge_wait(wait, hit.tokens > before.tokens, self._now)
+            if wait.promise.is_open:
+                return  # Computing is sooner from now on.
 
     def _find(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
         """Ask the tiers that cannot say at once which objects they have, round by round."""

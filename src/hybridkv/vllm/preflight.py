@@ -5,7 +5,7 @@ The connector raises the first FAIL at start-up, and `hybridkv doctor` shows all
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import vllm
@@ -109,10 +109,15 @@ def transfer_findings(transfer: Any) -> Iterator[Finding]:
             what = f"vLLM does not load the plugin of this package, which registers {name}"
         works = f'"kv_connector_module_path":"{LONG_TRANSFER["kv_connector_module_path"]}" works'
         yield fail(Check.CONNECTOR, what, works)
-    role, remedy = transfer.kv_role, '"kv_role":"kv_both" works'
-    half = "vLLM may treat the engine as one half of a pair, hybridkv loads and stores"
-    what = f"kv_role={role!r}: {half}"
-    yield _advise(Check.KV_ROLE, role == "kv_both", role, what, remedy)
+    yield ok(Check.KV_ROLE, f"{transfer.kv_role}: {ROLES.get(transfer.kv_role, '')}")
+
+
+ROLES: Mapping[str, str] = {
+    "kv_both": "prompts and answers are stored, and prompts are loaded",
+    "kv_producer": "prompts are stored and loaded, answers are not stored",
+    "kv_consumer": "as kv_both, but no other engine waits for what this one computes",
+}
+"""What an engine does in each role of `KVTransferConfig.kv_role`."""
 
 
 def group_findings(kv_cache_config: Any, vllm_config: Any) -> Iterator[Finding]:

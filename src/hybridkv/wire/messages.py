@@ -19,7 +19,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES, U64
 from hybridkv.wire.status import Status, TierStatus
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 CHUNKS_MAX = 1 << 16
 """The most chunks in one lookup."""
 NO_PARENT = bytes(HASH_BYTES)
@@ -302,6 +302,9 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
     `tails_from` on: one for each match unit that ends inside a chunk.
 
     With an `audit_lease` (0: none) the answer also names the objects that a live audit may compare.
+
+    With `promises` the engine stores what it computes of the prompt, so that others may wait for it
+    (tiers.promises). Where they may, the answer is `promised`.
     """
 
     lease: Count
@@ -311,6 +314,7 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
     tails: Hashes = b""
     tails_from: Count = 0
     audit_lease: Count = 0
+    promises: bool = False
 
 
 class Release(_Message, frozen=True, tag="release"):
@@ -325,6 +329,18 @@ class Release(_Message, frozen=True, tag="release"):
     loaded_bytes: Count = 0
     failed: bool = False
     unused: bool = False
+
+
+class Computing(_Message, frozen=True, tag="computing"):
+    """The engine begins to compute what a `promised` answer lacked. `lease` is its lookup's."""
+
+    lease: Count
+
+
+class Computed(_Message, frozen=True, tag="computed"):
+    """All that the engine stores of that is committed, or it computes it no more."""
+
+    lease: Count
 
 
 class Reserve(_Numbered, frozen=True, tag="reserve"):
@@ -469,6 +485,9 @@ class Found(_Numbered, frozen=True, tag="found"):
     junctions: Annotated[list[Count], Meta(max_length=JUNCTIONS_MAX)] = []
     """The chunks, ascending, after which the prompt parts from others, and a state or a window is
     missing (`core.junctions`). Objects that a tier below RAM has count."""
+    promised: bool = False
+    """True where others may wait for what the engine computes now. It says Computing as it begins,
+    and Computed at the end, in any case."""
 
     @property
     def chunks(self) -> int:
@@ -477,7 +496,7 @@ class Found(_Numbered, frozen=True, tag="found"):
 
 
 class Pending(_Numbered, frozen=True, tag="pending"):
-    """The answer to a Lookup takes up to `wait_ms`, because tiers below RAM are read for it.
+    """The answer to a Lookup takes up to `wait_ms`: tiers are read, or another engine computes it.
 
     The hit will have `depth` at most. It and `masks`, what RAM has now, are as in Found.
     """
@@ -574,7 +593,7 @@ class Error(_Numbered, frozen=True, tag="error"):
 
 SessionMessage = Hello | Drained | ReportMapping | ReportStale | Identify
 AnnouncingMessage = Subscribe | Describe | ReadAnnouncements
-SlotMessage = Lookup | Release | Reserve | Commit | Free | ReportCorrupt
+SlotMessage = Lookup | Release | Computing | Computed | Reserve | Commit | Free | ReportCorrupt
 EngineMessage = (
     SessionMessage | AnnouncingMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
 )

@@ -85,6 +85,8 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.ReadAnnouncements: MessageRule(_ENGINE, None),
     wire.Lookup: MessageRule(_ENGINE, wire.Found, wire.Pending),
     wire.Release: MessageRule(_ENGINE, None),
+    wire.Computing: MessageRule(_ENGINE, None),
+    wire.Computed: MessageRule(_ENGINE, None),
     wire.Reserve: MessageRule(_ENGINE, wire.Reserved),
     wire.Commit: MessageRule(_ENGINE, None),
     wire.Free: MessageRule(_ENGINE, None),

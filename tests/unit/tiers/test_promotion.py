@@ -13,6 +13,7 @@ from hybridkv.tiers.contract import DamagedError, MissingError, TierError
 from hybridkv.tiers.health import JOB_SECONDS, TierState
 from hybridkv.tiers.jobs import LIMITS, JobKind, JobOutcome, TierJob
 from hybridkv.tiers.object_search import LookupRequest, ObjectSearch
+from hybridkv.tiers.promises import Promises
 from hybridkv.tiers.promotion import Promotion, Shortfall, ShortfallKind, Wait, WaitingLookup
 from hybridkv.tiers.shared_reads import READING_SHARE
 from tests.layouts import LAYOUTS
@@ -54,7 +55,7 @@ class Node:
         ]
         for tier in self.tiers:
             tier.is_open = True
-        self.promotion = Promotion(self.store, self.tiers)
+        self.promotion = Promotion(self.store, self.tiers, Promises())
         gids = tuple(group.gid for group in GEOMETRY.groups)
         self.namespace = Namespace(bytes(HASH_BYTES), gids, ())
 
@@ -95,7 +96,7 @@ class Node:
             self.promotion.on_find_done(job, outcome)
         else:
             self.promotion.on_read_done(job, outcome, now)
-        return self.promotion.tick(now)
+        return [*self.promotion.tick(now)]
 
     def add_object(self, number: int) -> Slot:
         """Store a chunk in RAM."""
@@ -183,7 +184,7 @@ def test_while_the_arena_grows_a_slot_is_waited_for() -> None:
     assert [*lookup.story] == [Wait.SLOT]
     node.store.unpin(pinned)
     node.store.bound_bytes //= 2
-    assert node.promotion.tick(0.1) == []
+    assert [*node.promotion.tick(0.1)] == []
     assert [*lookup.story] == [Wait.SLOT, Wait.OBJECTS]
     assert node.answer(None) == [lookup]
 
@@ -219,7 +220,7 @@ def test_what_is_in_ram_by_now_is_not_read_whatever_its_tier_does() -> None:
     slot = node.add_object(last)
     node.jobs[0].is_late = True
     assert node.tiers[0].is_hung
-    assert node.promotion.tick(0.1) == []
+    assert [*node.promotion.tick(0.1)] == []
     assert lookup.held == [slot]
     assert not lookup.needs
     assert not lookup.shortfalls
@@ -231,7 +232,7 @@ def test_nothing_more_is_read_from_a_tier_that_does_not_answer(is_hung: bool) ->
     node.tiers[0].speed = Speed(1.0)
     lookup = node.waiting(*range(1, LIMITS[JobKind.READ] + 2))
     node.tiers[0].is_open, node.jobs[0].is_late = is_hung, is_hung
-    assert node.promotion.tick(0.1) == []
+    assert [*node.promotion.tick(0.1)] == []
     assert kinds(lookup) == [ShortfallKind.SILENT]
     assert lookup.reads == LIMITS[JobKind.READ]
     assert not lookup.needs
@@ -280,10 +281,10 @@ def test_at_its_deadline_a_lookup_ends_and_falls_short_only_if_more_could_come(
     if is_complete:
         assert node.answer(None, now=DEADLINE) == [lookup]
     else:
-        assert node.promotion.tick(DEADLINE) == [lookup]
+        assert [*node.promotion.tick(DEADLINE)] == [lookup]
     late = [] if is_complete else [ShortfallKind.NOT_READ_IN_TIME]
     assert kinds(lookup) == late
-    assert node.promotion.tick(2 * DEADLINE) == [], "it ends once"
+    assert [*node.promotion.tick(2 * DEADLINE)] == [], "it ends once"
 
 
 def test_a_tier_that_was_read_too_late_is_measured_all_the_same() -> None:
@@ -303,7 +304,7 @@ def test_a_lookup_waits_only_where_a_tier_can_be_asked_and_not_too_many_wait(
     node.waiting(1)
     crowded = node.lookup(2, lease=8)
     assert not node.promotion.begin(crowded, 0.0)
-    assert crowded.why == "too many lookups wait for tiers"
+    assert crowded.why == "too many lookups wait"
     node.tiers[0].is_open = False
     away = node.lookup(3, lease=9)
     assert not node.promotion.begin(away, 0.0)

@@ -17,6 +17,8 @@ from hybridkv.wire.messages import (
     AuditOffer,
     Clear,
     Commit,
+    Computed,
+    Computing,
     Decline,
     Describe,
     Done,
@@ -274,15 +276,18 @@ REQUESTS = [
             tails=NAME,
             tails_from=2,
             audit_lease=10,
+            promises=True,
         ),
-        "7600000099a66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "770000009aa66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
         "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd07d0cd"
-        "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f020a",
+        "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f020ac3",
     ),
     Example(
         Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True, unused=True),
         "1400000096a772656c6561736509cd0100ce00100000c3c3",
     ),
+    Example(Computing(lease=9), "0c00000092a9636f6d707574696e6709"),
+    Example(Computed(lease=9), "0b00000092a8636f6d707574656409"),
     Example(
         Reserve(id=4, part_bytes=8192, parts=2, count=64), "0f00000095a77265736572766504cd20000240"
     ),
@@ -359,11 +364,12 @@ REPLIES = [
             tail=5,
             audit=AuditOffer(lease=10, chunk=0, slots=SLOTS, shorter_slots=SLOTS),
             junctions=[5],
+            promised=True,
         ),
-        "880000009ba5666f756e6403090192c4020100c4020101c420000102030405060708090a0b0c0d0e0f10"
+        "890000009ca5666f756e6403090192c4020100c4020101c420000102030405060708090a0b0c0d0e0f10"
         "1112131415161718191a1b1c1d1e1f81a46469736b01a17705940a00c420000102030405060708090a0b"
         "0c0d0e0f101112131415161718191a1b1c1d1e1fc420000102030405060708090a0b0c0d0e0f10111213"
-        "1415161718191a1b1c1d1e1f9105",
+        "1415161718191a1b1c1d1e1f9105c3",
     ),
     Example(
         Pending(id=3, lease=9, wait_ms=2000, depth=2, masks=[b"\1\0", b"\1\1"]),
@@ -476,7 +482,7 @@ REPLIES = [
 def test_every_message_has_an_example() -> None:
     assert {type(message) for message, _ in REQUESTS} == set(get_args(Request))
     assert {type(message) for message, _ in REPLIES} == set(get_args(Reply))
-    assert PROTOCOL_VERSION == 13, "another version has other examples"
+    assert PROTOCOL_VERSION == 14, "another version has other examples"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,10 @@ class SchedulerContext:
     faults: BatchFaults = BatchFaults()  # Where the engine's own KV may be wrong.
     model: WireModel | None = None  # The model, as the daemon shows it.
     publishes_events: bool = False  # True if vLLM publishes KV events.
+    stores_answers: bool = True
+    """False if only prompts are stored."""
+    promises: bool = True
+    """True if other engines of the node may wait for what this one computes (`tiers.promises`)."""
 
 
 class EngineLife:

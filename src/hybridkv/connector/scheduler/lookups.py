@@ -104,6 +104,8 @@ class Lookups(Part):
         )
         self._answer_seconds_max = settings.load_timeout_seconds
         """The longest time beyond its deadline for an answer that steps bring (scheduler.nodes)."""
+        # A daemon knows the engines of its node alone.
+        self._promises = context.promises and context.geometry.nodes == 1
         self._must_wait = False
         """True after a request ended before its answer, and the answer lacked what the engine has.
         Else requests of one step would never store it again."""
@@ -209,6 +211,7 @@ class Lookups(Part):
             tails=tails,
             tails_from=tails_from,
             audit_lease=self._audits.lease_for_lookup(tracked),
+            promises=self._promises,
         )
         self.queued.append(tracked)
         self._counters[metrics.LOOKUPS_ASKED] += 1

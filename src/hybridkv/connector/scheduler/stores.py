@@ -160,6 +160,19 @@ class StorePlanner(Part):
         """True while some store is not over."""
         return bool(self.storing or self.unproven)
 
+    def is_storing(self, tracked: TrackedRequest) -> bool:
+        """Return True while some store of a request is not over."""
+        runs = (*self.storing.values(), *self.unproven)
+        return any(run.tracked is tracked for run in runs)
+
+    def has_settled(self, tracked: TrackedRequest) -> bool:
+        """Return True if no attention object of a request's prompt waits for a later step."""
+        chunks = min(
+            self._geometry.whole_chunks(tracked.request.num_prompt_tokens), self._chunks_max
+        )
+        indices = (*self._windowed_groups, *self._full_groups)
+        return all(tracked.progress.next_chunk[index] >= chunks for index in indices)
+
     def withdraw_stores(self) -> None:
         """Let no object be committed that is being written now."""
         for storing in (*self.storing.values(), *self.unproven):
@@ -192,7 +205,7 @@ class StorePlanner(Part):
                 continue
             request = tracked.request
             tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
-            if not self._context.settings.store_generated:
+            if not self._context.stores_answers:
                 tokens = min(tokens, request.num_prompt_tokens)
             state_tokens = tokens
             if tracked.drafted is not None:
