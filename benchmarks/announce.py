@@ -159,7 +159,8 @@ def announce(daemon: DaemonProcess, is_idle: bool) -> dict[str, Any]:
     freeze_gc_heap()  # As the engine does.
     busy: list[float] = []
     idle: list[float] = []
-    blocks = 0
+    # The names of blocks. The garbage collector does not look into such a dictionary.
+    announced: dict[Any, None] = {}
     started = ended = time.monotonic()
     while role.events.has_more or len(idle) < IDLE_STEPS:
         if role.session.link.fd is not None:
@@ -169,20 +170,21 @@ def announce(daemon: DaemonProcess, is_idle: bool) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         if events:
             busy.append(seconds)
-            blocks += sum(len(event.block_hashes) for event in events)
+            announced.update((name, None) for event in events for name in event.block_hashes)
             ended = time.monotonic()
-        elif blocks:
+        elif announced:
             idle.append(seconds)
         if time.monotonic() - started > SECONDS:
             raise HybridKVError(f"nothing is announced within {SECONDS:g} s")
     daemon.kill()
     withdrawing: list[float] = []
-    gone = 0
-    while gone < blocks:
+    blocks = len(announced)
+    while announced:
         began = time.perf_counter()
         removed: list[Any] = role.on_step_end()
         withdrawing.append(time.perf_counter() - began)
-        gone += sum(len(event.block_hashes) for event in removed)
+        for name in (name for event in removed for name in event.block_hashes):
+            del announced[name]
         if time.monotonic() - started > 2 * SECONDS:
             raise HybridKVError(f"not all is withdrawn within {SECONDS:g} s")
     role.close()

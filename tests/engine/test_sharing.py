@@ -83,7 +83,7 @@ def test_who_promised_a_prompt_ends_in_the_middle(
             (own,) = second.generate(text, max_tokens=8)
             assert answer(result)[0] == answer(own)[0]
         finally:
-            os.kill(first.process.pid, signal.SIGKILL)
+            first.process.kill()
             first.process.wait()
 
 
