@@ -81,6 +81,7 @@ def check(pair: Pair, texts: Sequence[list[int]], hit: int) -> None:
     assert stats(pair.daemon.socket_path)["promises_broken"] == 0
 
 
+@pytest.mark.soak
 def test_the_decoder_hits_all_that_the_prefiller_stored(
     tmp_path: Path, stack: contextlib.ExitStack
 ) -> None:

@@ -31,7 +31,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 CHUNK = 128
 
 
-@pytest.mark.parametrize(("model", "chunk"), [("gemma3", 128), ("qwen3next", 256)])
+@pytest.mark.parametrize(
+    ("model", "chunk"), [pytest.param("gemma3", 128, marks=pytest.mark.soak), ("qwen3next", 256)]
+)
 def test_a_prompt_that_two_engines_get_at_once_is_computed_once(
     daemon: DaemonProcess, tmp_path: Path, model: str, chunk: int
 ) -> None:
