@@ -69,7 +69,8 @@ def check_promises(promises: Promises) -> None:
         assert by_name
         for name, promise in by_name.items():
             assert promise.is_open
-            assert promises.by_key[promise.key] is promise
+            own = promises.by_connection[promise.key.connection_id]
+            assert own[promise.key] is promise
             assert promise.namespace is namespace
             assert name in promise.names
 

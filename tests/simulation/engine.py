@@ -1013,8 +1013,15 @@ class Engine:
 
     # The daemon
 
-    def settle(self) -> None:
-        """Wait until the daemon has answered every message, so that a seed nearly repeats."""
+    def computes_for_others(self) -> bool:
+        """Whether others may wait for what its next steps compute."""
+        return any(promise.is_begun for promise in self.side.promises.open.values())
+
+    def settle(self, awaits_steps: bool = False) -> None:
+        """Wait until the daemon has answered every message, so that a seed nearly repeats.
+
+        `awaits_steps`: a lookup may wait for the steps of other engines, which come later.
+        """
         deadline = time.monotonic() + DEADLINE_SECONDS
         for rank in self.ranks:
             reading = rank.side.weights.reading
@@ -1030,7 +1037,7 @@ class Engine:
                 if link.fd is not None and link.welcome is None:
                     waiting.append(link.fd)
             link = self.side.session.link
-            if link.fd is not None and (link.welcome is None or self._is_owed()):
+            if link.fd is not None and (link.welcome is None or self._is_owed(awaits_steps)):
                 waiting.append(link.fd)
             waiting += [fd for rank in self.ranks if (fd := rank.awaited_fd()) is not None]
             if not waiting:
@@ -1083,10 +1090,13 @@ class Engine:
             if not is_passed and relay.link is not None and link.fd is not None:
                 wait_readable([link.fd], deadline)
 
-    def _is_owed(self) -> bool:
+    def _is_owed(self, awaits_steps: bool) -> bool:
         asked = any(pool.asked for pool in self.side.stores.credits.pools.values())
         return asked or any(
-            tracked.is_prefetching and tracked.lookup.sent and tracked.lookup.found is None
+            tracked.is_prefetching
+            and tracked.lookup.sent
+            and tracked.lookup.found is None
+            and not (awaits_steps and tracked.lookup.pending)
             for tracked in self.side.requests.by_lease.values()
         )
 

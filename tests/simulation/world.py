@@ -728,8 +728,9 @@ class _Life:
         self.counts["unfollowed"] += not is_followed
 
     def _step(self, site: Site) -> None:
+        others = [each.engine for each in self.sites if each is not site]
         if not self._is_stopped:
-            site.engine.settle()
+            site.engine.settle(any(engine.computes_for_others() for engine in others))
         self._take(site, site.engine.step)
 
     def _drain(self, site: Site) -> None:

@@ -7,8 +7,8 @@ stores of the prompt is committed. A lookup that would end shorter waits until t
 1. A promise is no proof. What a lookup gets is what RAM has when its wait ends.
 2. Nobody waits longer than computing would take. A promise that is not begun in time, or that is
    overdue, is waited for no more.
-3. There is no circle and no chain: a promise is made by the answer to a lookup, so an engine that
-   computes for others waits for nobody.
+3. There is no circle and no chain: a promise is made by the answer to a lookup, so a request that
+   others wait for waits for nobody.
 4. Whoever breaks a promise is not believed for a while, twice as long each time.
 """
 
@@ -68,8 +68,7 @@ class PromisedWait:
 
     def is_wait_over(self, now: float) -> bool:
         """Return True once the promise was kept or broken, or waiting would not pay."""
-        promise = self.promise
-        return not promise.is_open or now >= min(self.latest, promise.fails_at())
+        return not self.promise.is_open or now >= self.ends_at()
 
     def ends_at(self) -> float:
         """Return when it is over at the latest, as far as is known now."""
@@ -88,14 +87,15 @@ class Promises:
     """All open promises, by the names of what is promised."""
 
     def __init__(self) -> None:
-        self.by_key: dict[LookupKey, Promise] = {}
+        self.by_connection: dict[int, dict[LookupKey, Promise]] = {}
+        """By the number of the connection. Each one's oldest promise is first."""
         self.by_name: dict[Namespace, dict[bytes, Promise]] = {}
         self._doubts: dict[int, Doubt] = {}  # By the number of the connection.
         self.kept = 0  # Waits after which RAM had more.
         self.broken = 0  # Waits after which it had not.
 
     def __len__(self) -> int:
-        return len(self.by_key)
+        return sum(map(len, self.by_connection.values()))
 
     def has_promises(self, namespace: Namespace) -> bool:
         """Return True if anything of the identity is promised."""
@@ -104,16 +104,18 @@ class Promises:
     def add_promise(self, request: LookupRequest, hit: Hit, now: float) -> bool:
         """Note that the engine of a lookup computes what the hit lacks. False = it lacks nothing.
 
-        What another engine has promised already stays with that, while it is credible.
+        What another engine has promised already stays with that, while it is credible. An earlier
+        promise under the same key ends.
         """
+        self.end_promise(request.key)
         positions = range(hit.chunks, request.chunks)
         tails = range(request.chunks + hit.tail, request.chunks + request.tail_count)
         names = tuple(request.hash_of(position) for position in (*positions, *tails))
         if not names:
             return False
-        own = [key for key in self.by_key if key.connection_id == request.connection_id]
+        own = self.by_connection.setdefault(request.connection_id, {})
         if len(own) >= PROMISES_MAX:
-            self.end_promise(own[0])
+            self._close(next(iter(own.values())))
         chunk_seconds = request.geometry.chunk_tokens * request.token_seconds
         promise = Promise(
             key=request.key,
@@ -123,7 +125,7 @@ class Promises:
             chunk_seconds=chunk_seconds,
             made_at=now,
         )
-        self.by_key[promise.key] = promise
+        own[promise.key] = promise
         by_name = self.by_name.setdefault(request.namespace, {})
         for name in names:
             earlier = by_name.get(name)
@@ -133,29 +135,21 @@ class Promises:
 
     def begin_promise(self, key: LookupKey, now: float) -> None:
         """The engine has begun to compute it."""
-        promise = self.by_key.get(key)
+        promise = self.by_connection.get(key.connection_id, {}).get(key)
         if promise is not None and promise.begun_at is None:
             promise.begun_at = now
 
     def end_promise(self, key: LookupKey) -> None:
         """All that the engine stores of it is committed, or it computes it no more."""
-        promise = self.by_key.pop(key, None)
-        if promise is None:
-            return
-        promise.is_open = False
-        by_name = self.by_name.get(promise.namespace, {})
-        for name in promise.names:
-            if by_name.get(name) is promise:
-                del by_name[name]
-        if not by_name:
-            # Later promises may have taken the place of others under all names.
-            self.by_name.pop(promise.namespace, None)
+        promise = self.by_connection.get(key.connection_id, {}).get(key)
+        if promise is not None:
+            self._close(promise)
 
     def on_disconnect(self, connection_id: int) -> None:
         """End all promises of a connection that was closed."""
-        for key in [key for key in self.by_key if key.connection_id == connection_id]:
-            self.by_key[key].is_lost = True
-            self.end_promise(key)
+        for promise in [*self.by_connection.get(connection_id, {}).values()]:
+            promise.is_lost = True
+            self._close(promise)
         self._doubts.pop(connection_id, None)
 
     def find_wait(
@@ -207,6 +201,20 @@ class Promises:
         doubt = self._doubts.setdefault(connection_id, Doubt())
         seconds = min(DOUBT_SECONDS * 2**doubt.count, DOUBT_SECONDS_MAX)
         doubt.count, doubt.until = min(doubt.count + 1, 8), now + seconds
+
+    def _close(self, promise: Promise) -> None:
+        own = self.by_connection[promise.key.connection_id]
+        del own[promise.key]
+        if not own:
+            del self.by_connection[promise.key.connection_id]
+        promise.is_open = False
+        by_name = self.by_name.get(promise.namespace, {})
+        for name in promise.names:
+            if by_name.get(name) is promise:
+                del by_name[name]
+        if not by_name:
+            # Later promises may have taken the place of others under all names.
+            self.by_name.pop(promise.namespace, None)
 
     def _missing(self, request: LookupRequest, hit: Hit) -> Iterator[int]:
         """Yield the positions of what a hit lacks of a lookup."""

@@ -39,6 +39,7 @@ A container's user may not be permitted to read the directories above them.
 """
 _FIRST = f"""
 set -e
+PATH=$PATH:/usr/sbin:/sbin
 cd /mnt
 mount -t tmpfs -o mode=755 tmpfs .
 cd /mnt

@@ -205,3 +205,13 @@ def test_who_gives_up_leaves_nothing_behind(node: Node) -> None:
     assert node.answers() == {}
     assert not len(node.daemon.promises)
     assert not node.daemon.promises.has_promises(node.daemon.sessions.all[0].namespace)
+
+
+def test_a_lease_used_again_ends_what_it_promised_before(node: Node) -> None:
+    promise(node, 1, 2)
+    promise(node, 3)
+    assert isinstance(node.ask(SECOND, 1, 2), Found)
+    node.tell(FIRST, Computed(1))
+    node.daemon.on_disconnect(SECOND)
+    assert not len(node.daemon.promises)
+    assert not node.daemon.promises.has_promises(node.daemon.sessions.all[0].namespace)

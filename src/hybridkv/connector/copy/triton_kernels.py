@@ -38,6 +38,12 @@ _AVALANCHE = 0x165667919E3779F9
 assert PIECE_BYTES % _BLOCK_BYTES == 0
 
 
+@triton.jit
+def _address(number, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the address `number` of words. Triton passes one below 2 GiB as 32 bits."""
+    return number.to(tl.int64).to(tl.pointer_type(WORD))
+
+
 @triton.jit(do_not_specialize=["entries", "table"])
 def copy_blocks_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # for Triton
     entries,
@@ -52,11 +58,11 @@ def copy_blocks_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR091
 
     Grid (entries, rows, tiles of the longest run).
     """
-    numbers = entries.to(tl.pointer_type(tl.int64))
+    numbers, rows = _address(entries, tl.int64), _address(table, tl.int64)
     entry = numbers + tl.program_id(0).to(tl.int64) * ENTRY
     number = tl.program_id(1).to(tl.int64)
     if number < tl.load(entry + 6):
-        row = table.to(tl.pointer_type(tl.int64)) + (tl.load(entry + 5) + number) * ROW
+        row = rows + (tl.load(entry + 5) + number) * ROW
         offset = tl.program_id(2).to(tl.int64) * TILE + tl.arange(0, TILE)
         stride, run = tl.load(row + 1), tl.load(row + 2)
         if not GATHER:
@@ -86,13 +92,13 @@ def digest_kernel(  # type: ignore[no-untyped-def]
     Grid (the most pieces of an entry, entries). The sums of STEP blocks are computed at once, so
     that their loads are on their way together.
     """
-    entry = entries.to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * ENTRY
+    entry = _address(entries, tl.int64) + tl.program_id(1).to(tl.int64) * ENTRY
     number = tl.program_id(0).to(tl.int64)
     if number < tl.load(entry + 7):
         piece = tl.load(entry) + number * (BLOCKS * 1024)
         digest = _piece_digest(piece, keys, BLOCKS, STEP)
         at = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + number
-        tl.store(out.to(tl.pointer_type(tl.uint64)) + at, digest)
+        tl.store(_address(out, tl.uint64) + at, digest)
 
 
 @triton.jit
@@ -101,7 +107,7 @@ def _piece_digest(  # type: ignore[no-untyped-def]
 ):
     """Return the digest of the piece at the address `data`."""
     lane, stripe, step = tl.arange(0, 8), tl.arange(0, 16)[:, None], tl.arange(0, STEP)
-    key = keys.to(tl.pointer_type(tl.uint64))
+    key = _address(keys, tl.uint64)
     block_key = tl.load(key + stripe * 8 + lane[None, :])[None, :, :]
     last_key = tl.load(key + 136 + lane)[None, None, :]
     scramble = tl.load(key + 128 + lane)

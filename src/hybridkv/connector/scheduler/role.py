@@ -106,7 +106,7 @@ class SchedulerRole:
         self.lookups = Lookups(context, life, self.requests, self.session, self.audits)
         self.loads = LoadPlanner(self.requests, life.to_fail)
         self.stores = StorePlanner(context, life, self.requests, self.audits, self.events)
-        self._promises = OwnPromises(self.requests, self.stores)
+        self.promises = OwnPromises(self.requests, self.stores)
         self._junctions = Junctions(self.requests)
         self.parts: tuple[Part, ...] = (
             self.loads,
@@ -116,7 +116,7 @@ class SchedulerRole:
             self.stores,  # What is of the old weights is committed before these have a new name.
             self.session,
             self.requests,
-            self._promises,
+            self.promises,
             self.lookups,  # They ask by the new name.
             self.events,
         )
@@ -341,7 +341,7 @@ class SchedulerRole:
             self.audits.count_prefill(tracked)
             self.requests.advance(tracked, Change(RequestEvent.FINISHED), now)
             self.audits.end_if_over(now)
-            if self._promises.end_kept_promises(now):
+            if self.promises.end_kept_promises(now):
                 self._flush(now)  # Perhaps no step follows.
 
     def on_reset(self, is_empty: bool) -> bool:
@@ -398,7 +398,7 @@ class SchedulerRole:
         """Send the step's messages and take slots, in its last hook. Returns the KV events."""
         now, is_idle = time.monotonic(), not self.requests.by_id
         self.stores.send_changes(now)
-        self._promises.end_kept_promises(now)
+        self.promises.end_kept_promises(now)
         self.exchange_messages(now)
         if self.session.is_connected:
             for message in self.events.take_requests(is_idle):
@@ -467,7 +467,7 @@ class SchedulerRole:
         tracked = self.requests.by_lease.get(found.lease)
         change = self.lookups.on_found(tracked, found, now)
         if found.promised:
-            self._promises.on_promised(tracked if change else None, found.lease, now)
+            self.promises.on_promised(tracked if change else None, found.lease, now)
         if tracked is not None and change is not None:
             self.requests.advance(tracked, change, now)
             self.events.update(lambda events: events.on_found(tracked, found))
