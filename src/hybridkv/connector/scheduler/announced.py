@@ -10,16 +10,39 @@ A chunk is shown only while its objects are known for sure to be there.
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from typing import Generic, TypeVar
 
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.sharded import ShardedDict
 
+T = TypeVar("T")
 CHUNKS_MAX = 1 << 17
 """Chunks that are known at once, in some 400 bytes each. One more chunk takes the place of a chunk
 that is not shown. Where all known chunks are shown, the new chunk is not learned."""
 _NONE = -1  # In place of a row.
+_PAGE = 1024  # Rows of a part of a column. A power of two.
+
+
+class Column(Generic[T]):
+    """Values of rows, in parts, so that nothing is copied where it grows: see ShardedDict."""
+
+    def __init__(self, new_page: Callable[[], MutableSequence[T]]) -> None:
+        self._new_page = new_page
+        self.pages: list[MutableSequence[T]] = []
+
+    def __getitem__(self, row: int) -> T:
+        return self.pages[row // _PAGE][row % _PAGE]
+
+    def __setitem__(self, row: int, value: T) -> None:
+        if row == len(self.pages) * _PAGE:
+            self.pages.append(self._new_page())
+        self.pages[row // _PAGE][row % _PAGE] = value
+
+
+def _numbers() -> Column[int]:
+    return Column(lambda: array("i", bytes(4 * _PAGE)))
 
 
 class ShownChunks:
@@ -31,12 +54,14 @@ class ShownChunks:
 
     def __init__(self) -> None:
         self.rows = ShardedDict[bytes, int]()  # By the chunk's hash.
-        self.hashes: list[bytes] = []
-        self.chunks = array("I")  # The chunk's number in the prompt.
-        self.previous = array("i")  # The row of the chunk before; _NONE where there is none.
-        self._child = array("i")  # The first of the chunks that come next: prompts part after it.
-        self._older, self._younger = array("i"), array("i")  # The others of them.
-        self.is_end = bytearray()  # 1 where a hit may end with the chunk.
+        self._count = 0  # Rows that were ever used.
+        self.hashes: Column[bytes] = Column(lambda: [b""] * _PAGE)
+        self.chunks = _numbers()  # The chunk's number in the prompt.
+        self.previous = _numbers()  # The row of the chunk before; _NONE where there is none.
+        self._child = _numbers()  # The first of the chunks that come next: prompts part after it.
+        self._older, self._younger = _numbers(), _numbers()  # The others of them.
+        self.is_end: Column[int] = Column(lambda: bytearray(_PAGE))
+        """1 where a hit may end with the chunk."""
         self._free = array("i")
 
     def append_shown(self, chunk_hash: bytes, chunk: int, previous: int) -> int:
@@ -44,12 +69,7 @@ class ShownChunks:
         if self._free:
             row = self._free.pop()
         else:
-            row = len(self.hashes)
-            self.hashes.append(b"")
-            self.chunks.append(0)
-            self.is_end.append(0)
-            for column in (self.previous, self._child, self._older, self._younger):
-                column.append(_NONE)
+            row, self._count = self._count, self._count + 1
         self.rows[chunk_hash] = row
         self.hashes[row], self.chunks[row], self.is_end[row] = chunk_hash, chunk, 0
         self.previous[row], self._child[row], self._younger[row] = previous, _NONE, _NONE
@@ -211,8 +231,8 @@ class AnnouncedChunks:
 
     def forget_all(self) -> list[object]:
         """Forget all chunks. Returns what the caller is to free, one at a time."""
-        rows, shown = self.shown.rows.take_parts(), self.shown
-        parts: list[object] = [*rows, *self.present.take_parts(), shown]
+        rows, pages = self.shown.rows.take_parts(), self.shown.hashes.pages
+        parts: list[object] = [*rows, *self.present.take_parts(), *pages]
         self.shown = ShownChunks()
         self.hidden.clear()
         return parts

@@ -69,7 +69,7 @@ DESCRIBED_MAX = 32  # Chunks that one message describes.
 WITHDRAWN_MAX, IDLE_WITHDRAWN_MAX = 1024, 16384
 """Blocks that one step withdraws where all are, with requests and without any. A million of them
 in one step would take a second."""
-FREED_MAX = 1  # Parts of dictionaries that one step frees.
+FREED_MAX = 2  # Parts of dictionaries that one step frees.
 REPEATABLE_MAX = 64  # Announced chunks of which one is looked for whose event can be sent again.
 REPEAT_SECONDS, REPEAT_SECONDS_MAX = 4.0, 600.0
 """Times without an event after which one is sent again; each is twice the one before."""
