@@ -29,6 +29,7 @@ from hybridkv.lab.judging import NOISE_MIN, answer_deviation, answer_of
 from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.shm.arena import SHM_DIR
 from hybridkv.vllm.hook_guard import FAULTS, FAULTS_MAX, QUARANTINED, SWITCHED_OFF
+from hybridkv.vllm.transfer_params import READ, WRITE
 from tests.engine.soak import ONE_THREAD
 from tests.engine.support import arguments_of, prompt, stats
 from tests.waiting import until
@@ -52,6 +53,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "a bias": {"logit_bias": {5: 10.0}},
     "stop tokens": {"min_tokens": 3, "stop_token_ids": list(range(2, 400))},
     "no reading of the cache": {"skip_reading_prefix_cache": True},
+    "not stored": {"extra_args": {"kv_transfer_params": {WRITE: False}}},
+    "not loaded": {"extra_args": {"kv_transfer_params": {READ: False}}},
 }
 
 

@@ -129,6 +129,7 @@ PLAN_FAILED = event("plan_failed")
 RANK_LOADS_FAILED = event("rank_loads_failed")
 REMOVALS_OVERFLOWED = event("removals_overflowed")
 STATS_MALFORMED = event("stats_malformed")
+WISHES_MISTAKEN = event("wishes_mistaken")
 WORKERS_DISABLED = event("workers_disabled")
 
 
@@ -144,6 +145,7 @@ class Shed(StrEnum):
     STAGING_FULL = "staging_full"
     TOO_LARGE = "too_large"
     UNPROVEN = "unproven"
+    UNWANTED = "unwanted"
     BEYOND_LOOKUP = "beyond_lookup"
     STATE_UNALIGNED = "state_unaligned"
     STATE_FREED = "state_freed"

@@ -19,8 +19,11 @@ from hybridkv.connector.metrics import (
     LOADS_FAILED,
     LOOKUPS_ASKED,
     TOKENS_LOADED,
+    WISHES_MISTAKEN,
+    Shed,
     declined,
     hits_limited,
+    stores_shed,
 )
 from hybridkv.connector.scheduler.loads import LOAD_SECONDS_MAX
 from hybridkv.connector.scheduler.lookups import Patience
@@ -33,6 +36,7 @@ from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import PrefillSpeed, Speed
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.vllm.transfer_params import READ, WRITE
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from hybridkv.wire.messages import Commit, Decline, Found, Free, Lookup
 from tests.unit.connector import requests
@@ -315,6 +319,21 @@ def test_a_request_that_needs_each_token_is_stored_and_not_looked_up(rig: Rig) -
     assert (rig.counters[LOOKUPS_ASKED], rig.counters[declined(Decline.UNWANTED)]) == (0, 1)
     rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), 0)
     assert rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1)).stores
+
+
+@pytest.mark.parametrize("wish", [READ, WRITE])
+def test_a_request_reads_and_writes_what_it_may(rig: Rig, wish: str) -> None:
+    request = rig.request(1, (STORED + 1) * CHUNK + 1)
+    request.kv_transfer_params = {"do_remote_decode": True, wish: False}
+    rig.await_slots()
+    rig.side.on_new_request(request)
+    assert rig.offered(request) == (STORED * CHUNK if wish == WRITE else 0)
+    assert rig.counters[declined(Decline.UNWANTED)] == (wish == READ)
+    rig.side.on_allocated(request, lambda: tables(request.num_tokens), 0)
+    plan = rig.step({"r": request.num_tokens}, tables(request.num_tokens))
+    assert bool(plan.stores) == (wish == READ)
+    assert bool(rig.counters[stores_shed(Shed.UNWANTED)]) == (wish == WRITE)
+    assert not rig.counters[WISHES_MISTAKEN]
 
 
 def test_an_engine_that_needs_each_token_neither_asks_nor_stores(daemon: DaemonProcess) -> None:

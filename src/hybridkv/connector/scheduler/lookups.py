@@ -171,7 +171,7 @@ class Lookups(Part):
         detail = ""
         if not chunks and not with_tails:
             reason = Decline.TOO_SHORT
-        elif detail := why_computed(request):
+        elif detail := why_computed(request) or tracked.wishes.why_unread:
             reason = Decline.UNWANTED
         elif obstacle := self._obstacle():
             if not is_asked:
@@ -211,7 +211,7 @@ class Lookups(Part):
             tails=tails,
             tails_from=tails_from,
             audit_lease=self._audits.lease_for_lookup(tracked),
-            promises=self._promises,
+            promises=self._promises and tracked.wishes.writes,
         )
         self.queued.append(tracked)
         self._counters[metrics.LOOKUPS_ASKED] += 1

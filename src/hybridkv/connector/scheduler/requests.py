@@ -37,6 +37,7 @@ from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.hashing import ChunkHashChain, extra_keys_at
 from hybridkv.vllm.media import RequestMedia
 from hybridkv.vllm.prometheus import StatsCollector
+from hybridkv.vllm.transfer_params import CacheWishes
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -251,6 +252,7 @@ class TrackedRequest:
     adapter_hash: bytes = b""  # The identity of the weights that the last hashes were of.
     media: RequestMedia | None = None  # None = it has no media, and gets none.
     tenant: int = 0  # The number of `core.keys.tenant_of`.
+    wishes: CacheWishes = CacheWishes()
     state: RequestState = RequestState.PREFETCHING
     story: deque[RequestEvent] = field(default_factory=partial(deque, (), STORY_MAX))
     """The events that led to its state, the last one last. TRANSITIONS says how."""

@@ -47,6 +47,7 @@ from hybridkv.shm.access import group_id
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
 from hybridkv.vllm.hook_guard import QUARANTINED, RESUMED
 from hybridkv.vllm.media import RequestMedia
+from hybridkv.vllm.transfer_params import CacheWishes, cache_wishes
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -177,12 +178,21 @@ class SchedulerRole:
             adapter,
             media=media,
             tenant=tenant_of(request.cache_salt),
+            wishes=self._wishes(request),
             progress=StoreProgress([0] * len(self.geometry.groups)),
         )
         if not self.session.is_connected:
             self.exchange_messages(now)
         self.requests.by_id[request.request_id] = tracked
         self.requests.advance(tracked, self.lookups.look_up(tracked, now), now)
+
+    def _wishes(self, request: Any) -> CacheWishes:
+        wishes = cache_wishes(request)
+        if wishes.mistake:
+            if not self._counters[metrics.WISHES_MISTAKEN]:
+                logger.warning("kv_transfer_params of a request: %s", wishes.mistake)
+            self._counters[metrics.WISHES_MISTAKEN] += 1
+        return wishes
 
     def offer_hit(self, request: Any, local_tokens: int) -> int | None:
         """Return the tokens beyond `local_tokens` that can be loaded. None = ask in the next step.

@@ -214,6 +214,9 @@ class StorePlanner(Part):
                 if state_tokens < tokens:
                     self._shed(tracked, Shed.UNPROVEN, state_tokens, tokens)
                 tokens = min(tokens, tracked.drafted.storable)
+            if not tracked.wishes.writes:
+                self._shed(tracked, Shed.UNWANTED, 0, tokens)
+                continue
             chunks = self._geometry.whole_chunks(tokens)
             if chunks > self._chunks_max:
                 reachable_tokens = self._chunks_max * self._geometry.chunk_tokens
