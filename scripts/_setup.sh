@@ -205,18 +205,18 @@ install_beside() {
   date >"$target/whole"
 }
 
-# see_dynamo: tests find the indexer of Dynamo. Where it cannot be had, they skip.
-see_dynamo() {
-  export HYBRIDKV_TEST_DYNAMO=$engine/dynamo
-  [[ -f $HYBRIDKV_TEST_DYNAMO/whole && $(<"$HYBRIDKV_TEST_DYNAMO/whole") == "$(<requirements/soak.txt)" ]] ||
-    (install_dynamo) || say "No test asks the indexer of Dynamo."
+# see_routers: tests find Dynamo's indexer and xpyd-proxy. Where these cannot be had, they skip.
+see_routers() {
+  export HYBRIDKV_TEST_ROUTERS=$engine/routers
+  [[ -f $HYBRIDKV_TEST_ROUTERS/whole && $(<"$HYBRIDKV_TEST_ROUTERS/whole") == "$(<requirements/soak.txt)" ]] ||
+    (install_routers) || say "No test asks Dynamo's indexer or xpyd-proxy."
 }
 
-install_dynamo() {
-  rm -rf -- "$HYBRIDKV_TEST_DYNAMO"
-  pip_step "Installing the indexer of Dynamo (about 10 s, 0.1 GB to download)" \
-    install --no-deps --target "$HYBRIDKV_TEST_DYNAMO" -r requirements/soak.txt
-  cp requirements/soak.txt "$HYBRIDKV_TEST_DYNAMO/whole"
+install_routers() {
+  rm -rf -- "$HYBRIDKV_TEST_ROUTERS"
+  pip_step "Installing Dynamo's indexer and xpyd-proxy (about 10 s, 0.1 GB to download)" \
+    install --no-deps --target "$HYBRIDKV_TEST_ROUTERS" -r requirements/soak.txt
+  cp requirements/soak.txt "$HYBRIDKV_TEST_ROUTERS/whole"
 }
 
 # Beside the package, vLLM finds the plugin that replaces what its CPU build lacks for bundled models.

@@ -1,6 +1,6 @@
-"""Real routers, as PyPI has them: vllm-router, and the indexer of Dynamo.
+"""Real routers, as PyPI has them: vllm-router, xpyd-proxy, and the indexer of Dynamo.
 
-Each is a process on the loopback. scripts/soak installs Dynamo's packages (requirements/soak.txt).
+Each is a process on the loopback. scripts/soak installs the last two (requirements/soak.txt).
 """
 
 import json
@@ -23,8 +23,8 @@ import zmq
 from tests.programs.tiers.servers import free_port
 from tests.waiting import DEADLINE_SECONDS, until
 
-DYNAMO_VARIABLE = "HYBRIDKV_TEST_DYNAMO"
-"""The directory of Dynamo's packages, which only the indexer's process imports."""
+PACKAGES_VARIABLE = "HYBRIDKV_TEST_ROUTERS"
+"""The directory of the packages of routers, which only their own processes import."""
 needs_vllm_router = pytest.mark.skipif(
     find_spec("vllm_router") is None,
     reason="needs vllm-router: pip install -r requirements/tools.txt",
@@ -144,6 +144,14 @@ class Worker:
         self._server.server_close()
 
 
+def packages_with(package: str) -> str:
+    """Returns the directory that has a package of a router. Skips the test where it is missing."""
+    directory = os.environ.get(PACKAGES_VARIABLE, "")
+    if not Path(directory, package).is_dir():
+        pytest.skip(f"needs {package}: scripts/soak installs it, {PACKAGES_VARIABLE} names it")
+    return directory
+
+
 class Router:
     """A program that answers at /health. It is a context manager."""
 
@@ -222,13 +230,8 @@ class DynamoIndexer(Router):
     """The index of blocks that Dynamo's router asks, `python -m dynamo.indexer`."""
 
     def __init__(self, log_path: Path) -> None:
-        directory = os.environ.get(DYNAMO_VARIABLE, "")
-        if not Path(directory, "dynamo").is_dir():
-            pytest.skip(
-                f"needs Dynamo's indexer: scripts/soak installs it, {DYNAMO_VARIABLE} names it"
-            )
         words = ["-m", "dynamo.indexer", "--threads=1"]
-        super().__init__(words, log_path, {"PYTHONPATH": directory})
+        super().__init__(words, log_path, {"PYTHONPATH": packages_with("dynamo")})
 
     def register(self, number: int, source: EventSource, block_tokens: int) -> None:
         """Subscribe to the KV events of engine `number`, which is new."""
@@ -257,3 +260,21 @@ class PrefillDecodeRouter(Router):
         words += ["--prefill", prefill, "--decode", decode, "--policy=round_robin"]
         words += ["--worker-startup-check-interval=1", f"--prometheus-port={free_port()}"]
         super().__init__(words, log_path)
+
+
+class XpydProxy(Router):
+    """xpyd-proxy between servers that compute prompts and servers that answer."""
+
+    def __init__(self, prefill: str, decode: str, log_path: Path) -> None:
+        """`prefill` and `decode` are the URLs of the servers, which serve a model as "tiny"."""
+        config = {
+            "model": "tiny",
+            "host": "127.0.0.1",
+            "scheduling": "roundrobin",
+            "prefill": [prefill.removeprefix("http://")],
+            "decode": [decode.removeprefix("http://")],
+        }
+        path = log_path.with_suffix(".yaml")
+        path.write_text(json.dumps(config))
+        words = ["-m", "xpyd.proxy", "proxy", f"--config={path}"]
+        super().__init__(words, log_path, {"PYTHONPATH": packages_with("xpyd")})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridkv.lab.models import bundled_environment
-from tests.engine.routers import PrefillDecodeRouter, needs_vllm_router
+from tests.engine.routers import PrefillDecodeRouter, Router, XpydProxy, needs_vllm_router
 from tests.engine.server import Server
 from tests.engine.support import arguments_of, prompt, stats
 from tests.forked_daemon import ForkedDaemon
@@ -19,13 +19,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_vllm_router]
 
 CHUNK = {"gemma3": 128, "qwen3": 128, "lfm2": 128}
 CHUNKS, TAIL = 3, 20
+ROUTERS: dict[str, type[PrefillDecodeRouter | XpydProxy]] = {
+    "vllm-router": PrefillDecodeRouter,
+    "xpyd-proxy": XpydProxy,
+}
 HIT_TOKENS = "vllm:external_prefix_cache_hits_total"
 
 
 class Pair:
     """A server that computes prompts, one that answers, a daemon between, and a router before."""
 
-    def __init__(self, model: str, place: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, model: str, place: Path, stack: contextlib.ExitStack, router: str) -> None:
         # Prompts that are under way at once, and their slots, need more than tests have otherwise.
         self.daemon = stack.enter_context(ForkedDaemon(str(place / "daemon.sock"), "256MiB"))
 
@@ -39,9 +43,9 @@ class Pair:
 
         with ThreadPoolExecutor() as pool:
             self.prefill, self.decode = pool.map(start, ("kv_producer", "kv_consumer"))
-        self.router = stack.enter_context(
-            PrefillDecodeRouter(self.prefill.url, self.decode.url, place / "router.log")
-        )
+        proxy = ROUTERS[router](self.prefill.url, self.decode.url, place / "router.log")
+        self.router: Router = stack.enter_context(proxy)
+        self.merges_usage = router == "vllm-router"
 
     def complete(self, text: Sequence[int]) -> Any:
         """Returns the answer of the decoder, which the router asks."""
@@ -67,7 +71,7 @@ def stack() -> Iterator[contextlib.ExitStack]:
 def check(pair: Pair, texts: Sequence[list[int]], hit: int) -> None:
     """Every answer is that of one engine's own hit of the same length, and hits all there is.
 
-    The router answers with the prefiller's count of cached tokens, of which there are none.
+    vllm-router answers with the prefiller's count of cached tokens, of which there are none.
     """
     before = pair.decode.total(HIT_TOKENS)
     with ThreadPoolExecutor(len(texts)) as pool:
@@ -76,24 +80,27 @@ def check(pair: Pair, texts: Sequence[list[int]], hit: int) -> None:
     for text, answer in zip(texts, answers, strict=True):
         own = pair.hit_of_prefiller(text)
         assert own["usage"]["prompt_tokens_details"]["cached_tokens"] == hit
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        reported = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert reported == (0 if pair.merges_usage else hit)
         assert answer["choices"][0]["token_ids"] == own["choices"][0]["token_ids"]
     assert stats(pair.daemon.socket_path)["promises_broken"] == 0
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("router", ROUTERS)
 def test_the_decoder_hits_all_that_the_prefiller_stored(
-    tmp_path: Path, stack: contextlib.ExitStack
+    router: str, tmp_path: Path, stack: contextlib.ExitStack
 ) -> None:
-    pair, hit = Pair("gemma3", tmp_path, stack), CHUNKS * CHUNK["gemma3"]
+    pair, hit = Pair("gemma3", tmp_path, stack, router), CHUNKS * CHUNK["gemma3"]
     check(pair, [prompt(seed, hit + TAIL) for seed in range(6)], hit)
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("model", CHUNK)
 def test_two_hundred_prompts_through_two_engines(
-    model: str, tmp_path: Path, stack: contextlib.ExitStack
+    model: str, router: str, tmp_path: Path, stack: contextlib.ExitStack
 ) -> None:
-    pair, hit = Pair(model, tmp_path, stack), CHUNKS * CHUNK[model]
+    pair, hit = Pair(model, tmp_path, stack, router), CHUNKS * CHUNK[model]
     for first in range(0, 200, 16):  # The engine's own cache has no room for many more.
         check(pair, [prompt(seed, hit + TAIL) for seed in range(first, first + 16)], hit)
