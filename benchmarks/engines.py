@@ -15,9 +15,12 @@ def connected_engine(
     directory: Path,
     *options: str,
     settings: Mapping[str, object],
+    role: str = "kv_both",
+    log: str = "engine.log",
     **shape: Any,
 ) -> EngineProcess:
-    """Returns an engine of a bundled model, not started yet, whose log is in the directory.
+    """Returns an engine of a bundled model, not started yet, whose log is in the directory, as
+    `log`.
 
     `options` are further ones of vLLM's command line, `settings` those of the connector, and
     `shape` fields of the model's configuration. Its prompts have `max_position_embeddings` tokens.
@@ -25,7 +28,7 @@ def connected_engine(
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": "hybridkv.connector",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_connector_extra_config": {
             "server": f"unix://{socket_path}",
             "audit": "off",
@@ -41,5 +44,5 @@ def connected_engine(
         f"--kv-transfer-config={json.dumps(transfer)}",
         *options,
     ]
-    log_path, environment = directory / "engine.log", bundled_environment(model)
+    log_path, environment = directory / log, bundled_environment(model)
     return EngineProcess(arguments, log_path, lambda text: None, environment)

@@ -152,41 +152,8 @@ class Server:
         return tokens
 
     def stream(self, prompt: list[int], max_tokens: int) -> Streamed:
-        """Returns the answer to a prompt of token ids, with the times at which it came.
-
-        The server needs vLLM's --enable-prompt-tokens-details for the cached tokens.
-        """
-        body = _completion(prompt, max_tokens) | {
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        times: list[float] = []
-        tokens: list[int] = []
-        usage: dict[str, Any] = {}
-        started = time.perf_counter()
-        with urllib.request.urlopen(request, timeout=START_SECONDS) as lines:
-            for line in lines:
-                if not line.startswith(b"data: {"):
-                    continue
-                part = json.loads(line.removeprefix(b"data: "))
-                new = [token for choice in part["choices"] for token in choice["token_ids"] or ()]
-                if new:
-                    times.append(time.perf_counter() - started)
-                    tokens += new
-                usage = part.get("usage") or usage
-        details = usage["prompt_tokens_details"] or {}
-        return Streamed(
-            first_seconds=times[0],
-            seconds=times[-1],
-            tokens=tokens,
-            prompt_tokens=usage["prompt_tokens"],
-            cached_tokens=details.get("cached_tokens") or 0,
-        )
+        """Returns the answer to a prompt of token ids, with the times at which it came."""
+        return stream_answer(self.url, prompt, max_tokens)
 
     def metrics(self) -> list[Sample]:
         """Returns every sample at /metrics."""
@@ -198,6 +165,42 @@ class Server:
     def total(self, name: str, **labels: str) -> float:
         """Returns the sum of the samples with this name and these labels, as they are now."""
         return total_of(self.metrics(), name, labels)
+
+
+def stream_answer(url: str, prompt: list[int], max_tokens: int) -> Streamed:
+    """Returns a server's or a router's answer to a prompt, with the times at which it came.
+
+    The servers need vLLM's --enable-prompt-tokens-details for the cached tokens.
+    """
+    body = _completion(prompt, max_tokens) | {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    times: list[float] = []
+    tokens: list[int] = []
+    usage: dict[str, Any] = {}
+    started = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=START_SECONDS) as lines:
+        for line in lines:
+            if not line.startswith(b"data: {"):
+                continue
+            part = json.loads(line.removeprefix(b"data: "))
+            new = [token for choice in part["choices"] for token in choice["token_ids"] or ()]
+            if new:
+                times.append(time.perf_counter() - started)
+                tokens += new
+            usage = part.get("usage") or usage
+    details = usage["prompt_tokens_details"] or {}
+    return Streamed(
+        first_seconds=times[0],
+        seconds=times[-1],
+        tokens=tokens,
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=details.get("cached_tokens") or 0,
+    )
 
 
 def _completion(prompt: list[int], max_tokens: int) -> dict[str, Any]:

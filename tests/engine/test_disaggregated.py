@@ -17,8 +17,11 @@ from tests.forked_daemon import ForkedDaemon
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900), needs_vllm_router]
 
-CHUNK = {"gemma3": 128, "qwen3": 128, "lfm2": 128}
+CHUNK = {"gemma3": 128, "qwen3": 128, "lfm2": 128, "qwen3next": 256}
 CHUNKS, TAIL = 3, 20
+AT_ONCE = {"qwen3next": 1}
+"""Prompts at once, 16 elsewhere. vLLM itself rounds Qwen3-Next in another way where it computes
+several answers at once: of 96 that were hits of its own cache, 11 had other log-probabilities."""
 ROUTERS: dict[str, type[PrefillDecodeRouter | XpydProxy]] = {
     "vllm-router": PrefillDecodeRouter,
     "xpyd-proxy": XpydProxy,
@@ -102,5 +105,6 @@ def test_two_hundred_prompts_through_two_engines(
     model: str, router: str, tmp_path: Path, stack: contextlib.ExitStack
 ) -> None:
     pair, hit = Pair(model, tmp_path, stack, router), CHUNKS * CHUNK[model]
-    for first in range(0, 200, 16):  # The engine's own cache has no room for many more.
-        check(pair, [prompt(seed, hit + TAIL) for seed in range(first, first + 16)], hit)
+    at_once = AT_ONCE.get(model, 16)  # The engine's own cache has no room for many more.
+    for first in range(0, 200, at_once):
+        check(pair, [prompt(seed, hit + TAIL) for seed in range(first, first + at_once)], hit)
