@@ -1,19 +1,24 @@
 """`hybridkv doctor` and the connector refuse for the same reasons."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict
 from hybridkv.core.settings import TRANSFER
-from hybridkv.lab.models import bundled_models
+from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport
+from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
+from hybridkv.lab.pairs import EngineOfPair, pair_findings
 from hybridkv.vllm.preflight import CONNECTOR
+from tests.engine.forked import lines_of
 from tests.engine.support import CommandReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -267,6 +272,39 @@ def test_offloading_of_vllm_is_refused_by_its_name(tmp_path: Path) -> None:
     found = inspected(str(tmp_path), "--kv-offloading-size=4")
     assert found["connector"].what.startswith("--kv-offloading-size has vLLM serve its own")
     assert "OffloadingConnector not found" not in str(found)
+
+
+def report_of(role: str, log_path: Path, *arguments: str) -> ConfigReport:
+    """Returns what an engine in a role would be."""
+    transfer = json.dumps({**CONNECTOR, "kv_role": role})
+    words = [str(bundled_models()["qwen3"]), *bundled_arguments("qwen3"), *arguments]
+    words += ["--kv-transfer-config", transfer]
+    variables = {**PREVIEW_ENVIRONMENT, **os.environ, **bundled_environment("qwen3")}
+    lines = lines_of("tests.engine.promise", words, log_path, variables)
+    (report,) = (line for line in lines if line.startswith("{"))
+    return msgspec.json.decode(report, type=ConfigReport)
+
+
+def test_two_real_command_lines_are_compared(tmp_path: Path) -> None:
+    """What does not shape the KV may differ, and each option that does is named alone."""
+    words = ("--max-num-batched-tokens=256", "--max-num-seqs=8")
+    prefill = report_of("kv_producer", tmp_path / "prefill.log")
+    decode = report_of("kv_consumer", tmp_path / "decode.log", *words)
+    apart = ("--dtype=bfloat16", "--block-size=64", "--tensor-parallel-size=2")
+    other = report_of("kv_consumer", tmp_path / "other.log", *apart)
+    pair = EngineOfPair(prefill, "/a")
+    right = pair_findings(pair, EngineOfPair(decode, "/a"))
+    assert {finding.verdict for finding in right} == {Verdict.OK}
+    wrong = pair_findings(pair, EngineOfPair(other, "/a"))
+    failed = [finding for finding in wrong if finding.verdict is Verdict.FAIL]
+    assert sorted(finding.remedy.split()[0] for finding in failed) == [
+        "--block-size",
+        "--dtype",
+        "--tensor-parallel-size",
+    ]
+    for finding in failed:
+        option, value = finding.remedy.split()[:2]
+        assert finding.what.startswith(f"{option} is {value} for the first and ")
 
 
 @pytest.mark.soak

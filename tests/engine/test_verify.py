@@ -68,7 +68,7 @@ def test_every_arm_is_right(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With hits inside a block where they are served. Its five engines are forks."""
-    monkeypatch.setattr("hybridkv.cli.verify.EngineProcess", ForkedEngine)
+    monkeypatch.setattr("hybridkv.cli.proof.EngineProcess", ForkedEngine)
     with_tails = model == "qwen3next" and serves_tails()
     unit = ["--prefix-match-unit=32"] if with_tails else []
     memory = f"{MEMORY}={KV_BYTES}"
@@ -98,6 +98,26 @@ def test_every_arm_is_right(
         assert turns["not_served"] is None
     else:
         assert arms["second turns"]["not_served"], "it says why it is skipped"
+
+
+def test_every_arm_is_right_of_a_prefiller_and_a_decoder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the decoder waits for is a promise that is kept, or ends with whoever made it."""
+    monkeypatch.setattr("hybridkv.cli.proof.EngineProcess", ForkedEngine)
+    words = ["verify", "--json", "--disaggregated", "--model", "qwen3", "--ram", "256MiB"]
+    status = main([*words, "--", f"{MEMORY}={KV_BYTES}"])
+    proof = json.loads(capsys.readouterr().out)
+    assert status == 0, json.dumps(proof, indent=2)
+    arms = {arm["name"]: arm for arm in proof["arms"]}
+    whole = 8 * proof["chunk_tokens"]
+    for name in ("prefiller first", "prefiller after the decoder", "daemon is back"):
+        assert arms[name]["external_tokens"] == whole, name
+    assert arms["another decoder"]["external_tokens"] == whole
+    assert arms["decoder first: decoder"]["external_tokens"] == 0
+    assert sum(arm["waited_ms"] or 0.0 for arm in arms.values()) > 0, "somebody waits"
+    assert 0 < arms["prefiller killed: decoder"]["external_tokens"] < whole
+    assert arms["decoder first: prefiller"]["waited_ms"] == 0, "nobody waits for a decoder"
 
 
 @pytest.mark.soak

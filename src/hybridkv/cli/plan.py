@@ -1,10 +1,11 @@
 """`hybridkv plan` and `doctor`: what the cache costs, and what it needs."""
 
 import argparse
+import contextlib
 import os
 import pwd
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +41,7 @@ from hybridkv.lab import capacity, configuration
 from hybridkv.lab.capacity import CapacityPlan, CapacityTotals
 from hybridkv.lab.configuration import ConfigReport, inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
+from hybridkv.lab.pairs import EngineOfPair, pair_findings
 from hybridkv.observe.status import UNREAD
 from hybridkv.shm import arena
 from hybridkv.shm.access import group_id
@@ -52,11 +54,12 @@ _COMMAND_CHECKS = frozenset((Check.CONNECTOR, Check.KV_ROLE))
 _SHOWN_CHECKS = frozenset((Check.FIRST_HIT, Check.SPECULATIVE_DECODING))
 """Checks that a plan shows even where nothing is wrong."""
 DAEMON_SECONDS = 2.0
+PAIR = 2
 LINGERING = Path("/var/lib/systemd/linger")  # It has a file for each user that lingers.
 SYSTEM_UIDS_END = 1000  # systemd keeps what users with lower numbers have.
 _VLLM_ARGUMENTS = (
-    'a whole "vllm serve MODEL ..." command line, or its arguments (default: this environment and '
-    "machine are checked)"
+    'a whole "vllm serve MODEL ..." command line, or its arguments; after another "--", that of an '
+    "engine that is to share with it (default: this environment and machine are checked)"
 )
 
 
@@ -192,25 +195,92 @@ def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[st
 
 @command(JSON, option("vllm_arguments -- VLLM ARGS", _VLLM_ARGUMENTS, nargs="*"))
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Run every check and print. Returns 1 if the engine would not start, or not use the cache.
+    """Run every check and print. Returns 1 if an engine would not start, or not use the cache.
 
-    Without a command line, the environment and this machine are checked.
+    Without a command line, the environment and this machine are checked. Of two, also whether the
+    engines would find each other's KV.
     """
-    serving = configuration.serve_command(arguments.vllm_arguments)
-    # The checks of this machine read the same variables as vLLM would.
-    os.environ.update(serving.variables)
-    report = configuration.inspect_arguments(
-        serving.arguments, waiting=waiting, with_environment=True
-    )
-    findings = [*report.findings, *host_findings(report)]
-    counts = Counter(finding.verdict for finding in findings)
+    lines = split_pair(arguments.vllm_arguments)
+    checked = [_check_line(line) for line in lines]
+    findings = [finding for engine in checked for finding in engine.findings]
+    pair: list[Finding] = []
+    if len(checked) == PAIR:
+        pair = [*pair_findings(*(EngineOfPair(each.report, each.socket_path) for each in checked))]
+    counts = Counter(finding.verdict for finding in [*findings, *pair])
     failed = counts[Verdict.FAIL]
     if arguments.json:
-        identity = {"identity": report.identity, "identity_facts": report.facts}
-        print_json({"ok": not failed, "checks": [*map(asdict, findings)], **identity})
+        first, *second = [engine.to_json() for engine in checked]
+        further = {"second": second[0], "pair": [*map(asdict, pair)]} if second else {}
+        print_json({"ok": not failed, **first, **further})
         return int(failed > 0)
+    titles = ["hybridkv doctor"]
+    if pair:
+        titles = [f"hybridkv doctor: the {which} engine" for which in ("first", "second")]
+    for title, engine in zip(titles, checked, strict=True):
+        _print_checks(title, engine.findings, engine.report)
+    if pair:
+        _print_checks("hybridkv doctor: both of them", pair)
+    print(f"{failed} failed, {counts[Verdict.WARN]} warnings, {counts[Verdict.OK]} ok")
+    return int(failed > 0)
+
+
+class CheckedLine(NamedTuple):
+    """A command line, and what is wrong with it."""
+
+    report: ConfigReport
+    findings: list[Finding]
+    socket_path: str  # Of its daemon. "" = none can be.
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON values."""
+        identity = {"identity": self.report.identity, "identity_facts": self.report.facts}
+        return {"checks": [*map(asdict, self.findings)], **identity}
+
+
+def split_pair(words: Sequence[str]) -> list[list[str]]:
+    """Return one or two command lines. ["a", "--", "b", "c"] -> [["a"], ["b", "c"]]
+
+    Raises ConfigError for more, and for an empty one of two.
+    """
+    lines: list[list[str]] = [[]]
+    for word in words:
+        if word == "--":
+            lines.append([])
+        else:
+            lines[-1].append(word)
+    if len(lines) > 1 and (len(lines) > PAIR or not all(lines)):
+        what = f"{len(lines)} command lines, each after --, are not a pair of engines"
+        raise ConfigError(what, '"-- vllm serve MODEL ... -- vllm serve MODEL ..." works')
+    return lines
+
+
+def _check_line(words: Sequence[str]) -> CheckedLine:
+    serving = configuration.serve_command(words)
+    before = dict(os.environ)
+    # The checks of this machine read the same variables as vLLM would.
+    os.environ.update(serving.variables)
+    try:
+        report = configuration.inspect_arguments(
+            serving.arguments, waiting=waiting, with_environment=True
+        )
+        findings = [*report.findings, *host_findings(report)]
+        socket_path = ""
+        with contextlib.suppress(ConfigError):  # The finding on the socket says why.
+            socket_path = socket_of_server(
+                report.settings.server, runtime_directory(), os.geteuid()
+            )
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return CheckedLine(report, findings, socket_path)
+
+
+def _print_checks(
+    title: str, findings: Sequence[Finding], report: ConfigReport | None = None
+) -> None:
+    """Print a table of findings, a remedy for each on one line, and the identity of an engine."""
     columns = ("check", "state", "what")
-    table = new_table(columns, columns, "hybridkv doctor")
+    table = new_table(columns, columns, title)
     for column in table.columns:
         column.overflow = "fold"
     for finding in findings:
@@ -222,13 +292,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         if finding.remedy:
             # One line each, however long, so that it can be copied.
             console.print(f"{finding.check}: {finding.remedy}", highlight=False, soft_wrap=True)
-    if report.identity:
+    if report is not None and report.identity:
         without = "" if report.settings.weights_identity else " without the weights"
         console.print(f"identity{without} {report.identity}", highlight=False)
         for name, value in report.facts.items():
             console.print(f"  {name}: {value}", highlight=False)
-    print(f"{failed} failed, {counts[Verdict.WARN]} warnings, {counts[Verdict.OK]} ok")
-    return int(failed > 0)
 
 
 def host_findings(report: ConfigReport) -> Iterator[Finding]:

@@ -3,59 +3,53 @@
 import argparse
 import contextlib
 import json
-import math
-import os
-import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 
-from hybridkv.cli.arguments import JSON, command, ended_by_exception, model_arguments, option
+from hybridkv.cli.arguments import (
+    JSON,
+    command,
+    ended_by_exception,
+    model_arguments,
+    option,
+    switch,
+)
+from hybridkv.cli.disaggregated import PairProof
+from hybridkv.cli.proof import (
+    MAX_TOKENS,
+    RAM,
+    SETTLE_SECONDS,
+    Proof,
+    VerifyRequest,
+    ram_size,
+    read_stats,
+    settled_stats,
+)
 from hybridkv.cli.terminal import PlainConsole, new_table, print_json
 from hybridkv.client.control import ControlClient
 from hybridkv.core.errors import ConfigError, HybridKVError
-from hybridkv.core.findings import Verdict
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import LONG_TRANSFER
 from hybridkv.core.sizes import format_size
 from hybridkv.lab import judging
-from hybridkv.lab.configuration import inspect_model
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.engine_process import EngineProcess, NotServedError
-from hybridkv.lab.judging import Measured, ReferenceAnswers, Variety, VerifyArm
-from hybridkv.lab.models import (
-    WIDEN_SEED,
-    bundled_arguments,
-    bundled_environment,
-    bundled_models,
-    check_served,
-    computes_16_bits,
-    is_cpu_build,
-)
-from hybridkv.lab.prompts import (
-    CHUNKS_MIN,
-    WINDOWS,
-    cut_prompts,
-    engine_bounds,
-    english,
-    names_option,
-    read_model_files,
-    wanted_chunks,
-)
+from hybridkv.lab.judging import Measured, ReferenceAnswers, VerifyArm
+from hybridkv.lab.models import bundled_models
+from hybridkv.lab.prompts import wanted_chunks
 from hybridkv.shm.arena import Arena, arena_seen, attach_arena
 from hybridkv.shm.slots import SlotHeader, committed_slots, payload_offset
 from hybridkv.wire.messages import WireGeometry, describe_groups
 
-RAM = "1GiB"  # Of a daemon, for a bundled model.
 LOCAL_CHUNKS = 2  # Chunks of the prompt that the engine's own cache holds in the mixed arm.
-MAX_TOKENS = 16
 KILLED_TOKENS = 64  # Of the arm in which the daemon is killed: it dies while the engine computes.
 PREEMPTED_PROMPTS = 3
 TURNS = (100, 300, 500)  # New tokens of the second turns; a first one has TURN_CHUNKS chunks,
@@ -64,18 +58,10 @@ PREEMPTED_AFTER = 10
 """Tokens after which the requests of the preempted arm need another block. With asynchronous
 scheduling and two drafts, eight are planned before the first token is out."""
 DAEMON_SECONDS = 10.0
-SETTLE_SECONDS = 5.0
-SETTLED_COUNTERS = (
-    "tokens_loaded",
-    "bytes_loaded",
-    "loads_failed",
-    "objects_stored",
-    "bytes_stored",
-)
 FLIP_BITS = 0x41
-ENGLISH, RANDOM_TOKENS = "English text", "random tokens"
 NO_BRANCH = "it takes recurrent layers, and no drafter that shortens the engine's own hits"
 LEFT = ("arm", "tokens", "log-probs", "bytes", "drafts", "compared with")
+WAITED = "waited ms"
 RIGHT = ("prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "stored", "loaded")
 
 
@@ -97,6 +83,11 @@ RIGHT = ("prompt", "from outside", "expected", "TTFT ms", "slowest step ms", "st
         type=int,
         default=1,
     ),
+    switch(
+        "--disaggregated",
+        "two engines of one daemon, one that computes prompts and one that answers; each of the "
+        "three is killed",
+    ),
     # A test's: a stored byte is made wrong, which is checked for or not.
     option("--flip", argparse.SUPPRESS, choices=("detect", "blind")),
 )
@@ -111,7 +102,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     with ended_by_exception(), tempfile.TemporaryDirectory(prefix="hybridkv-verify-") as directory:
         logs = Path(tempfile.mkdtemp(prefix="hybridkv-verify-logs-"))
         try:
-            verification = Verification(
+            kind = PairProof if arguments.disaggregated else Verification
+            verification = kind(
                 VerifyRequest(
                     model=model,
                     vllm_arguments=arguments.vllm_arguments,
@@ -163,37 +155,26 @@ def run_verify(arguments: argparse.Namespace) -> int:
     return int(not ok)
 
 
-def _without_block_drop(argument: str) -> str:
-    """An argument of vLLM. In --speculative-config, its own hits get their full length.
-
-    '--speculative-config={"method":"mtp"}' -> the same with "disable_eagle_block_drop": true
-    """
-    option, text = argument, ""
-    if argument.startswith("{"):
-        option, text = "", argument
-    elif argument.startswith("--speculative-config="):
-        option, _, text = argument.partition("=")
-    if '"method"' not in text:
-        return argument
-    text = json.dumps({**json.loads(text), "disable_eagle_block_drop": True})
-    return f"{option}={text}" if option else text
-
-
 def print_arms(title: str, arms: Sequence[VerifyArm]) -> None:
     """Print a table with a row for each arm. Rows of arms that are not as they must be are red."""
-    table = new_table((LEFT[0], *RIGHT, *LEFT[1:]), LEFT, title)
+    is_waited = any(arm.waited_ms is not None for arm in arms)
+    waits = (WAITED,) if is_waited else ()
+    table = new_table((LEFT[0], *RIGHT, *waits, *LEFT[1:]), LEFT, title)
     for arm in arms:
         different = "may differ" if arm.ok else "DIFFERENT"
+        waited = "-" if arm.waited_ms is None else f"{arm.waited_ms:.0f}"
+        limit = "" if arm.ttft_limit_ms is None else f" of {arm.ttft_limit_ms:.0f}"
         shown = {True: "same", False: different, None: "-"}
         table.add_row(
             arm.name,
             str(arm.prompt_tokens),
             str(arm.external_tokens),
             str(arm.expected_external_tokens),
-            f"{arm.ttft_ms:.0f}",
+            f"{arm.ttft_ms:.0f}{limit}",
             f"{arm.slowest_decode_step_ms:.0f}",
             format_size(arm.bytes_stored),
             format_size(arm.bytes_loaded),
+            *([waited] if is_waited else ()),
             shown[arm.same_tokens],
             shown[arm.same_logprobs],
             shown[arm.same_bytes],
@@ -201,18 +182,7 @@ def print_arms(title: str, arms: Sequence[VerifyArm]) -> None:
             f"skipped: {arm.not_served}" if arm.not_served else arm.oracle,
             style=None if arm.ok else "bold red",
         )
-    PlainConsole(160).print(table)
-
-
-class VerifyRequest(NamedTuple):
-    """The engine and the daemons of a proof, and how it is made."""
-
-    model: str  # A model directory, a hub name, or the name of a bundled model.
-    vllm_arguments: Sequence[str]
-    ram: str | None  # The size of the daemon's memory. None = as the model needs.
-    repeat: int = 0  # Further prompts, that are repeated after restarts and on another node.
-    flip: str | None = None  # "detect" or "blind": one stored byte is made wrong.
-    nodes: int = 1  # Over which the ranks of the engine are spread.
+    PlainConsole(190 if is_waited else 160).print(table)
 
 
 class _Daemons:
@@ -249,7 +219,7 @@ class _Daemons:
 
     def are_connected(self) -> bool:
         """Return True if the engine has a session at every daemon."""
-        return all(_stats(daemon.socket_path)["sessions"] for daemon in self._daemons)
+        return all(read_stats(daemon.socket_path)["sessions"] for daemon in self._daemons)
 
     def kill_last(self) -> None:
         """Kill the last node's daemon with -9."""
@@ -289,7 +259,7 @@ class _StoredSlots(NamedTuple):
     headers: dict[int, SlotHeader]
 
 
-class Verification:
+class Verification(Proof):
     """Runs the arms in order. Each arm finds the caches as the arm before it left them."""
 
     def __init__(
@@ -299,41 +269,12 @@ class Verification:
 
         `say` prints what is done next.
         """
-        self._request, self._directory = request, directory
+        super().__init__(request, logs=logs, say=say)
+        self._directory = directory
         self._repeat, self._flip = request.repeat, request.flip
-        self._logs, self._say = logs, say
-        self._engines_started = 0
-        self._engine_began = 0.0  # When the last engine began to start.
-        self._environment: Mapping[str, str] = {}
-        model = request.model
-        bundled = bundled_models().get(model)
-        self._arguments = [f"--model={bundled or model}"]
-        if bundled is not None:
-            check_served(model, request.vllm_arguments)
-            self._arguments += bundled_arguments(model)
-            self._environment = bundled_environment(model)
-        elif not Path(model).is_dir() and ("/" not in model or model.startswith((".", "/"))):
-            missing = f"there is no directory {model}"
-            named = missing if "/" in model else f"{model!r} is not bundled"
-            raise ConfigError(f"--model: {named}", f"{', '.join(bundled_models())} work")
-        self._model = None if bundled else model
-        self._given = request.vllm_arguments
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0") != "0":
-            what = "VLLM_ENABLE_V1_MULTIPROCESSING=1 hides the block pool, which one arm must empty"
-            raise ConfigError(what, "VLLM_ENABLE_V1_MULTIPROCESSING=0 works")
         if request.nodes < 1:
             raise ConfigError(f"--nodes {request.nodes} is no number of nodes", "--nodes 2 works")
         self._make_daemons(RAM)
-        self.chunk_tokens = 0
-        self.groups = ""
-        self.prompt_source = RANDOM_TOKENS
-        self.variety = Variety(0, 0, 0)
-        self.warnings: list[str] = []  # Why equal answers prove little.
-        self.seconds = 0.0
-        self._chunks = CHUNKS_MIN  # Whole chunks of a prompt.
-        self._stateless_tokens = 0
-        """How many tokens earlier the last state of a prompt stands. vLLM plans its steps by the
-        block that its own hits with a drafter drop."""
         self._prompts = _ArmPrompts()
         self._judges = {
             "preempted": judging.judge_preempted,
@@ -582,25 +523,8 @@ class Verification:
         loaded = {"tokens_loaded": result["cached_tokens"]}
         return Measured(arm, len(self._prompt), [result], loaded, None)
 
-    def _generate(self, engine: EngineProcess, *prompts: list[int]) -> list[dict[str, Any]]:
-        """Returns answers of MAX_TOKENS. Several prompts share a pool that runs out of blocks."""
-        results = engine.generate(*prompts, max_tokens=MAX_TOKENS, starve=len(prompts) > 1)
-        for result in results:
-            if (count := len(result.get("tokens", ()))) != MAX_TOKENS:
-                raise HybridKVError(f"the engine gave {count} tokens instead of {MAX_TOKENS}")
-        return results
-
     def _settled(self) -> dict[str, float]:
-        """The daemon's counters once they stand still: some messages have no answer."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        last = self._stats()
-        while time.monotonic() < deadline:
-            now = self._stats()
-            still = all(now.get(key) == last.get(key) for key in SETTLED_COUNTERS)
-            if now["leases"] == 0 and still and not now.get("writes_waiting"):
-                break
-            last = now
-        return last
+        return settled_stats(self._daemons.socket_path)
 
     @property
     def _first_part(self) -> list[int]:
@@ -649,68 +573,30 @@ class Verification:
 
         Raises ConfigError where the engine could not be served.
         """
-        words = [*self._given, "--kv-transfer-config", self._transfer()]
-        report = inspect_model(self._model, words, self._say_waiting)
-        for finding in report.findings:
-            if finding.verdict is Verdict.FAIL:
-                raise ConfigError(finding.what, finding.remedy)
-        preview = report.preview
+        preview = self._read_preview(self._transfer())
         if preview is None or preview.geometry is None:
             return []  # The engine says what is wrong.
         chunk_tokens = preview.geometry.chunk_tokens
         windows = [group.window_tokens for group in preview.groups]
         whole = (wanted_chunks(chunk_tokens, windows) + 1) * chunk_tokens + KILLED_TOKENS
         turn = TURN_CHUNKS * chunk_tokens + max(TURNS) + KILLED_TOKENS
-        # A drafter makes the engine's own hits shorter by a block.
-        context = max(whole, turn) + max(group.tokens_per_block for group in preview.groups)
         prompts = 3 + PREEMPTED_PROMPTS + self._repeat + 2 * len(TURNS)
-        if names_option(self._given, "--max-model-len"):
-            context = max(context, preview.max_model_len)
-        files = read_model_files(Path(self._model or ""))
-        on_cpu = is_cpu_build()
-        keeps_dtype = names_option(self._given, "--dtype") or files.is_quantized
-        bounds = engine_bounds(
-            preview,
-            context,
-            prompts,
-            on_cpu=on_cpu,
-            widen=on_cpu and not keeps_dtype and not computes_16_bits(),
-            weights_bytes=files.weights_bytes,
-        )
-        ram = f"{math.ceil(bounds.ram_bytes / (1 << 20))}MiB"
+        bounds = self._bounds_for(preview, max(whole, turn), prompts)
+        ram = ram_size(bounds)
         self._make_daemons(ram)
         self._say(
-            f"one engine at a time gets {bounds}, and a daemon {self._request.ram or ram} of "
-            "memory, unless your arguments say otherwise; the first engine shows how long it takes"
+            f"one engine at a time gets {bounds}, and a daemon {self._request.ram or ram} "
+            "of memory, unless your arguments say otherwise; the first engine shows how long it "
+            "takes"
         )
         return bounds.arguments(self._given)
 
-    def _say_waiting(self, seconds: float) -> None:
-        self._say(f"  vLLM reads the configuration, since {seconds:.0f} s")
-
     def _make_prompts(self, engine: EngineProcess, geometry: WireGeometry) -> None:
         """Cut or draw the prompts of all arms. Raises ConfigError where they do not fit."""
-        info, unit = engine.info, geometry.alignment_tokens
-        # The engine's own hits end at multiples of the unit.
-        tail_tokens = self._stateless_tokens + min(unit, max(3, self.chunk_tokens // 3))
-        room = (info["max_model_len"] - MAX_TOKENS - tail_tokens) // self.chunk_tokens
-        windows = [group.window_tokens for group in geometry.groups]
-        wanted = wanted_chunks(self.chunk_tokens, windows)
-        self._chunks = max(CHUNKS_MIN, min(wanted, room))
-        length = self._chunks * self.chunk_tokens + tail_tokens
-        if length + MAX_TOKENS > info["max_model_len"]:
-            raise ConfigError(
-                f"max_model_len={info['max_model_len']} is too short for {CHUNKS_MIN} chunks of "
-                f"{self.chunk_tokens} tokens",
-                f"-- --max-model-len {length + MAX_TOKENS} works",
-            )
-        if self._chunks < wanted:
-            self.warnings.append(
-                f"prompts of {length} tokens have less than {WINDOWS:g} windows of "
-                f"{max(windows)} tokens; a longer --max-model-len proves more"
-            )
+        unit = geometry.alignment_tokens
+        length = self._choose_length(engine, geometry)
         first_tokens = TURN_CHUNKS * self.chunk_tokens - 2 * unit + 3
-        most = info["max_model_len"] - MAX_TOKENS
+        most = engine.info["max_model_len"] - MAX_TOKENS
         turns = [min(first_tokens + new, most) for new in TURNS]
         texts = self._texts(
             engine, 3 + PREEMPTED_PROMPTS + self._repeat + len(turns), max(length, *turns)
@@ -725,7 +611,7 @@ class Verification:
         block = max(group.tokens_per_block for group in geometry.groups)
         crowded = self.chunk_tokens + block + self._stateless_tokens - PREEMPTED_AFTER
         self._prompts.crowd = [text[:crowded] for text in crowd]
-        if why := info["no_tails"]:
+        if why := engine.info["no_tails"]:
             self._prompts.turns = _SecondTurns(skipped=why)
             return
         second = [text[:tokens] for text, tokens in zip(second, turns, strict=True)]
@@ -735,32 +621,9 @@ class Verification:
             hit_tokens=(first_tokens - 1) // unit * unit * len(second),
         )
 
-    def _texts(self, engine: EngineProcess, count: int, length: int) -> list[list[int]]:
-        """Return prompts of one length: English text, or random tokens without a tokenizer."""
-        encoded = engine.encode_text(english(count * length))
-        beginning, tokens = encoded["beginning"], encoded["tokens"]
-        if len(tokens) > count:
-            self.prompt_source = ENGLISH
-            cut = cut_prompts(tokens, count, length - len(beginning))
-            return [[*beginning, *text] for text in cut]
-        if self._model is not None:
-            self.warnings.append("the engine has no tokenizer, so the prompts are random tokens")
-        drawn = range(2, engine.info["vocab_size"])
-        return [random.Random(WIDEN_SEED + at).choices(drawn, k=length) for at in range(count)]
-
     def _engine(self, what: str, connector: bool = True) -> EngineProcess:
         """Start an engine: that of the proof, or without `connector` the oracle."""
-        self._say(f"starting: {what}")
-        arguments = list(self._arguments)
-        if not connector and not self._stateless_tokens:
-            # The oracle is a hit of the same length, of the same prompt: nothing in it is stale.
-            arguments = [*map(_without_block_drop, arguments)]
-        elif connector:
-            arguments += ["--kv-transfer-config", self._transfer()]
-        self._engines_started += 1
-        self._engine_began = time.monotonic()
-        log_path = self._logs / f"engine-{self._engines_started}.log"
-        return EngineProcess(arguments, log_path, self._say, self._environment)
+        return self._start_engine(what, self._transfer() if connector else None)
 
     def _transfer(self) -> str:
         """Return vLLM's --kv-transfer-config of the engines with hybridkv."""
@@ -772,10 +635,4 @@ class Verification:
         return json.dumps({**LONG_TRANSFER, "kv_connector_extra_config": extra})
 
     def _stats(self) -> dict[str, float]:
-        return _stats(self._daemons.socket_path)
-
-
-def _stats(socket_path: str) -> dict[str, float]:
-    """Return the values of the daemon at a socket."""
-    with ControlClient(socket_path) as control:
-        return control.stats().values
+        return read_stats(self._daemons.socket_path)

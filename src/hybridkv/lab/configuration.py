@@ -27,6 +27,8 @@ from hybridkv.wire.messages import WireEngine, geometry_from_wire
 PREVIEW_SECONDS_MAX = 600.0
 MODEL_WORKS = "a directory with a config.json works (`hybridkv model DIR` makes a tiny one)"
 _API_SERVER, _CLI = "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"
+OptionValue = str | int | None
+"""The value of an option of vLLM. None = none."""
 PREVIEW_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 """Defaults for the child. Variables of the user win."""
 
@@ -44,6 +46,11 @@ class ConfigReport:
     """
     facts: dict[str, str] = field(default_factory=dict)
     """Facts of the identity by name, as JSON."""
+    all_facts: dict[str, str] = field(default_factory=dict)
+    """All facts of that fingerprint, each setting of a mapping alone, as the daemon gets them."""
+    role: str = ""  # vLLM's kv_role.
+    options: dict[str, OptionValue] = field(default_factory=dict)
+    """What came of the options and variables that two engines must share (hybridkv.lab.pairs)."""
     unreadable: str = ""  # Why vLLM cannot read the arguments; nothing else is known then.
     readable: str = "vllm serve --help=all lists what works"  # The remedy where it cannot.
 

@@ -10,6 +10,8 @@ import copy
 import importlib
 import json
 import logging
+import operator
+import os
 import sys
 import tempfile
 from argparse import ArgumentError
@@ -44,6 +46,7 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache, prepare_kernel_block_sizes
 from vllm.v1.worker.workspace import init_workspace_manager
 
+from hybridkv.connector.scheduler.session import describe_facts
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Check, Verdict, fail, failure, ok
 from hybridkv.core.geometry import Geometry, length_finding
@@ -51,7 +54,8 @@ from hybridkv.core.keys import fingerprint
 from hybridkv.core.settings import Settings
 from hybridkv.core.state_boundaries import state_findings
 from hybridkv.lab.capacity import ConfigPreview, GroupPreview
-from hybridkv.lab.configuration import MODEL_WORKS, ConfigReport
+from hybridkv.lab.configuration import MODEL_WORKS, ConfigReport, OptionValue
+from hybridkv.lab.pairs import HASH_SEED, OPTIONS, WEIGHTS_OPTIONS
 from hybridkv.multi.children import check_hma, child_specs, parse_multi
 from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
@@ -158,6 +162,7 @@ def inspect(arguments: list[str]) -> ConfigReport:
     with contextlib.suppress(ConfigError):
         # The preview has no settings to show where they are wrong.
         report.settings = preflight.settings_of(config)
+    report.role = str(config.kv_transfer_config.kv_role)
     cache = _guarded("KV cache groups", report, lambda: preview_engine(config, report.settings))
     if cache is not None:
         _judge_cache(config, report, cache)
@@ -298,6 +303,8 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
         # The weights are known once they are loaded.
         del facts["weights"]
     report.identity = fingerprint(facts).hex()
+    report.all_facts = describe_facts(facts)
+    report.options = _shared_options(config)
     when = "are read once they are loaded"
     if config.device_config.device_type == "cpu":
         when += f", in up to {PROBE_SECONDS_MAX:g} s, and for the rest in idle steps"
@@ -307,6 +314,17 @@ def _judge_cache(config: Any, report: ConfigReport, cache: CachePreview) -> None
     shown = {key: facts[key] for key in _FACTS_SHOWN if key in facts}
     report.facts = {key: msgspec.json.encode(fact).decode() for key, fact in shown.items()}
     report.findings.append(ok("identity", f"{report.identity[:12]}; weights {facts['weights']}"))
+
+
+def _shared_options(config: Any) -> dict[str, OptionValue]:
+    """Return what came of the options and variables that two engines must share."""
+    options: dict[str, OptionValue] = {HASH_SEED: os.environ.get(HASH_SEED)}
+    for option, path in {**OPTIONS, **WEIGHTS_OPTIONS}.items():
+        value = operator.attrgetter(path)(config)
+        if isinstance(value, torch.dtype):
+            value = str(value).removeprefix("torch.")
+        options[option] = value if isinstance(value, int | None) else str(value)
+    return options
 
 
 def preview_engine(vllm_config: Any, settings: Settings) -> CachePreview:

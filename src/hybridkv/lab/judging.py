@@ -44,6 +44,8 @@ class VerifyArm:
     """True if each step drafted and accepted the same tokens. None where nothing is drafted."""
     ok: bool = False
     preemptions: int = 0
+    ttft_limit_ms: float | None = None  # How late the first token may come. None = not judged.
+    waited_ms: float | None = None  # For what another engine computes. None = not measured.
     not_served: str | None = None  # Why it was not served; nothing was measured or compared then.
 
 

@@ -1,14 +1,16 @@
 """`hybridkv doctor`: this machine and its daemon; tests/engine/test_doctor.py has vLLM's part."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from hybridkv.cli import main
-from hybridkv.cli.plan import host_findings, logout_finding
+from hybridkv.cli.plan import host_findings, logout_finding, split_pair
 from hybridkv.client.control import ControlClient
 from hybridkv.core.daemon_settings import DaemonSettings
+from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, fail, ok
 from hybridkv.core.settings import Settings
 from hybridkv.lab.configuration import ConfigReport, serve_command
@@ -134,6 +136,43 @@ def test_the_exit_status_says_whether_anything_failed(
     table = capsys.readouterr().out
     assert ("it is [odd]" in table) is failed
     assert f"{int(failed)} failed, " in table
+
+
+def test_two_command_lines_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is checked with the variables before it, which end with it."""
+    seen: list[tuple[list[str], str | None]] = []
+
+    def inspect_arguments(arguments: list[str], **_: object) -> ConfigReport:
+        seen.append((arguments, os.environ.get("PYTHONHASHSEED")))
+        number = f"{len(seen)}"
+        return ConfigReport(
+            [ok("vllm", "0.32.0")],
+            identity=number * 64,
+            options={"--dtype": number},
+            role="kv_both",
+        )
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr("hybridkv.lab.configuration.inspect_arguments", inspect_arguments)
+    first = ["PYTHONHASHSEED=7", "vllm", "serve", "m", "--dtype", "1"]
+    words = ["--", *first, "--", "vllm", "serve", "n"]
+    assert main.main(["doctor", "--json", *words]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert seen == [(["m", "--dtype", "1"], "7"), (["n"], None)]
+    assert (document["identity"], document["second"]["identity"]) == ("1" * 64, "2" * 64)
+    failed = [check["remedy"] for check in document["pair"] if check["verdict"] == "FAIL"]
+    assert failed == ["--dtype 1 for both works"]
+    assert main.main(["doctor", *words]) == 1
+    assert "pair: --dtype 3 for both works" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("line", ["a -- b -- c", "a --", "-- a"])
+def test_another_number_of_command_lines_is_one_sentence(line: str) -> None:
+    with pytest.raises(ConfigError, match="are not a pair of engines"):
+        split_pair(line.split())
 
 
 def test_a_socket_that_goes_with_the_last_logout(tmp_path: Path) -> None:
