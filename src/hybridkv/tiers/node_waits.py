@@ -4,10 +4,14 @@ A daemon knows the promises of its own engines alone (tiers.promises). But an en
 `kv_consumer` says that other engines compute its prompts (`Lookup.computed_elsewhere`). Where RAM
 and tiers have less than it asks for, they may still be written, by another node.
 
-1. Tiers are asked in pauses that grow with the time since anything came: ::
+1. Tiers are asked in pauses that grow with the time since anything came, and more slowly with that
+   of the whole wait. So no wait asks more than some 300 times, and it learns of the last object
+   after a small share of the time that it took::
 
-       nothing came since   0 s      0.1 s     1 s      4 s or more
-       next pause           10 ms    13 ms     125 ms   500 ms
+       nothing came since   0.1 s    1 s       4 s or more
+       next pause           13 ms    125 ms    500 ms
+       waits since          1 s      10 s      30 s, the longest wait
+       next pause           16 ms    156 ms    469 ms, though chunks keep coming
 
 2. The wait ends once the whole prompt is there, when computing what was missing would be over, or
    earlier: where nothing came for half of that time, though for no less than QUIET_SECONDS.
@@ -19,10 +23,11 @@ from hybridkv.tiers.doubts import Doubts
 from hybridkv.tiers.object_search import LookupRequest
 
 PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.01, 0.5
-PAUSE_SHARE = 8  # A pause is 1/8 of the time since anything came, within these bounds.
+PAUSE_SHARE, PAUSE_SHARE_ALL = 8, 64
+"""A pause is 1/8 of the time since anything came or 1/64 of the wait so far, within these bounds.
+"""
 QUIET_SECONDS = 1.0
 """Nothing is taken for the end of what comes in less time. A step of an engine may be that long."""
-QUESTIONS_MAX = 256  # Of one wait.
 
 
 class NodeWait:
@@ -37,15 +42,14 @@ class NodeWait:
         self.tokens = tokens
         self.latest = latest
         self.asks_at = now + PAUSE_SECONDS  # When tiers are asked next.
+        self._began_at = now
         self._quiet_seconds = max(QUIET_SECONDS, (latest - now) / 2)
         self._grown_at = now  # When anything came last.
         self._missing = missing
-        self._questions = 0
 
     def is_spent(self, now: float) -> bool:
         """Return True once all that was asked for is there, or waiting does not pay any more."""
-        is_asked_out = self._questions >= QUESTIONS_MAX
-        return not self._missing or is_asked_out or now >= self.over_at()
+        return not self._missing or now >= self.over_at()
 
     def over_at(self) -> float:
         """Return when it is over at the latest, as far as is known now."""
@@ -56,9 +60,12 @@ class NodeWait:
         if has_come:
             self._grown_at = now
         self._missing = missing
-        self._questions += 1
-        pause = (now - self._grown_at) / PAUSE_SHARE
-        self.asks_at = now + min(max(PAUSE_SECONDS, pause), PAUSE_SECONDS_MAX)
+        pause = max(
+            PAUSE_SECONDS,
+            (now - self._grown_at) / PAUSE_SHARE,
+            (now - self._began_at) / PAUSE_SHARE_ALL,
+        )
+        self.asks_at = now + min(pause, PAUSE_SECONDS_MAX)
 
 
 class NodeWaits:

@@ -10,7 +10,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.tiers.contract import TierError
 from hybridkv.tiers.doubts import DOUBT_SECONDS
 from hybridkv.tiers.jobs import LIMITS, JobKind, execute
-from hybridkv.tiers.node_waits import PAUSE_SECONDS, PAUSE_SECONDS_MAX, QUIET_SECONDS
+from hybridkv.tiers.node_waits import PAUSE_SECONDS, PAUSE_SECONDS_MAX, QUIET_SECONDS, NodeWait
 from hybridkv.wire.messages import Found, Lookup, Pending, Release
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.dict_tier import DictTier
@@ -171,6 +171,16 @@ def test_pauses_between_two_questions_grow() -> None:
     assert pauses == pytest.approx(sorted(pauses))
     assert len(pauses) < 60
     assert node.now == pytest.approx(100.0 + WAIT / 2)
+
+
+def test_the_questions_of_a_wait_are_few_though_something_comes_each_time() -> None:
+    wait = NodeWait(connection_id=1, tokens=0, missing=10_000, now=0.0, latest=30.0)
+    now, count = 0.0, 0
+    while not wait.is_spent(now := wait.asks_at):
+        count += 1
+        wait.note_answer(10_000 - count, has_come=True, now=now)
+    assert now >= 30.0
+    assert count < 320
 
 
 def test_a_question_that_is_not_answered_does_not_make_the_wait_longer() -> None:
