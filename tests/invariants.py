@@ -61,6 +61,9 @@ def check_promotion(promotion: Promotion, store: Store) -> None:
             case Wait.PROMISE:
                 assert lookup.promised is not None
                 assert lookup.promised.ends_at() <= lookup.request.deadline
+            case Wait.NODES:
+                assert lookup.node_wait is not None
+                assert lookup.node_wait.over_at() <= lookup.request.deadline
 
 
 def check_promises(promises: Promises) -> None:

@@ -19,9 +19,10 @@ import pytest
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.shm.slots import SLOT_ALIGN, payload_offset
+from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.tiers.contract import (
     DamagedError,
+    FindRequest,
     FullError,
     MissingError,
     ReadRequest,
@@ -43,6 +44,7 @@ THREADS = 4
 CALLS = 20  # Calls that `waits` makes.
 BOUND_BYTES = 256 << 10
 SEED = 5
+PARENT = bytes(range(SHORT_HASH_BYTES))
 FEW_VALUES = bytes(range(16)) * 16  # Turns random bytes into such as a codec makes smaller.
 _namespaces = itertools.count(1)
 
@@ -302,6 +304,31 @@ class TierSuite(ABC):
         here.discard([sample.key])
         there.tend()
         assert isinstance(read(there if self.discards_for_all else here, sample), MissingError)
+        self.close([here, there])
+
+    def test_what_another_puts_is_found_again_at_once(self) -> None:
+        if not self.shared:
+            return
+        here, there = self.opened(), self.opened()
+        samples = [make_sample(number) for number in range(4)]
+        parents, interiors = (bytes(SHORT_HASH_BYTES), PARENT), (False, True)
+        requests = [
+            sample.write_request()._replace(parent=parent, interior=interior)
+            for sample, (parent, interior) in zip(
+                samples, itertools.product(parents, interiors), strict=True
+            )
+        ]
+        wanted = [FindRequest(request.key, request.parent) for request in requests]
+        missing = FindRequest(make_sample(9).key)
+        assert there.find([request.key for request in wanted]) == [False] * 4
+        assert there.find_again([*wanted, missing]) == [False] * 5
+        assert here.put(requests) == [None] * 4
+        assert there.has_other_writers(), "it was opened after the other one"
+        assert there.find_again([*wanted, missing]) == [True] * 4 + [False]
+        assert [read(there, sample) for sample in samples] == [None] * 4
+        assert there.find_again(wanted) == [True] * 4
+        here.discard([sample.key for sample in samples])
+        there.tend()
         self.close([here, there])
 
     def test_many_threads_never_see_half_a_record(self) -> None:

@@ -69,6 +69,8 @@ class Habits:
     """The times that lookups may wait for tiers, each as likely."""
     audits: bool = False
     """Whether every second lookup asks for a live audit."""
+    consumers: bool = False
+    """Whether lookups say that another engine computes the prompt."""
     misbehave: frozenset[str] = frozenset()
     """Of "late" and "twice" (commits), "fail" (stores that a rank does not do)."""
 

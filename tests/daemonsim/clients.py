@@ -291,7 +291,14 @@ class Scheduler(Client):
         def make(number: int) -> Lookup:
             names = b"".join(hashes)
             return Lookup(
-                number, lease, names, wait_ms, rate, audit_lease=audit_lease, promises=True
+                number,
+                lease,
+                names,
+                wait_ms,
+                rate,
+                audit_lease=audit_lease,
+                promises=True,
+                computed_elsewhere=self.scene.habits.consumers,
             )
 
         if self._calls.ask(make, Found):

@@ -57,6 +57,7 @@ BEHAVIOURS = (
     "jobs_use",
     "jobs_read",
     "jobs_write",
+    "asked_again",
     "records_put",
     "records_audited",
 )
@@ -69,6 +70,7 @@ RARE = (
     "waits_aborted",
     "waits_to_the_end",
     "waits_left",
+    "come_meanwhile",
     "jobs_discard",
     "logins_changed",
     "logins_refused",

@@ -11,6 +11,7 @@ from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import part_digests, payload_offset, sign, slot_bytes
 from hybridkv.tiers.contract import (
     DamagedError,
+    FindRequest,
     FullError,
     MissingError,
     ReadRequest,
@@ -200,6 +201,12 @@ class SimTier(Tier):
         if self._vault.is_ill("tier_stale", 0.3):
             return [self._rng.random() < 0.5 for _ in keys]
         return [key in self._vault.records for key in keys]
+
+    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
+        found = super().find_again(wanted)
+        self._vault.counts["asked_again"] += 1
+        self._vault.counts["come_meanwhile"] += sum(found)
+        return found
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         self._call("get")

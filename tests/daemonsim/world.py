@@ -177,6 +177,7 @@ class World:
             misbehave=draw.faults & {"late", "twice", "fail"},
             # By the seed and not by a draw, so that other seeds stay what they were.
             audits=seed % 4 == 1,
+            consumers=seed % 3 == 1,
         )
         self._scene = Scene(system, self._books, habits, self.counts)
         models = rng.sample(sorted(GEOMETRIES), rng.choice((1, 1, 2, 3)))

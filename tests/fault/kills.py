@@ -345,7 +345,7 @@ class Client(tierclient.Client):
                     names, parents = (rng.choices(NAMES, k=len(slots)) for _ in range(2))
                     self._commit(slots, names, parents)
             case "clear":
-                self._call(wire.Clear(self._id()))
+                self._call(wire.Clear(self.new_id()))
 
     def _reserve(self, group_index: int, count: int) -> list[WriteSlot]:
         slots = self.want(SIZES[group_index], 1, count)

@@ -300,6 +300,8 @@ class HybridKVConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             why_computed=why_computed_here(config),
             stores_answers=settings.store_generated and transfer.kv_role != "kv_producer",
             promises=transfer.kv_role != "kv_consumer",
+            is_producer=transfer.kv_role == "kv_producer",
+            is_consumer=transfer.kv_role == "kv_consumer",
             media_refusal=media_refusal(config),
             drafter=drafter,
             faults=batch_faults(config, specs),

@@ -74,6 +74,7 @@ class Daemon(DaemonState):
     def on_disconnect(self, connection_id: int) -> None:
         """The socket of a connection was closed. Its process may still copy."""
         self.promotion.cancel(connection_id)
+        self.promotion.node_waits.on_disconnect(connection_id)
         self.promises.on_disconnect(connection_id)
         self.subscriptions.on_disconnect(connection_id)
         self.sessions.on_disconnect(connection_id)
@@ -207,6 +208,7 @@ class Daemon(DaemonState):
             tails_from=lookup.tails_from,
             audit_lease=lookup.audit_lease,
             promises=lookup.promises,
+            computed_elsewhere=lookup.computed_elsewhere,
         )
         last = tail_chunk(geometry, lookup.tails_from, tails - 1) if hit.tail < tails else -1
         shortfall, known = "", masks

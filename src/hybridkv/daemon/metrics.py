@@ -37,6 +37,14 @@ _LOOKUPS: Mapping[str, MetricFamily] = {
             "Such waits that brought nothing: the engine ended, was too slow, or stored nothing.",
             lambda daemon: daemon.promises.broken,
         ),
+        node_waits_kept=counter(
+            "Waits for what another node computed, after which RAM had more of the prompt.",
+            lambda daemon: daemon.promotion.node_waits.kept,
+        ),
+        node_waits_broken=counter(
+            "Such waits that brought nothing in time.",
+            lambda daemon: daemon.promotion.node_waits.broken,
+        ),
         tokens_asked=counter("Tokens of the chunks asked for."),
         tokens_hit=counter("Tokens of all hits, also those in the engine's own cache by then."),
         tokens_loaded=counter("Tokens that engines loaded."),
@@ -51,6 +59,10 @@ _LOOKUPS: Mapping[str, MetricFamily] = {
         ),
         bytes_loaded=counter("Bytes that engines loaded from RAM, all ranks together."),
         loads_failed=counter("Loads that failed in the engine; it computed instead."),
+    ),
+    "node_questions": counter(
+        "Times that tiers were asked again for what another node may compute.",
+        lambda daemon: daemon.promotion.node_waits.questions,
     ),
     "lookups_hit": counter("Lookups whose answer was a hit, and whose engine used it or had it."),
     "chunks_asked": counter("Chunks of the lookups that ended, also of those without an answer."),

@@ -97,6 +97,7 @@ class Session:
     number: int = 0  # The number of the engine's greeting.
     model: WireModel | None = None
     since: float = 0.0  # When it greeted, by the daemon's clock.
+    is_producer: bool = False  # As in wire.Hello.
     leases: dict[int, Lease] = field(default_factory=dict)
     writing: dict[int, Slot] = field(default_factory=dict)
     """Granted slots that are not committed, by offset."""
@@ -222,6 +223,7 @@ class Sessions:
                 number=hello.session,
                 model=hello.model,
                 since=now,
+                is_producer=hello.is_producer,
             )
             self.all.append(connection.session)
         elif hello.role == ConnectionState.WORKER:

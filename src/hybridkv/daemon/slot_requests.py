@@ -68,7 +68,9 @@ def commit(state: DaemonState, connection: ClientConnection, request: wire.Commi
             if is_stored:
                 state.counters["objects_stored"] += 1
                 state.counters["bytes_stored"] += slot.part_bytes * slot.parts
-                state.demotion.queue_stored((slot,))
+                is_promised = state.promises.is_promised(session.namespace, new.chunk_hash)
+                is_first = session.is_producer or is_promised
+                state.demotion.queue_stored((slot,), is_first)
         if not is_stored:
             state.subscriptions.on_not_stored(
                 session.engine_connection, new.chunk_hash, new.group_index

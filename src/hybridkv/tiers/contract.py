@@ -2,10 +2,10 @@
 
 A tier keeps records (tiers.record) by key, KEY_BYTES each, and may lose any of them at any time.
 The reader of a record checks it, not the tier. Methods may block. They are called by the tier's own
-threads, several at once. The daemon's loop calls only `peek` and `gauges`, which return at once. A
-fault of one item is the TierError of that item, and the call does not fail as a whole. After a
-call has returned, the tier writes to none of its memory. Only a `put` that was given up may still
-read it for a moment (S3).
+threads, several at once. The daemon's loop calls only `peek`, `has_other_writers` and `gauges`,
+which return at once. A fault of one item is the TierError of that item, and the call does not fail
+as a whole. After a call has returned, the tier writes to none of its memory. Only a `put` that was
+given up may still read it for a moment (S3).
 
 The repository has a suite that every tier passes, tests/tier_suite.py.
 """
@@ -56,6 +56,14 @@ class WriteRequest(NamedTuple):
     parent: bytes = bytes(SHORT_HASH_BYTES)
     """As in the record's header. The record of the parent is evicted after this record."""
     interior: bool = False  # As in the record's header. Interior records are evicted first.
+
+
+class FindRequest(NamedTuple):
+    """A record that `Tier.find_again` looks for."""
+
+    key: bytes
+    parent: bytes = bytes(SHORT_HASH_BYTES)
+    """As in WriteRequest, where its writer knew the chunk before."""
 
 
 class ReadRequest(NamedTuple):
@@ -122,6 +130,18 @@ class Tier(ABC):
 
         Keys are in the order of prefixes. Raises TierError where nobody answers.
         """
+
+    def has_other_writers(self) -> bool:
+        """Returns whether other daemons may put records, as known without I/O."""
+        return True
+
+    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
+        """Returns what `find` returns, as the storage says now.
+
+        Nothing is answered from what is remembered of records that were not there. Raises TierError
+        as `find` does.
+        """
+        return self.find([request.key for request in wanted])
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         """Count records as used, because RAM hits them. Returns what `find` returns.

@@ -1,5 +1,8 @@
 """Demotion: objects are written to tiers below, when they are stored or before they are evicted.
 
+Objects for which others may wait (`is_first`) are written before all others that wait, in the order
+in which they were stored.
+
 Generated text is rarely reused. With `write=through` a tier receives prompts at once, and generated
 text only after its first hit or just before its eviction. Windows inside a prompt, where a hit
 seldom ends (core.eviction_classes), go to tiers after their first hit, and not before.
@@ -22,7 +25,8 @@ from hybridkv.tiers.health import JOB_ITEMS_MAX, TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob, WrongBytesError
 from hybridkv.tiers.record import record_of
 
-QUEUE_MAX = 1 << 16  # Objects that wait to be written to one tier. More are not written.
+QUEUE_MAX = 1 << 16
+"""Objects that wait to be written to one tier, first or after those. More are not written."""
 TRIES_MAX = 3
 """Failed writes of an object after which it is given up. While all writes fail, none counts."""
 LOOKS_MAX = 256  # Objects that are looked at in one turn of the loop.
@@ -40,6 +44,7 @@ class QueuedWrite(NamedTuple):
     is_read: bool  # Whether a lookup hit it.
     tries: int = 0
     is_admitted: bool = False  # Whether the tier's hourly bound was charged with it.
+    is_first: bool = False  # Whether it is written before those that are not.
 
 
 class Demotion:
@@ -50,7 +55,9 @@ class Demotion:
         self.tiers = tiers
         self.writing: dict[TierJob, Sequence[QueuedWrite]] = {}
         """By job, what is queued again where the tier fails. Empty for objects in eviction."""
+        self._first: list[deque[QueuedWrite]] = [deque() for _ in tiers]
         self._queues: list[deque[QueuedWrite]] = [deque() for _ in tiers]
+        """Per tier, the objects that wait to be written, after those of `_first`."""
         self.leaving: list[deque[JobItem]] = [deque() for _ in tiers]
         """Per tier, objects in eviction, which are held until they are written."""
         self._uses: list[deque[QueuedWrite]] = [deque(maxlen=QUEUE_MAX) for _ in tiers]
@@ -69,7 +76,8 @@ class Demotion:
     @property
     def waiting(self) -> int:
         """The number of objects in all queues, not queued yet, or being written."""
-        return sum(map(len, self._queues)) + len(self._unqueued) + len(list(self.held_slots()))
+        queued = sum(map(len, (*self._first, *self._queues)))
+        return queued + len(self._unqueued) + len(list(self.held_slots()))
 
     def wakes_at(self) -> float:
         """Returns when `tick` is due again: at once if the last turn left objects to look at."""
@@ -79,8 +87,11 @@ class Demotion:
         """Queue all objects of the index, because a tier has been opened."""
         self._unqueued = deque(slots)
 
-    def queue_stored(self, slots: Iterable[Slot]) -> None:
-        """Queue new objects of the index, also objects that were read from another tier."""
+    def queue_stored(self, slots: Iterable[Slot], is_first: bool = False) -> None:
+        """Queue new objects of the index, also objects that were read from another tier.
+
+        With `is_first` they are written before all that were queued without it.
+        """
         prompt_slots = []
         for slot in slots:
             slot.used_at = self._now
@@ -90,7 +101,7 @@ class Demotion:
                         tier.counters["bytes_left_out"] += slot.size_bytes
             elif slot.eviction_class is not EvictionClass.GENERATED:
                 prompt_slots.append(slot)
-        self._queue(self._through, prompt_slots, is_read=False)
+        self._queue(self._through, prompt_slots, is_read=False, is_first=is_first)
 
     def queue_hit(self, slots: Sequence[Slot]) -> None:
         """Queue objects that a lookup hits, where they were not queued when they were stored.
@@ -125,7 +136,10 @@ class Demotion:
             self.queue_stored((self._unqueued.popleft(),))
         for tier in self.tiers:
             self._write_leaving(tier, self.leaving[tier.number])
-            self._write_queued(tier, self._queues[tier.number])
+            first = self._first[tier.number]
+            self._write_queued(tier, first)
+            if not first:  # Else smaller objects would take the room for which it waits.
+                self._write_queued(tier, self._queues[tier.number])
             self._report_uses(tier, self._uses[tier.number])
 
     def on_write_done(self, tier: TierState, job: TierJob, outcome: JobOutcome) -> None:
@@ -164,14 +178,21 @@ class Demotion:
 
     # Queues
 
-    def _queue(self, tiers: Sequence[TierState], slots: Iterable[Slot], is_read: bool) -> None:
+    def _queue(
+        self,
+        tiers: Sequence[TierState],
+        slots: Iterable[Slot],
+        is_read: bool,
+        is_first: bool = False,
+    ) -> None:
         for slot in slots:
             for tier in tiers:
                 if not (slot.in_tiers | slot.queued_in) & tier.bit and slot.entry is not None:
-                    self._append(tier, QueuedWrite(slot, slot.generation, is_read))
+                    queued = QueuedWrite(slot, slot.generation, is_read, is_first=is_first)
+                    self._append(tier, queued)
 
     def _append(self, tier: TierState, queued: QueuedWrite) -> None:
-        queue = self._queues[tier.number]
+        queue = (self._first if queued.is_first else self._queues)[tier.number]
         if len(queue) >= QUEUE_MAX:
             tier.counters["objects_shed"] += 1
             return

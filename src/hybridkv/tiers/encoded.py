@@ -12,6 +12,7 @@ from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN
 from hybridkv.tiers.coding import Coding, gather, plain_record
 from hybridkv.tiers.contract import (
     DamagedError,
+    FindRequest,
     ReadRequest,
     Tier,
     TierError,
@@ -43,6 +44,13 @@ class EncodedTier(Tier):
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         return self._decodable(keys, self._tier.find(keys))
+
+    def has_other_writers(self) -> bool:
+        return self._tier.has_other_writers()
+
+    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
+        keys = [request.key for request in wanted]
+        return self._decodable(keys, self._tier.find_again(wanted))
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         return self._decodable(keys, self._tier.use(keys))

@@ -13,7 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from hybridkv.core.option_parsers import number
 from hybridkv.core.sizes import parse_size
 from hybridkv.core.tier_urls import TierSpec
-from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.contract import (
+    FindRequest,
+    MissingError,
+    ReadRequest,
+    Tier,
+    TierError,
+    WriteRequest,
+)
 from hybridkv.tiers.record import stored_bytes
 from hybridkv.tiers.remote import sizes_of
 
@@ -47,6 +54,13 @@ class InjectedTier(Tier):
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         self._delay(0)
         return self._tier.find(keys)
+
+    def has_other_writers(self) -> bool:
+        return self._tier.has_other_writers()
+
+    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
+        self._delay(0)
+        return self._tier.find_again(wanted)
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         errors = self._tier.get(items)

@@ -18,7 +18,14 @@ from typing import NamedTuple
 from hybridkv.core.errors import ConfigError
 from hybridkv.shm.slots import HEADER_BYTES, sign
 from hybridkv.store.index import Slot
-from hybridkv.tiers.contract import DamagedError, ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.contract import (
+    DamagedError,
+    FindRequest,
+    ReadRequest,
+    Tier,
+    TierError,
+    WriteRequest,
+)
 from hybridkv.tiers.record import Record, head_bytes, proven_digests, read_head, write_head
 
 CLEAR_KEYS = 1024  # Records that are removed in one call.
@@ -70,6 +77,7 @@ class TierJob:
     items: Sequence[JobItem] = ()
     submitted_at: float = 0.0
     is_late: bool = False  # It ran longer than the tier's timeout.
+    is_again: bool = False  # Of FIND: the tier looks at its storage (`Tier.find_again`).
 
     @property
     def size_bytes(self) -> int:
@@ -100,6 +108,9 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
                 tier.open()
             case JobKind.TEND:
                 tier.tend()
+            case JobKind.FIND if job.is_again:
+                wanted = [FindRequest(item.key, item.record.parent) for item in job.items]
+                return JobOutcome(found=tier.find_again(wanted))
             case JobKind.FIND:
                 return JobOutcome(found=tier.find([item.key for item in job.items]))
             case JobKind.USE:

@@ -17,13 +17,14 @@ from hybridkv.core.coverage import (
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.tails import tail_chunk, tail_hit
-from hybridkv.shm.slots import slot_bytes
+from hybridkv.shm.slots import SHORT_HASH_BYTES, slot_bytes
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.record import Record, RecordName, record_key
 
 FIND_KEYS_MAX = 4096  # Objects that a tier is asked about at once.
 FIND_KEYS_FIRST = 8  # In the first round.
+FIND_KEYS_GROWTH = 8  # In each next round so many times as many, in a search that began again.
 
 
 class ObjectPlace(NamedTuple):
@@ -76,6 +77,7 @@ class LookupRequest(NamedTuple):
     tails_from: int = 0
     audit_lease: int = 0  # As in wire.Lookup.
     promises: bool = False  # The same.
+    computed_elsewhere: bool = False  # The same.
 
     @property
     def key(self) -> LookupKey:
@@ -148,6 +150,8 @@ class ObjectSearch:
     unknown: dict[ObjectPlace, None] = field(default_factory=dict)
     """Objects that no tier has, as far as is known without asking, and that some may have."""
     asked: list[ObjectPlace] = field(default_factory=list)  # What this round asks tiers about.
+    missing: list[ObjectPlace] = field(default_factory=list)
+    """What a hit of all chunks lacks, as of the last `begin_again`. Prefixes come first."""
     tail: Hit | None = None  # The hit that ends with the tail that was located, if any was.
 
     def __post_init__(self) -> None:
@@ -159,6 +163,36 @@ class ObjectSearch:
         """Returns the shape of an object. A part has 0 bytes where the chunk has no object."""
         shapes = self._shapes[place.group_index]
         return shapes[place.position % len(shapes)]
+
+    def begin_again(self) -> list[ObjectPlace]:
+        """Search again for what a hit of all chunks needs. Returns what is missing of it.
+
+        Others may put it meanwhile. What is located stays so.
+        """
+        geometry = self.request.geometry
+        places = self.request.needed_places(whole_hit(geometry, self.request.chunks))
+        missing = [place for place in places if not self.is_there(place)]
+        is_window = [group.kind is not GroupKind.FULL for group in geometry.groups]
+        missing.sort(key=lambda place: (is_window[place.group_index], *prefix_order(place)))
+        self.resident_masks = None
+        self.missing, self.unknown = missing, dict.fromkeys(missing)
+        return missing
+
+    def ask_first(self) -> None:
+        """Begin a round of the first of what is missing alone."""
+        self.asked = self.missing[:FIND_KEYS_FIRST]
+
+    def is_there(self, place: ObjectPlace) -> bool:
+        """Returns whether RAM has an object, or it is located in a tier."""
+        return place in self.located or self.request.slot_of(place) is not None
+
+    def record_to_find(self, place: ObjectPlace) -> Record:
+        """Returns the name of an object and of its parent, by which tiers find its record."""
+        request, parent = self.request, b""
+        if request.geometry.groups[place.group_index].kind is GroupKind.FULL:
+            parent = request.hash_of(request.chunk_of(place.position) - 1)
+        parent = parent[:SHORT_HASH_BYTES].ljust(SHORT_HASH_BYTES, b"\0")
+        return Record(request.name_of(place), part_bytes=0, parts=0, seed=0, parent=parent)
 
     @property
     def is_begun(self) -> bool:
@@ -248,6 +282,9 @@ class ObjectSearch:
         Windows and states come next, the last ones first, until nothing after the longest hit is
         unknown. No need moves down while hits grow, so no longer hit needs an object before it. The
         needs of the hits with which the longest is compared come last.
+
+        In a search that began again each round has some times as many objects as the one before,
+        because what others are putting ends somewhere.
         """
         unknown, most = self.unknown, FIND_KEYS_MAX
         if not unknown:
@@ -261,6 +298,8 @@ class ObjectSearch:
         prefix = [place for place in unknown if groups[place.group_index].kind is GroupKind.FULL]
         if prefix and not self.asked:
             most = min(FIND_KEYS_FIRST, FIND_KEYS_MAX)
+        elif prefix and self.missing:
+            most = min(FIND_KEYS_GROWTH * len(self.asked), FIND_KEYS_MAX)
         if len(unknown) <= most:
             order = list(unknown)
         elif prefix:

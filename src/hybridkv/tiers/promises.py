@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hybridkv.core.coverage import Hit
 from hybridkv.core.geometry import GroupKind
 from hybridkv.store.index import Namespace
+from hybridkv.tiers.doubts import Doubts
 from hybridkv.tiers.object_search import LookupKey, LookupRequest
 
 BEGIN_SECONDS = 0.25
@@ -25,7 +26,6 @@ BEGIN_SECONDS = 0.25
 SLOWER_MAX = 1.25
 """A promise is waited for if keeping it takes at most so many times as long as computing. Measured
 speeds differ by about as much, and at the end of the wait a part of it is there."""
-DOUBT_SECONDS, DOUBT_SECONDS_MAX = 1.0, 60.0
 PROMISES_MAX = 1024  # Of one connection. The oldest one gives way.
 
 
@@ -75,14 +75,6 @@ class PromisedWait:
         return min(self.latest, self.promise.fails_at())
 
 
-@dataclass
-class Doubt:
-    """How often a connection broke its promises one after the other."""
-
-    count: int = 0
-    until: float = 0.0  # When it is believed again.
-
-
 class Promises:
     """All open promises, by the names of what is promised."""
 
@@ -90,7 +82,7 @@ class Promises:
         self.by_connection: dict[int, dict[LookupKey, Promise]] = {}
         """By the number of the connection. Each one's oldest promise is first."""
         self.by_name: dict[Namespace, dict[bytes, Promise]] = {}
-        self._doubts: dict[int, Doubt] = {}  # By the number of the connection.
+        self._doubts = Doubts()  # About connections that broke promises.
         self.kept = 0  # Waits after which RAM had more.
         self.broken = 0  # Waits after which it had not.
 
@@ -100,6 +92,10 @@ class Promises:
     def has_promises(self, namespace: Namespace) -> bool:
         """Return True if anything of the identity is promised."""
         return namespace in self.by_name
+
+    def is_promised(self, namespace: Namespace, name: bytes) -> bool:
+        """Return True if an open promise has the hash of a chunk, or the name of a tail."""
+        return name in self.by_name.get(namespace, ())
 
     def add_promise(self, request: LookupRequest, hit: Hit, now: float) -> bool:
         """Note that the engine of a lookup computes what the hit lacks. False = it lacks nothing.
@@ -150,7 +146,7 @@ class Promises:
         for promise in [*self.by_connection.get(connection_id, {}).values()]:
             promise.is_lost = True
             self._close(promise)
-        self._doubts.pop(connection_id, None)
+        self._doubts.forget_doubt(connection_id)
 
     def find_wait(
         self, request: LookupRequest, hit: Hit, now: float, latest: float
@@ -166,8 +162,8 @@ class Promises:
         is_own = promise is not None and promise.key.connection_id == request.connection_id
         if promise is None or is_own or now >= latest:
             return None
-        doubt = self._doubts.get(promise.key.connection_id)
-        if not promise.is_credible(now) or (doubt is not None and now < doubt.until):
+        is_doubted = self._doubts.is_doubted(promise.key.connection_id, now)
+        if is_doubted or not promise.is_credible(now):
             return None
         promised = {*promise.names}
         names = [request.hash_of(position) for position in positions]
@@ -193,14 +189,11 @@ class Promises:
         connection_id = wait.promise.key.connection_id
         if is_kept:
             self.kept += 1
-            self._doubts.pop(connection_id, None)
+            self._doubts.forget_doubt(connection_id)
             return
         self.broken += 1
-        if wait.promise.is_lost:
-            return
-        doubt = self._doubts.setdefault(connection_id, Doubt())
-        seconds = min(DOUBT_SECONDS * 2**doubt.count, DOUBT_SECONDS_MAX)
-        doubt.count, doubt.until = min(doubt.count + 1, 8), now + seconds
+        if not wait.promise.is_lost:
+            self._doubts.add_doubt(connection_id, now)
 
     def _close(self, promise: Promise) -> None:
         own = self.by_connection[promise.key.connection_id]

@@ -6,6 +6,8 @@ A lookup that waits is one story, `Promotion._story`: a generator that yields wh
     choose   up to which boundary: load or compute?
     read     every object that is needed, prefix first                 waits for TIER, SLOT, OBJECTS
     await    what another engine computes (tiers.promises)             waits for PROMISE
+    await    what another node computes (tiers.node_waits):            waits for NODES
+             find again, choose and read, until all is there
 
 1. A lookup ends as soon as nothing more can come, and at its deadline at the latest. The daemon
    then answers it from RAM.
@@ -29,6 +31,7 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.contract import DamagedError, TierError
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
+from hybridkv.tiers.node_waits import NodeWait, NodeWaits
 from hybridkv.tiers.object_search import (
     LookupKey,
     LookupRequest,
@@ -37,7 +40,6 @@ from hybridkv.tiers.object_search import (
     ObjectSearch,
 )
 from hybridkv.tiers.promises import PromisedWait, Promises
-from hybridkv.tiers.record import Record
 from hybridkv.tiers.resident import resident_of
 from hybridkv.tiers.shared_reads import ObjectReads
 
@@ -53,6 +55,7 @@ class Wait(StrEnum):
     SLOT = "slot"  # RAM has no slot for the next object yet.
     OBJECTS = "objects"  # All that is needed is being read.
     PROMISE = "promise"  # Another engine computes what RAM lacks.
+    NODES = "nodes"  # Another node may, and tiers are asked again, or will be.
 
 
 class ShortfallKind(Enum):
@@ -110,6 +113,8 @@ class WaitingLookup:
     held: list[Slot] = field(default_factory=list)
     """Objects that are pinned until the lookup is answered, each as often as it is pinned."""
     promised: PromisedWait | None = None  # What it waits for, or has waited for last.
+    node_wait: NodeWait | None = None  # Its wait for other nodes, once that has begun.
+    may_grow: bool = False  # Whether other nodes may still put more than tiers have.
     begun_bytes: Counter[TierState] = field(default_factory=Counter)
     """By tier, the bytes of objects whose read was begun for this lookup."""
     read_bytes: Counter[TierState] = field(default_factory=Counter)
@@ -127,14 +132,15 @@ class WaitingLookup:
     @property
     def target_depth(self) -> int:
         """The depth of the hit that it becomes where all reads succeed, as far as is known."""
-        if self.hits and self.promised is None:
+        if self.hits and self.promised is None and not self.may_grow:
             return self.hits[-1].depth
         return self.request.chunks + (self.promised is not None and self.request.tail_count > 0)
 
     @property
     def is_complete(self) -> bool:
         """True once nothing more can come, so that its next step is its last."""
-        return not (self.story[-1] in (Wait.ANSWERS, Wait.PROMISE) or self.needs or self.reads)
+        is_open = self.story[-1] in (Wait.ANSWERS, Wait.PROMISE, Wait.NODES)
+        return not (is_open or self.needs or self.reads)
 
     def add_shortfall(self, kind: ShortfallKind, **facts: str | float) -> None:
         """Keep a reason why it gets less than the tiers have."""
@@ -162,6 +168,7 @@ class Promotion:
         """`tiers` are those below RAM, fastest first."""
         self._store = store
         self._promises = promises
+        self.node_waits = NodeWaits()
         self._tiers = tiers
         self._now = 0.0
         self.lookups: dict[LookupKey, WaitingLookup] = {}
@@ -193,6 +200,8 @@ class Promotion:
         elif len(self.lookups) >= WAITING_MAX:
             lookup.add_shortfall(ShortfallKind.CROWDED)
         else:
+            is_shared = bool(self._tiers_of_others())
+            lookup.may_grow = is_shared and self.node_waits.may_wait(lookup.request, now)
             lookup.steps = self._story(lookup)
             if self._goes_on(lookup):
                 self.lookups[lookup.request.key] = lookup
@@ -226,8 +235,8 @@ class Promotion:
         """
         self._now = now
         for lookup in list(self.lookups.values()):
-            is_promised = lookup.story[-1] is Wait.PROMISE
-            if lookup.request.deadline <= now and not (lookup.is_complete or is_promised):
+            ends_itself = lookup.is_complete or lookup.story[-1] in (Wait.PROMISE, Wait.NODES)
+            if lookup.request.deadline <= now and not ends_itself:
                 kind = ShortfallKind.NOT_READ_IN_TIME
                 if any(lookup in turns for turns in self.turns.values()):
                     kind = ShortfallKind.NOT_FOUND_IN_TIME
@@ -241,14 +250,18 @@ class Promotion:
                 yield self._end(lookup)
 
     def wakes_at(self) -> float:
-        """Returns when the next lookup is overdue, or should wait for a promise no more."""
+        """Returns when a lookup is overdue, asks tiers again, or waits for others no more."""
         return min(map(self._wakes_at, self.lookups.values()), default=float("inf"))
 
     def _wakes_at(self, lookup: WaitingLookup) -> float:
-        deadline = lookup.request.deadline
-        if lookup.promised is None or lookup.story[-1] is not Wait.PROMISE:
-            return deadline
-        return min(deadline, lookup.promised.ends_at())
+        deadline, wait = lookup.request.deadline, lookup.story[-1]
+        if lookup.promised is not None and wait is Wait.PROMISE:
+            return min(deadline, lookup.promised.ends_at())
+        if lookup.node_wait is not None and wait is Wait.NODES:
+            # While tiers are being asked, their answer wakes it.
+            asks_at = float("inf") if lookup.finds else lookup.node_wait.asks_at
+            return min(deadline, lookup.node_wait.over_at(), asks_at)
+        return deadline
 
     def _goes_on(self, lookup: WaitingLookup) -> bool:
         """Take a lookup as far as it comes. Returns False if its story has ended."""
@@ -271,13 +284,19 @@ class Promotion:
     def _end(self, lookup: WaitingLookup) -> WaitingLookup:
         """End the lookup, and measure the tiers that were read for it. Returns the lookup."""
         self._leave(lookup)
+        self._measure_reads(lookup)
+        return lookup
+
+    def _measure_reads(self, lookup: WaitingLookup) -> None:
+        """Measure the tiers by what was read since hits were chosen."""
         for tier, begun in lookup.begun_bytes.items():
             read = lookup.read_bytes[tier]
             if read or lookup.reads:
                 # Where nothing came in time, the tier is only known to be slower than that.
                 seconds = self._now - lookup.chosen_at
                 tier.speed = tier.speed.measured(read or begun / 2, seconds, self._now)
-        return lookup
+        lookup.begun_bytes.clear()
+        lookup.read_bytes.clear()
 
     def _count_shortfalls(self, lookup: WaitingLookup) -> None:
         """Count each kind of reason for which the lookup gets less than the tiers have."""
@@ -292,27 +311,32 @@ class Promotion:
     def _story(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
         """Read what tiers have and is worth reading, then wait for what others compute."""
         if self._readable_tiers():
+            yield from self._find(lookup)
             yield from self._promote(lookup)
-        yield from self._await_promises(lookup)
+        latest = yield from self._await_promises(lookup)
+        yield from self._await_nodes(lookup, latest)
 
     def _promote(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
-        """Find what tiers have, choose what is worth reading, and read it."""
-        yield from self._find(lookup)
+        """Choose what is worth reading of what tiers have, and read it."""
         lookup.chosen_at = self._now
         room_bytes = self.reads.room_bytes
         while self._choose(lookup, room_bytes):
             has_room = yield from self._read(lookup)
             if has_room:
-                return
+                break
             # A shorter hit has room in that of what is held. What only the longer one needs may be
             # evicted from now on.
             room_bytes = sum(slot.size_bytes for slot in set(lookup.held))
+        self._measure_reads(lookup)
 
-    def _await_promises(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
-        """Wait for promises, one after the other, while that is sooner than computing."""
+    def _await_promises(self, lookup: WaitingLookup) -> Generator[Wait, None, float]:
+        """Wait for promises, one after the other, while that is sooner than computing.
+
+        Returns the time when computing would be over. Infinity = it did not wait.
+        """
         request, promises, latest = lookup.request, self._promises, float("inf")
         if not promises.has_promises(request.namespace):
-            return
+            return latest
         hit = resident_of(request).hit if lookup.story else request.resident
         while wait := promises.find_wait(request, hit, self._now, latest):
             lookup.promised, latest = wait, wait.latest
@@ -323,23 +347,73 @@ class Promotion:
             before, hit = hit, resident_of(request).hit
             promises.judge_wait(wait, hit.tokens > before.tokens, self._now)
             if wait.promise.is_open:
-                return  # Computing is sooner from now on.
+                return self._now  # Computing is sooner from now on.
+        return latest
+
+    def _await_nodes(self, lookup: WaitingLookup, latest: float) -> Generator[Wait, None, None]:
+        """Ask tiers again for what other nodes compute, and read it, while that is sooner.
+
+        `latest` is the time when computing would be over, where it is known from earlier waits.
+        """
+        if not lookup.may_grow:
+            return
+        tokens = resident_of(lookup.request).hit.tokens
+        missing = len(lookup.search.begin_again())
+        wait = self.node_waits.begin_wait(lookup.request, tokens, missing, self._now, latest)
+        if wait is None:
+            return
+        lookup.node_wait = wait
+        if not lookup.held:
+            self._hold(lookup, lookup.search.resident_slots(()))
+        while not wait.is_spent(self._now) and (tiers := self._tiers_of_others()):
+            if self._now < wait.asks_at:
+                yield Wait.NODES
+            else:
+                yield from self._ask_again(lookup, wait, tiers)
+        self.node_waits.end_wait(wait, resident_of(lookup.request).hit.tokens, self._now)
+
+    def _ask_again(
+        self, lookup: WaitingLookup, wait: NodeWait, tiers: Sequence[TierState]
+    ) -> Generator[Wait, None, None]:
+        """Ask for the first of what is missing. If some has come, find and read all that has."""
+        search = lookup.search
+        search.ask_first()
+        self.node_waits.questions += 1
+        yield from self._ask(lookup, tiers)
+        has_come = any(map(search.is_there, search.asked))
+        if has_come:
+            search.begin_again()
+            yield from self._find(lookup)
+            # Hits are compared with the one that RAM has by now.
+            request = lookup.request._replace(resident=resident_of(lookup.request).hit)
+            lookup.request = search.request = request
+            yield from self._promote(lookup)
+            search.begin_again()
+        wait.note_answer(len(search.missing), has_come, self._now)
 
     def _find(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
         """Ask the tiers that cannot say at once which objects they have, round by round."""
-        search = lookup.search
-        while search.next_round(tiers := self._readable_tiers()):
+        search, is_again = lookup.search, lookup.node_wait is not None
+        tiers_to_ask = self._tiers_of_others if is_again else self._readable_tiers
+        while search.next_round(tiers := tiers_to_ask()):
             if not tiers:
                 lookup.add_shortfall(ShortfallKind.TIERS_AWAY)
                 return
             if not lookup.held:
                 self._hold(lookup, search.resident_slots(()))
-            for tier in tiers:
-                self.turns[tier][lookup] = None
-                lookup.finds += 1
-                self._take_turns(tier)
-            while lookup.finds:
-                yield Wait.ANSWERS
+            yield from self._ask(lookup, tiers)
+
+    def _ask(
+        self, lookup: WaitingLookup, tiers: Sequence[TierState]
+    ) -> Generator[Wait, None, None]:
+        """Ask tiers about the objects of this round. In a wait for other nodes, while it lasts."""
+        wait = lookup.node_wait
+        for tier in tiers:
+            self.turns[tier][lookup] = None
+            lookup.finds += 1
+            self._take_turns(tier)
+        while lookup.finds and not (wait is not None and wait.is_spent(self._now)):
+            yield Wait.ANSWERS if wait is None else Wait.NODES
 
     def _choose(self, lookup: WaitingLookup, room_bytes: int) -> bool:
         """Choose the hits that are read into `room_bytes`. Returns whether there is anything new.
@@ -415,6 +489,10 @@ class Promotion:
     def _readable_tiers(self) -> list[TierState]:
         return [tier for tier in self._tiers if tier.may_read(self._now)]
 
+    def _tiers_of_others(self) -> list[TierState]:
+        """Returns the tiers that can be read, and to which other daemons may write."""
+        return [tier for tier in self._readable_tiers() if tier.tier.has_other_writers()]
+
     def _take_turns(self, tier: TierState) -> None:
         """Ask the tier about lookups in turn while it has threads. Give up all if it is ill."""
         turns = self.turns[tier]
@@ -426,15 +504,16 @@ class Promotion:
                 lookup.add_shortfall(ShortfallKind.SILENT, tier=tier.name)
                 continue
             items: dict[ObjectPlace, JobItem] = {}
+            is_again = lookup.node_wait is not None
             for place in lookup.search.asked:
-                name = lookup.request.name_of(place)
-                is_there = tier.peek(name.key)
+                record = lookup.search.record_to_find(place)
+                is_there = tier.peek(record.name.key)
                 if is_there:
                     lookup.search.located.setdefault(place, tier)
-                elif is_there is None:
-                    items[place] = JobItem(Record(name, 0, 0, 0))
+                elif is_again or is_there is None:
+                    items[place] = JobItem(record)
             if items:
-                job = TierJob(JobKind.FIND, tier.number, list(items.values()))
+                job = TierJob(JobKind.FIND, tier.number, [*items.values()], is_again=is_again)
                 self.questions[job] = TierQuestion(lookup, list(items))
                 lookup.finds += 1
                 tier.submit_job(job, self._now)

@@ -214,6 +214,8 @@ class Hello(_Numbered, frozen=True, tag="hello"):
     """The number of the engine's greeting. Drained names by it the work that it is about."""
     lock: Count = 0
     """The byte of the arena's file that the worker locks before it uses the arena."""
+    is_producer: bool = False
+    """The engine computes prompts for other engines, which may wait for what it stores."""
 
 
 class Drained(_Message, frozen=True, tag="drained"):
@@ -305,6 +307,9 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
 
     With `promises` the engine stores what it computes of the prompt, so that others may wait for it
     (tiers.promises). Where they may, the answer is `promised`.
+
+    With `computed_elsewhere` another engine computes the prompt, perhaps on another node. So tiers
+    that other nodes write to are asked again for what is missing (tiers.node_waits).
     """
 
     lease: Count
@@ -315,6 +320,7 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
     tails_from: Count = 0
     audit_lease: Count = 0
     promises: bool = False
+    computed_elsewhere: bool = False
 
 
 class Release(_Message, frozen=True, tag="release"):

@@ -49,6 +49,8 @@ def engine_hello(
     identity: bytes = b"n" * HASH_BYTES,
     session: int = 0,
     model: WireModel | None = None,
+    *,
+    is_producer: bool = False,
 ) -> Hello:
     """The greeting of an engine."""
     return Hello(
@@ -60,6 +62,7 @@ def engine_hello(
         geometry=geometry_to_wire(geometry),
         session=session,
         model=model,
+        is_producer=is_producer,
     )
 
 

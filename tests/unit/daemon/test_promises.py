@@ -5,7 +5,8 @@ import pytest
 from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.geometry import Geometry
 from hybridkv.daemon.handlers import Daemon
-from hybridkv.tiers.promises import BEGIN_SECONDS, DOUBT_SECONDS
+from hybridkv.tiers.doubts import DOUBT_SECONDS
+from hybridkv.tiers.promises import BEGIN_SECONDS
 from hybridkv.wire.messages import Computed, Computing, Found, Lookup, Pending, Release
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon

@@ -127,9 +127,17 @@ class Node:
         sign(memory, part_digests(memory, size, parts), slot.generation)
 
     def ask(
-        self, *numbers: int, lease: int = 7, wait_ms: int = WAIT_MS, rate: int = 0
+        self,
+        *numbers: int,
+        lease: int = 7,
+        wait_ms: int = WAIT_MS,
+        rate: int = 0,
+        computed_elsewhere: bool = False,
     ) -> Reply | None:
-        return self.daemon.handle(1, Lookup(5, lease, hashes(*numbers), wait_ms, rate), self.now)
+        lookup = Lookup(
+            5, lease, hashes(*numbers), wait_ms, rate, computed_elsewhere=computed_elsewhere
+        )
+        return self.daemon.handle(1, lookup, self.now)
 
     def answer(self) -> Found:
         ((_, found),) = self.daemon.outgoing

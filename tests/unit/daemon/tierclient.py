@@ -106,7 +106,7 @@ class Client:
 
     def values(self) -> dict[str, float]:
         """The daemon's counters."""
-        reply = self._call(Stats(self._id()))
+        reply = self._call(Stats(self.new_id()))
         return getattr(reply, "values", {})
 
     def store(self, prompt: int, chunks: int, patience: float = DEADLINE_SECONDS) -> int:
@@ -118,7 +118,7 @@ class Client:
                 size, parts = part_bytes(self.geometry, group, chunk), self.geometry.parts(group)
                 if not size:
                     continue
-                slot = self._slot(size, parts, patience)
+                slot = self.wait_slot(size, parts, patience)
                 self.fill(slot, index, name, size, parts)
                 packed = pack_slots([slot])
                 self.tell(
@@ -141,7 +141,7 @@ class Client:
 
     def want(self, size: int, parts: int, count: int) -> list[SlotRef]:
         """Ask for write slots, and return those that are granted."""
-        granted = self._call(Reserve(self._id(), size, parts, count))
+        granted = self._call(Reserve(self.new_id(), size, parts, count))
         assert isinstance(granted, Reserved), granted
         return [*unpack_slots(granted.slots)]
 
@@ -152,7 +152,7 @@ class Client:
 
     def ask(self, prompt: int, chunks: int, wait_ms: int = 0, rate: int = 0) -> int:
         """Send a lookup. Returns its id, which is also that of its lease."""
-        number = self._id()
+        number = self.new_id()
         self.tell(Lookup(number, number, b"".join(hashes(prompt, chunks)), wait_ms, rate))
         return number
 
@@ -199,7 +199,8 @@ class Client:
                 )
         assert not slots, "an answer has just the slots that it needs"
 
-    def _slot(self, size: int, parts: int, patience: float) -> SlotRef:
+    def wait_slot(self, size: int, parts: int, patience: float) -> SlotRef:
+        """Return a write slot. Fails where none is granted in `patience` seconds."""
         deadline = time.monotonic() + patience
         while True:
             slots = self.want(size, parts, 1)
@@ -207,7 +208,8 @@ class Client:
                 return slots[0]
             assert time.monotonic() < deadline, "no write slot"
 
-    def _id(self) -> int:
+    def new_id(self) -> int:
+        """Return a number for a message."""
         self._ids += 1
         return self._ids
 

@@ -53,6 +53,8 @@ class SchedulerContext:
     """False if only prompts are stored."""
     promises: bool = True
     """True if other engines of the node may wait for what this one computes (`tiers.promises`)."""
+    is_producer: bool = False  # True if it computes prompts for other engines (`kv_producer`).
+    is_consumer: bool = False  # True if others compute its prompts (`kv_consumer`).
 
 
 class EngineLife:

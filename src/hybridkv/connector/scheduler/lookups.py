@@ -106,6 +106,7 @@ class Lookups(Part):
         """The longest time beyond its deadline for an answer that steps bring (scheduler.nodes)."""
         # A daemon knows the engines of its node alone.
         self._promises = context.promises and context.geometry.nodes == 1
+        self._computed_elsewhere = context.is_consumer and context.geometry.nodes == 1
         self._must_wait = False
         """True after a request ended before its answer, and the answer lacked what the engine has.
         Else requests of one step would never store it again."""
@@ -212,6 +213,7 @@ class Lookups(Part):
             tails_from=tails_from,
             audit_lease=self._audits.lease_for_lookup(tracked),
             promises=self._promises and tracked.wishes.writes,
+            computed_elsewhere=self._computed_elsewhere,
         )
         self.queued.append(tracked)
         self._counters[metrics.LOOKUPS_ASKED] += 1

@@ -88,6 +88,7 @@ class SchedulerRole:
             model=context.model,
             # Workers report that they are done with every greeting up to this number.
             session=life.last_greeting,
+            is_producer=context.is_producer,
         )
         self.session = DaemonSession(
             socket_path=context.socket_path,

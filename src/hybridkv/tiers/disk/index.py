@@ -56,7 +56,7 @@ class FileIndex:
     """The files of one directory by key.
 
     The caller holds `lock`, except for `row_of`, `path_of`, `stamp_of`, `touch`, `replace`,
-    `take_shards_to_list`, `sweep`, `index_directory`, `known_keys` and `count_failed`.
+    `add_other`, `take_shards_to_list`, `sweep`, `index_directory`, `known_keys` and `count_failed`.
 
     A row is found by its *tag*, a hash of its namespace, short hash and gid, which a record's
     parent has as well. Of two records with one tag the index has the later one.
@@ -344,6 +344,13 @@ class FileIndex:
                         self._bits[known] |= _DOUBLED
                     if self._home_numbers[known] != _OURS:
                         self._set_name(known, name, number)
+
+    def add_other(self, home: str, name: FileName) -> None:
+        """Index a record of another writer, unless one of its tag is there."""
+        with self.lock:
+            if _tag(name.key) not in self._rows[name.key[HASH_BYTES]]:
+                self._enter(name, self._home_number(home))
+                self.other_count += 1
 
     def take_shards_to_list(self) -> set[str]:
         """Returns the names of the shards that are to be listed again, and forgets them."""

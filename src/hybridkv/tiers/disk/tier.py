@@ -33,6 +33,7 @@ from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers import contract
 from hybridkv.tiers.contract import (
+    FindRequest,
     ReadRequest,
     Tier,
     TierError,
@@ -153,6 +154,16 @@ class DiskTier(Tier):
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         return self.index.may_have(keys)
+
+    def has_other_writers(self) -> bool:
+        return self.writers.has_others
+
+    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
+        try:
+            self.writers.index_wanted(wanted)
+        except OSError as error:
+            raise _translated(error) from error
+        return [self.peek(request.key) for request in wanted]
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         for key in keys:

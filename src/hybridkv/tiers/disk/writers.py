@@ -20,14 +20,14 @@ import time
 import uuid
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.refusals import Refusal
 from hybridkv.core.sizes import format_size
-from hybridkv.tiers.contract import TierError
+from hybridkv.tiers.contract import FindRequest, TierError
 from hybridkv.tiers.disk.alive import Claim, Life, proven_life
 from hybridkv.tiers.disk.files import (
     FileErrors,
@@ -131,6 +131,7 @@ class Writers:
         self.claim: Claim | None = None  # None before `make_directories`.
         self.alive_due_at = 0.0  # When `alive` is touched next.
         self.look_due_at = 0.0  # When `tend` looks at the other writers next.
+        self.has_others = False  # Whether the directory has other writers, as of the last look.
         self._shards: dict[str, ShardLook] = {}  # By path, those of all other writers.
         self._reported: set[Path] = set()  # Directories of silent writers that the log names.
 
@@ -202,8 +203,9 @@ class Writers:
         for path in self._shards:
             if os.path.basename(path) in shards_to_list:
                 self._shards[path] = ShardLook()
-        gone = set(self._shards)
-        for shard in chain.from_iterable(map(shards, self._others())):
+        gone, others = set(self._shards), self._others()
+        self.has_others = bool(others)
+        for shard in chain.from_iterable(map(shards, others)):
             gone.discard(shard)
             with contextlib.suppress(FileNotFoundError):
                 # The other writer's directory was removed while it was looked at.
@@ -215,6 +217,20 @@ class Writers:
                     self._shards[shard] = ShardLook(changed, last.looks + 1 if is_same else 0)
                     self._index.replace(shard, [name for _, name in shard_records(shard)])
         self._forget(gone)
+
+    def index_wanted(self, wanted: Iterable[FindRequest]) -> None:
+        """Index those of these records that other writers have put since the last look.
+
+        Their files are looked for by name, so that no directory is listed.
+        """
+        missing = [request for request in wanted if self._index.row_of(request.key) is None]
+        others = self._others() if missing else []
+        for key, parent in missing:
+            names = [FileName(key, parent, interior) for interior in (False, True)]
+            for home, name in product(others, names):
+                if os.path.lexists(home / name.path):
+                    self._index.add_other(str(home), name)
+                    break
 
     def _forget(self, shards: Iterable[str]) -> None:
         for shard in shards:
