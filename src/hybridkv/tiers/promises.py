@@ -23,9 +23,11 @@ from hybridkv.tiers.object_search import LookupKey, LookupRequest
 
 BEGIN_SECONDS = 0.25
 """The time from an answer to the beginning of computing, after which nobody waits for it."""
-SLOWER_MAX = 1.25
-"""A promise is waited for if keeping it takes at most so many times as long as computing. Measured
-speeds differ by about as much, and at the end of the wait a part of it is there."""
+SLOWER_MAX = 4.0
+"""A promise is waited for if keeping it takes at most so many times as long as computing, by the
+speeds that both engines measured. Engines that share cores measure a quarter of their speed while
+four compute, and the one that computes alone has all of it."""
+LATE_MAX = 2.5  # So many times as long as it should take: a promise is overdue.
 PROMISES_MAX = 1024  # Of one connection. The oldest one gives way.
 
 
@@ -56,7 +58,7 @@ class Promise:
         expected = self.chunks * self.chunk_seconds
         if not expected:
             return float("inf")
-        return self.begun_at + BEGIN_SECONDS + 2 * SLOWER_MAX * expected
+        return self.begun_at + BEGIN_SECONDS + LATE_MAX * expected
 
 
 class PromisedWait:
@@ -100,7 +102,7 @@ class Promises:
     def add_promise(self, request: LookupRequest, hit: Hit, now: float) -> bool:
         """Note that the engine of a lookup computes what the hit lacks. False = it lacks nothing.
 
-        What another engine has promised already stays with that, while it is credible. An earlier
+        What another engine has promised already stays with that, while it is believed. An earlier
         promise under the same key ends.
         """
         self.end_promise(request.key)
@@ -125,7 +127,7 @@ class Promises:
         by_name = self.by_name.setdefault(request.namespace, {})
         for name in names:
             earlier = by_name.get(name)
-            if earlier is None or not earlier.is_credible(now):
+            if earlier is None or not self._is_believed(earlier, now):
                 by_name[name] = promise
         return True
 
@@ -162,8 +164,7 @@ class Promises:
         is_own = promise is not None and promise.key.connection_id == request.connection_id
         if promise is None or is_own or now >= latest:
             return None
-        is_doubted = self._doubts.is_doubted(promise.key.connection_id, now)
-        if is_doubted or not promise.is_credible(now):
+        if not self._is_believed(promise, now):
             return None
         promised = {*promise.names}
         names = [request.hash_of(position) for position in positions]
@@ -194,6 +195,10 @@ class Promises:
         self.broken += 1
         if not wait.promise.is_lost:
             self._doubts.add_doubt(connection_id, now)
+
+    def _is_believed(self, promise: Promise, now: float) -> bool:
+        is_doubted = self._doubts.is_doubted(promise.key.connection_id, now)
+        return promise.is_credible(now) and not is_doubted
 
     def _close(self, promise: Promise) -> None:
         own = self.by_connection[promise.key.connection_id]

@@ -10,12 +10,14 @@ import pytest
 
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.metrics import LOOKUPS_OUTRUN, LOOKUPS_PROMOTED
+from hybridkv.connector.scheduler.lookups import may_be_computed_elsewhere
 from hybridkv.connector.scheduler.requests import Change, RequestEvent
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import Decline
 from tests.forked_daemon import ForkedDaemon
+from tests.layouts import LAYOUTS
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes
 from tests.waiting import DEADLINE_SECONDS, until
@@ -132,3 +134,10 @@ def test_who_was_not_chosen_lets_go_before_its_answer_is_there(slow: DaemonProce
         assert scheduler.offer_hit(request, 0) == 0
         assert not scheduler.requests.by_lease
     scheduler.close()
+
+
+def test_a_state_at_the_very_end_of_a_prompt_is_waited_for_by_nobody() -> None:
+    for model, waits in (("qwen3next", False), ("gemma3", True), ("qwen3", True)):
+        geometry = LAYOUTS[model]
+        assert may_be_computed_elsewhere(geometry, 3 * geometry.chunk_tokens) is waits
+        assert may_be_computed_elsewhere(geometry, 3 * geometry.chunk_tokens + 1)

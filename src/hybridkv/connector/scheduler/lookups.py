@@ -28,6 +28,7 @@ from hybridkv.connector.scheduler.requests import (
 )
 from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.core.coverage import lacking
+from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.speed import PrefillSpeed
@@ -71,6 +72,18 @@ class Patience:
         """Return how long a prompt of `tokens` tokens waits for an answer, by any policy."""
         share = ANSWER_SHARE * self.prefill.prefill_seconds(tokens)
         return min(self.seconds_max, max(self.answer_seconds_min, share))
+
+
+def may_be_computed_elsewhere(geometry: Geometry, tokens: int) -> bool:
+    """Return True if another engine that computes a prompt of `tokens` stores what is looked up.
+
+    The state of a prompt of whole chunks stands at its very end, where no hit can end.
+
+    >>> may_be_computed_elsewhere(qwen3next, 3 * 256), may_be_computed_elsewhere(qwen3next, 800)
+    (False, True)
+    """
+    has_states = any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
+    return not has_states or bool(tokens % geometry.chunk_tokens)
 
 
 class Offer(NamedTuple):
@@ -213,7 +226,8 @@ class Lookups(Part):
             tails_from=tails_from,
             audit_lease=self._audits.lease_for_lookup(tracked),
             promises=self._promises and tracked.wishes.writes,
-            computed_elsewhere=self._computed_elsewhere,
+            computed_elsewhere=self._computed_elsewhere
+            and may_be_computed_elsewhere(self.geometry, request.num_tokens),
         )
         self.queued.append(tracked)
         self._counters[metrics.LOOKUPS_ASKED] += 1
