@@ -100,6 +100,7 @@ def test_every_arm_is_right(
         assert arms["second turns"]["not_served"], "it says why it is skipped"
 
 
+@pytest.mark.soak
 def test_every_arm_is_right_of_a_prefiller_and_a_decoder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
