@@ -103,7 +103,8 @@ def test_a_decoder_that_is_asked_at_once_hits_all_that_is_stored(
         assert waited["cached_tokens"] == own["cached_tokens"] == CHUNKS * CHUNK
         assert answer(waited) == answer(own)
         print(f"{waited['ttft_seconds'] - computed['ttft_seconds']:.3f} s after the first token")
-    assert nodes.waits() == (3, 0)
+    _, broken = nodes.waits()
+    assert not broken
 
 
 @pytest.mark.soak

@@ -205,13 +205,15 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     findings = [finding for engine in checked for finding in engine.findings]
     pair: list[Finding] = []
     if len(checked) == PAIR:
-        pair = [*pair_findings(*(EngineOfPair(each.report, each.socket_path) for each in checked))]
+        first, second = (EngineOfPair(each.report, each.socket_path) for each in checked)
+        pair = [*pair_findings(first, second)]
     counts = Counter(finding.verdict for finding in [*findings, *pair])
     failed = counts[Verdict.FAIL]
     if arguments.json:
-        first, *second = [engine.to_json() for engine in checked]
-        further = {"second": second[0], "pair": [*map(asdict, pair)]} if second else {}
-        print_json({"ok": not failed, **first, **further})
+        values = {"ok": not failed, **checked[0].to_json()}
+        if pair:
+            values |= {"second": checked[1].to_json(), "pair": [*map(asdict, pair)]}
+        print_json(values)
         return int(failed > 0)
     titles = ["hybridkv doctor"]
     if pair:

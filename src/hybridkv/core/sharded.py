@@ -15,7 +15,7 @@ class ShardedDict(MutableMapping[K, V]):
 
     A single dictionary of 100,000 keys copies all of them whenever it grows, for some 5 ms, and one
     of a million for a tenth of a second. Keys are hashes, so that the parts are alike, and a part
-    of a million keys has four thousand, whose copy is a few pages of memory.
+    of a million keys has four thousand, whose copy is some dozen pages.
     """
 
     def __init__(self) -> None:

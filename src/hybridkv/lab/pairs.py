@@ -140,8 +140,11 @@ def _differences(first: ConfigReport, second: ConfigReport) -> Iterator[Differen
         )
     names = {name for report in (first, second) for name in report.all_facts}
     for fact in sorted(name for name in names if name.startswith(_VARIABLE)):
-        values = [json.loads(report.all_facts.get(fact, "null")) for report in (first, second)]
-        yield from _difference(fact.removeprefix(_VARIABLE), *values)
+        yield from _difference(
+            fact.removeprefix(_VARIABLE),
+            json.loads(first.all_facts.get(fact, "null")),
+            json.loads(second.all_facts.get(fact, "null")),
+        )
 
 
 def _difference(name: str, first: OptionValue, second: OptionValue) -> Iterator[Difference]:

@@ -34,11 +34,15 @@ def cache_wishes(request: Any) -> CacheWishes:
     if not isinstance(params, dict):
         return CacheWishes()
     own = {key: params[key] for key in params if str(key).startswith(PREFIX)}
-    mistakes = [
+    mistakes = (
         f"{key} is {value!r:.40}, and is taken for false: true and false work"
         if key in (READ, WRITE)
         else f"{key:.40} is no key: {READ} and {WRITE} work"
         for key, value in own.items()
         if key not in (READ, WRITE) or not isinstance(value, bool)
-    ]
-    return CacheWishes(own.get(READ, True) is True, own.get(WRITE, True) is True, *mistakes[:1])
+    )
+    return CacheWishes(
+        reads=own.get(READ, True) is True,
+        writes=own.get(WRITE, True) is True,
+        mistake=next(mistakes, ""),
+    )
