@@ -42,7 +42,8 @@ class Pair:
 
     def __init__(self, model: str, place: Path, stack: contextlib.ExitStack, router: str) -> None:
         # Prompts that are under way at once, and their slots, need more than tests have otherwise.
-        self.daemon = stack.enter_context(ForkedDaemon(str(place / "daemon.sock"), "256MiB"))
+        self.daemon = ForkedDaemon(str(place / "daemon.sock"), "256MiB")
+        stack.enter_context(self.daemon)
         write_tokenizer(place, VOCABULARY)
 
         def start(role: str) -> Server:
@@ -132,13 +133,14 @@ def test_a_stopped_daemon_and_a_client_that_leaves_cost_no_answer(
     pair, hit = Pair("gemma3", tmp_path, stack, router), CHUNKS * CHUNK["gemma3"]
     check(pair, [prompt(0, hit + TAIL)], hit)
     texts = [prompt(seed, hit + TAIL) for seed in range(1, 5)]
-    pair.daemon.process.send_signal(signal.SIGSTOP)
+    process = pair.daemon.process
+    process.send_signal(signal.SIGSTOP)
     try:
-        until(lambda: is_stopped(pair.daemon.process.pid), "the daemon is stopped")
+        until(lambda: is_stopped(process.pid), "the daemon is stopped")
         with ThreadPoolExecutor(len(texts)) as pool:
             answers = [*pool.map(pair.complete, texts)]
     finally:
-        pair.daemon.process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
     for text, answer in zip(texts, answers, strict=True):
         own = pair.hit_of_prefiller(text)
         assert answer["choices"][0]["token_ids"] == own["choices"][0]["token_ids"]
