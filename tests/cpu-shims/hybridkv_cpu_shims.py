@@ -143,7 +143,10 @@ def _decode(self: Any, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -
 
 
 def flat_heads() -> None:
-    """The rotary embedding's kernel takes heads that lie apart, as LFM2 hands them, for one."""
+    """The rotary embedding's kernel takes heads that lie apart, as LFM2 and MLA hand them, for one.
+
+    It gets rows of tokens, which are copies where heads are parts of a larger row.
+    """
     from vllm import _custom_ops
 
     rotate = _custom_ops.rotary_embedding
@@ -151,8 +154,12 @@ def flat_heads() -> None:
     def rotate_flat(
         positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None, *others: Any
     ) -> None:
-        flat = query.view(positions.numel(), -1)
-        rotate(positions, flat, key if key is None else key.view(len(flat), -1), *others)
+        heads = [query] if key is None else [query, key]
+        rows = [each.reshape(positions.numel(), -1) for each in heads]
+        rotate(positions, rows[0], rows[1] if len(rows) > 1 else None, *others)
+        for each, row in zip(heads, rows, strict=True):
+            if row.data_ptr() != each.data_ptr():
+                each.copy_(row.view(each.shape))
 
     _custom_ops.rotary_embedding = rotate_flat
 
@@ -355,8 +362,8 @@ def _tile_schedules() -> None:
 
 
 SHIMS: dict[str, tuple[Callable[[], None], ...]] = {
-    "deepseekv2": (_mla,),
-    "deepseekv4": (_interpreted_triton, _mla, _tile_schedules),
+    "deepseekv2": (_mla, flat_heads),
+    "deepseekv4": (_interpreted_triton, _mla, _tile_schedules, flat_heads),
     "falconh1": (_mamba2,),
     "granitehybrid": (_mamba2,),
     "lfm2": (flat_heads,),

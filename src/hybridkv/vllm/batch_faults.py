@@ -7,9 +7,9 @@ it (`connector.scheduler.drafted`)::
     step with one that has an adapter    adapter" for the last slot; it is asked at the start
     a session of streamed prompts over   right with Mamba-2; never compared with any other kind of
     recurrent layers                     layer
-    any step of LFM2 on a CPU            wrong: its attention hands heads apart to the rotary
-                                         embedding, whose CPU kernel takes the place of a token in
-                                         the step for its position; the layer is asked at the start
+    any step of LFM2, or of MLA with     wrong: the attention hands heads apart to the rotary
+    the plain rotary embedding, on a     embedding, whose CPU kernel takes the place of a token in
+    CPU                                  the step for its position; the layer is asked at the start
 """
 
 import logging
@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, iter_layer_specs
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, MLAAttentionSpec, iter_layer_specs
 
 from hybridkv.vllm import seams
 
@@ -44,9 +44,11 @@ def batch_faults(vllm_config: Any, specs: Iterable[KVCacheSpec]) -> BatchFaults:
     layers = [layer for spec in specs for layer in iter_layer_specs(spec)]
     kinds = {layer.mamba_type for layer in layers if isinstance(layer, MambaSpec)}
     has_adapters, is_cpu = vllm_config.lora_config is not None, current_platform.is_cpu()
-    # All models with short convolutions are LFM2's, and hand heads apart.
-    hands_apart = is_cpu and MambaAttentionBackendEnum.SHORT_CONV in kinds
-    in_all_steps = hands_apart and seams.mixes_heads(vllm_config)
+    # All models with short convolutions are LFM2's, and hand heads apart. So does all of MLA.
+    is_latent = any(isinstance(layer, MLAAttentionSpec) for layer in layers)
+    is_apart = is_latent and not seams.rotates_in_torch(vllm_config)
+    is_apart |= MambaAttentionBackendEnum.SHORT_CONV in kinds
+    in_all_steps = is_cpu and is_apart and seams.mixes_heads(vllm_config)
     if in_all_steps:
         logger.warning(
             "hybridkv: nothing is stored: the rotary embedding of vLLM's CPU build computes KV of "

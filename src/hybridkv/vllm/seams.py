@@ -453,6 +453,18 @@ def adapts_base_rows() -> bool:
     return not with_adapter or bool(without)
 
 
+def rotates_in_torch(vllm_config: Any) -> bool:
+    """Return True where DeepSeek's own scaled rotary embedding is used, which has no CPU kernel.
+
+    vLLM's DeepSeek-V2 and V3 use it for every kind of scaling (0.30 to 0.33).
+    """
+    model = vllm_config.model_config
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    is_scaled = parameters.get("rope_type", "default") != "default"
+    own = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+    return is_scaled and any(name in own for name in model.architectures)
+
+
 def mixes_heads(vllm_config: Any) -> bool:
     """Return True where an engine's rotary embedding reads one head of (tokens, heads, size).
 

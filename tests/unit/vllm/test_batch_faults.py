@@ -6,12 +6,14 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec, MLAAttentionSpec
 
 from hybridkv.vllm import batch_faults, seams
 from hybridkv.vllm.batch_faults import BatchFaults
 
 ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+LATENT = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
 
 
 def state(kind: Kind) -> MambaSpec:
@@ -39,6 +41,25 @@ def test_lfm2_stores_nothing_on_a_cpu_whose_rotary_embedding_mixes_heads(
     assert not faults(ATTENTION, state(Kind.MAMBA2)).in_all_steps
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     assert not faults(ATTENTION, state(Kind.SHORT_CONV)).in_all_steps
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_mla_stores_nothing_there_unless_its_rotary_embedding_is_deepseeks(
+    monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    monkeypatch.setattr(seams, "mixes_heads", lambda config: is_wrong)
+
+    def is_stored(rope: str, architecture: str) -> bool:
+        text = SimpleNamespace(rope_parameters={"rope_type": rope})
+        model = SimpleNamespace(hf_text_config=text, architectures=[architecture])
+        config = SimpleNamespace(lora_config=None, model_config=model)
+        return not batch_faults.batch_faults(config, [LATENT]).in_all_steps
+
+    assert is_stored("default", "DeepseekV2ForCausalLM") is not is_wrong
+    assert is_stored("yarn", "Glm4MoeLiteForCausalLM") is not is_wrong
+    assert is_stored("yarn", "DeepseekV3ForCausalLM")
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    assert is_stored("default", "DeepseekV2ForCausalLM")
 
 
 @pytest.mark.parametrize("is_wrong", [True, False])
