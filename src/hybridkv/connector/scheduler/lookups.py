@@ -34,6 +34,7 @@ from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.speed import PrefillSpeed
 from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.vllm.block_room import ROOM_SECONDS
+from hybridkv.vllm.hints import WHY_UNREAD
 from hybridkv.vllm.step_outputs import why_computed
 from hybridkv.wire.messages import Decline, Found, Lookup, Pending
 
@@ -185,7 +186,7 @@ class Lookups(Part):
         detail = ""
         if not chunks and not with_tails:
             reason = Decline.TOO_SHORT
-        elif detail := why_computed(request) or tracked.wishes.why_unread:
+        elif detail := why_computed(request) or ("" if tracked.hints.reads else WHY_UNREAD):
             reason = Decline.UNWANTED
         elif obstacle := self._obstacle():
             if not is_asked:
@@ -225,7 +226,7 @@ class Lookups(Part):
             tails=tails,
             tails_from=tails_from,
             audit_lease=self._audits.lease_for_lookup(tracked),
-            promises=self._promises and tracked.wishes.writes,
+            promises=self._promises and tracked.hints.writes,
             computed_elsewhere=self._computed_elsewhere
             and may_be_computed_elsewhere(self.geometry, request.num_tokens),
         )

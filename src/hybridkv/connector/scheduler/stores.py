@@ -214,7 +214,7 @@ class StorePlanner(Part):
                 if state_tokens < tokens:
                     self._shed(tracked, Shed.UNPROVEN, state_tokens, tokens)
                 tokens = min(tokens, tracked.drafted.storable)
-            if not tracked.wishes.writes:
+            if not tracked.hints.writes:
                 self._shed(tracked, Shed.UNWANTED, 0, tokens)
                 continue
             chunks = self._geometry.whole_chunks(tokens)
@@ -340,6 +340,8 @@ class StorePlanner(Part):
         """Return the EvictionClass of each object of a run, a byte each."""
         geometry, objects, span = self._geometry, storing.run.objects, storing.run.span
         tracked = storing.tracked
+        if tracked.hints.low_priority:
+            return bytes([EvictionClass.UNLIKELY]) * objects
         prompt_tokens = tracked.request.num_prompt_tokens
         if storing.tail_tokens:
             is_prompt = storing.tail_tokens <= prompt_tokens
