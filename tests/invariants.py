@@ -14,7 +14,8 @@ from hybridkv.daemon.sessions import Sessions
 from hybridkv.shm.slots import SLOT_ALIGN, SlotState
 from hybridkv.store.eviction import PROTECTED, EvictionQueue
 from hybridkv.store.extents import Extents
-from hybridkv.store.index import IndexEntry, Namespace, Slot
+from hybridkv.store.index import IndexEntry, Namespace, RetainedChunk, Slot
+from hybridkv.store.retention import RAM_SHARE
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import HELD_SHARE, Demotion
 from hybridkv.tiers.disk.files import BLOCK_BYTES
@@ -130,6 +131,53 @@ def check_store(store: Store) -> None:
         check_queue(queue, Slot.is_evictable, [slot for slot in entries if slot.tenant == tenant])
         theirs = [slot for slot in store.slots.values() if slot.tenant == tenant]
         assert 0 < store.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
+    check_retention(store, entries)
+
+
+def check_retention(store: Store, slots: Iterable[Slot]) -> None:
+    """Check that the shares bound what is retained, with all that stays because of that."""
+    retention = store.retention
+    chunks = {chunk for _, _, chunk in retention.due if chunk.is_remembered()}
+    for chunk in list(chunks):
+        while chunk.before is not None and chunk.before.is_remembered():
+            chunk = chunk.before
+            chunks.add(chunk)
+    assert len(chunks) == len(retention)
+    assert retention.stale == sum(number != chunk.entry for _, number, chunk in retention.due)
+    charged, followers = Counter[int](), Counter(chunk.before for chunk in chunks)
+    for chunk in chunks:
+        charged[chunk.tenant] += chunk.charged_bytes
+        assert chunk.followers >= followers[chunk]
+        assert chunk.entry or chunk.followers
+        assert chunk.before is None or chunk.until <= chunk.before.until
+        _check_retained(chunk)
+    assert +charged == retention.charged
+    assert charged.total() == retention.charged_bytes <= store.bound_bytes // RAM_SHARE
+    assert all(size <= retention.share_bytes(tenant) for tenant, size in charged.items())
+    retained = [slot for slot in slots if slot.is_retained]
+    assert store.queue.retained_bytes == sum(slot.size_bytes for slot in retained)
+    assert store.queue.retained_bytes <= retention.charged_bytes
+    for slot in retained:
+        assert slot.entry is not None
+        assert slot.entry.namespace.retained[slot.entry.chunk_hash].is_kept
+
+
+def _check_retained(chunk: RetainedChunk) -> None:
+    entry = chunk.namespace.entries.get(chunk.chunk_hash)
+    slots = [slot for slot in entry.slots if slot is not None] if entry is not None else []
+    if not chunk.is_kept:
+        assert not chunk.charged_bytes
+        assert not any(slot.is_retained for slot in slots)
+        return
+    others = [slot.size_bytes for slot in slots if slot.is_retained and not slot.is_prefix]
+    assert chunk.charged_bytes == chunk.namespace.prefix_bytes + sum(others)
+    assert all(slot.is_retained for slot in slots if slot.is_prefix)
+    parent = entry.parent if entry is not None else None
+    if parent is not None and parent.prefixes and chunk.before is not None:
+        before = chunk.before
+        assert (
+            before.is_kept or not before.is_remembered() or before.chunk_hash != parent.chunk_hash
+        )
 
 
 def _check_slots(store: Store) -> None:

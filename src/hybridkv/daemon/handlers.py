@@ -56,6 +56,7 @@ class Daemon(DaemonState):
             wire.Release: self._release,
             wire.Computing: self._computing,
             wire.Computed: self._computed,
+            wire.Advise: self._advise,
             wire.Reserve: partial(slot_requests.reserve, self),
             wire.Commit: partial(slot_requests.commit, self),
             wire.Free: partial(slot_requests.free, self),
@@ -85,6 +86,7 @@ class Daemon(DaemonState):
         for tier in self.tiers:
             tier.tick(now)
         self._answer_waiting(self.promotion.tick(now))
+        self.advice.tick(now)
         if self.tiers:
             self.demotion.tick(now)
         self.outgoing.extend(self.subscriptions.take_due(now))
@@ -94,6 +96,7 @@ class Daemon(DaemonState):
         """Return when `tick` has something to do, if no event comes before."""
         return min(
             self.promotion.wakes_at(),
+            self.advice.wakes_at(),
             self.demotion.wakes_at(),
             self.view.wakes_at(),
             *(tier.wakes_at() for tier in self.tiers),
@@ -209,6 +212,7 @@ class Daemon(DaemonState):
             audit_lease=lookup.audit_lease,
             promises=lookup.promises,
             computed_elsewhere=lookup.computed_elsewhere,
+            is_scan=lookup.is_scan,
         )
         last = tail_chunk(geometry, lookup.tails_from, tails - 1) if hit.tail < tails else -1
         shortfall, known = "", masks
@@ -290,8 +294,11 @@ class Daemon(DaemonState):
         )
         lease = None
         if hit.depth:
-            self.demotion.queue_hit(slots)
-            self.store.pin(slots, filter(None, resident.tail) if goes_on else ())
+            if request.is_scan:
+                self.store.hold(slots)
+            else:
+                self.demotion.queue_hit(slots)
+                self.store.pin(slots, filter(None, resident.tail) if goes_on else ())
             lease = Lease(slots, request.asked_at, request.tokens_per_second, opened_at=self.now)
             lease.lookup = CountedLookup(request, known_masks, hit)
             session.leases[request.lease] = lease
@@ -420,6 +427,9 @@ class Daemon(DaemonState):
 
     def _computed(self, connection: ClientConnection, computed: wire.Computed) -> None:
         self.promises.end_promise(LookupKey(connection.number, computed.lease))
+
+    def _advise(self, connection: ClientConnection, advise: wire.Advise) -> None:
+        self.advice.advise(connection, advise, self.now)
 
     # Questions of people and commands
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridkv.core.junctions import Branches
+from hybridkv.daemon.advice import AdviceQueue
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.daemon.subscriptions import OutgoingMessage, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
@@ -38,6 +39,7 @@ class DaemonState:
         self.loading_seconds = 0.0  # From each lookup to the end of its load.
         self.sessions = Sessions(store, self.counters)
         self.demotion = Demotion(store, tiers)
+        self.advice = AdviceQueue(store, self.demotion)
         self.promises = Promises()
         self.promotion = Promotion(store, tiers, self.promises)
         self.subscriptions = Subscriptions(tiers, self.sessions)

@@ -19,9 +19,11 @@ from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.eviction import EvictionQueue
 from hybridkv.store.extents import Extents, FreeRun
 from hybridkv.store.index import Namespace, NewObject, Slot
+from hybridkv.store.retention import RetainedChunks
 
 EVICTION_WASTE_MAX = 8
 """To grant one slot, at most 8 times its size is evicted. Then the grant ends without it."""
+RETAINED_WASTE = 4  # After 4 times its size, retained objects are evicted with their neighbours.
 
 
 class RecoveredSlot(NamedTuple):
@@ -63,6 +65,7 @@ class Store:
         self.tenant_bytes = tenant_bytes
         new_queue = partial(EvictionQueue[Slot], policy, tenant_bytes or 0)
         self.tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
+        self.retention = RetainedChunks(len(memory), tenant_bytes, self._set_retained)
         self.tenants: Counter[int] = Counter()
         """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
         self.writing_bytes = 0  # Bytes in slots that are granted and not yet committed.
@@ -73,6 +76,8 @@ class Store:
         """Pinned slots that are freed or offered for eviction at their last `unpin`."""
         self.evicted = 0
         self.duplicates = 0
+        self.retained_evicted = 0
+        """Retained objects that went before their time: they lay between too short free runs."""
         self.over_quota = 0  # Objects not stored, or evicted, for their tenant's bound.
         self.before_evict: Callable[[Slot], bool] | None = None
         """Called before an object is evicted for room. It may pin the object and return True."""
@@ -225,6 +230,8 @@ class Store:
         slot.tenant, slot.eviction_class = tenant, eviction_class
         slot.parent_short = short_hash(parent) if parent else 0
         self._enter(slot, namespace, group_index, chunk_hash, parent)
+        if namespace.retained:
+            self.retention.on_object_stored(slot)
         if self.on_change is not None:
             self.on_change(slot, True)
         self._write_header(slot)
@@ -268,10 +275,13 @@ class Store:
                 moved = self.tenant_queues[slot.tenant].mark_used((slot,))
                 self.due_when_unpinned.update(moved)
         for slot in interior:
-            slot.eviction_class = EvictionClass.INTERIOR
-            layout.write_use(self._memory, slot.offset, slot.eviction_class)
-            for queue in self._queues_of(slot):
-                queue.demote(slot)
+            self._make_interior(slot)
+
+    def let_go_first(self, slot: Slot) -> None:
+        """Make an object one that goes first, as if only shorter hits needed it."""
+        slot.is_read = False
+        self._make_interior(slot)
+        self._offer(slot)
 
     def hold(self, slots: Iterable[Slot]) -> None:
         """Keep objects where they are until `unpin`, without counting them as used."""
@@ -302,6 +312,8 @@ class Store:
             return None
         if self.on_change is not None:
             self.on_change(slot, False)
+        if slot.is_retained:
+            self.retention.on_object_dropped(slot)
         parent = entry.namespace.take_out(slot, entry)
         for queue in self._queues_of(slot):
             queue.remove(slot)
@@ -324,6 +336,7 @@ class Store:
             sibling for sibling in siblings if sibling is not slot and sibling.is_evictable()
         ]
         for victim in (*useless, slot):
+            self.retained_evicted += victim.is_retained
             self.queue.remember(victim, _ghost_key(victim))
             run = self.drop(victim)
         self.evicted += len(useless) + 1
@@ -334,7 +347,9 @@ class Store:
         """Evict until there is a free run of `size` bytes. Returns False where too little may go.
 
         Where objects are smaller than `size`, the oldest ones leave holes that are too short. After
-        `size` bytes without such a run, the neighbours of a hole are evicted with it.
+        `size` bytes without such a run, the neighbours of a hole are evicted with it. Retained ones
+        go so too, but only after more bytes, or if nothing else may go. Else few of them, between
+        large ones, would keep all large objects out of RAM.
         """
         free_bytes = self.extents.free_bytes
         while not self.extents.fits(size):
@@ -342,16 +357,26 @@ class Store:
             if wasted_bytes > EVICTION_WASTE_MAX * size:
                 return False
             victim = self.queue.victim(self._may_go)
+            if victim is None and self.extents.free_bytes >= size:
+                victim = self.queue.retained_victim(self._may_go)
             if victim is None:
                 return False
             if self.before_evict is not None and self.before_evict(victim):
                 continue
             run = self._evict(victim)
+            with_retained = wasted_bytes >= RETAINED_WASTE * size
             while wasted_bytes >= size > run.size:
                 after = self.slots.get(run.offset + run.size)
                 before = self.by_end.get(run.offset)
                 touching = filter(None, (after, before))
-                neighbour = next((slot for slot in touching if slot.is_evictable()), None)
+                neighbour = next(
+                    (
+                        slot
+                        for slot in touching
+                        if slot.is_evictable() and slot.is_retained <= with_retained
+                    ),
+                    None,
+                )
                 if neighbour is None:
                     break
                 run = self._evict(neighbour)
@@ -397,6 +422,21 @@ class Store:
         if slot.pins:
             self.due_when_unpinned.add(slot)
         return slot.is_evictable()
+
+    def _make_interior(self, slot: Slot) -> None:
+        slot.eviction_class = EvictionClass.INTERIOR
+        layout.write_use(self._memory, slot.offset, slot.eviction_class)
+        for queue in self._queues_of(slot):
+            queue.demote(slot)
+
+    def _set_retained(self, slot: Slot, is_retained: bool) -> None:
+        slot.is_retained = is_retained
+        for queue in self._queues_of(slot):
+            if is_retained:
+                queue.retain_item(slot)
+            else:
+                queue.end_retention(slot)
+        self._offer(slot)
 
     def _offer(self, slot: Slot) -> None:
         """Consider an object for eviction from now on, if it may go."""

@@ -17,6 +17,7 @@ from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Group
 from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES, U64
+from hybridkv.core.policies import Advice
 from hybridkv.wire.status import Status, TierStatus
 
 PROTOCOL_VERSION = 14
@@ -40,10 +41,14 @@ ANNOUNCED_BYTES_MAX = 1 << 20
 """The most bytes of descriptions in one message, unless there is only one."""
 MESSAGE_BYTES_MAX = 16 << 20
 WAIT_MS_MAX = 30_000
+RETENTION_MS_MAX = 24 * 3600 * 1000
+"""The longest time for which chunks are retained. A longer one is shortened."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 TEXT_MAX = 256
 Text = Annotated[str, Meta(max_length=TEXT_MAX)]
+Tenant = Annotated[int, Meta(ge=0)]
+"""As core.keys.tenant_of returns it: up to 2**64 - 1, which is more than msgspec can check."""
 FACT_MAX = 512
 Fact = Annotated[str, Meta(max_length=FACT_MAX)]
 FACTS_MAX = 256
@@ -310,6 +315,8 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
 
     With `computed_elsewhere` another engine computes the prompt, perhaps on another node. So tiers
     that other nodes write to are asked again for what is missing (tiers.node_waits).
+
+    With `is_scan` the hit does not count as a use of its objects, so they go as early as without.
     """
 
     lease: Count
@@ -321,6 +328,7 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
     audit_lease: Count = 0
     promises: bool = False
     computed_elsewhere: bool = False
+    is_scan: bool = False
 
 
 class Release(_Message, frozen=True, tag="release"):
@@ -375,6 +383,24 @@ class Commit(_Message, frozen=True, tag="commit"):
     parents: ChangedHashes = b""
     classes: Annotated[bytes, Meta(max_length=CHANGES_MAX)] = b""
     tenants: Changed = b""
+
+
+class Advise(_Message, frozen=True, tag="advise"):
+    """Tell the daemon how long chunks of the session's identity will be needed.
+
+    `hashes` are the names of a prompt's chunks in prefix order, from its first chunk on, and then
+    those of its tails. They may name chunks that are not committed yet.
+
+    RETAIN keeps the objects of these chunks in RAM for `ttl_ms` from now on, also those that are
+    committed meanwhile, within the shares of store.retention. With 0 it ends that. `tenant` is as
+    in Commit. RELEASE and DEMOTE are about the chunks from the last one back to the first after
+    which another prompt goes on. They are not retained any more, and are evicted first.
+    """
+
+    advice: Advice
+    hashes: Hashes
+    tenant: Tenant = 0
+    ttl_ms: Count = 0
 
 
 class Free(_Message, frozen=True, tag="free"):
@@ -599,7 +625,9 @@ class Error(_Numbered, frozen=True, tag="error"):
 
 SessionMessage = Hello | Drained | ReportMapping | ReportStale | Identify
 AnnouncingMessage = Subscribe | Describe | ReadAnnouncements
-SlotMessage = Lookup | Release | Computing | Computed | Reserve | Commit | Free | ReportCorrupt
+SlotMessage = (
+    Lookup | Release | Computing | Computed | Advise | Reserve | Commit | Free | ReportCorrupt
+)
 EngineMessage = (
     SessionMessage | AnnouncingMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
 )

@@ -87,6 +87,7 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.Release: MessageRule(_ENGINE, None),
     wire.Computing: MessageRule(_ENGINE, None),
     wire.Computed: MessageRule(_ENGINE, None),
+    wire.Advise: MessageRule(_ENGINE, None),
     wire.Reserve: MessageRule(_ENGINE, wire.Reserved),
     wire.Commit: MessageRule(_ENGINE, None),
     wire.Free: MessageRule(_ENGINE, None),

@@ -7,11 +7,13 @@ from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES, SlotRef, pack_slots, pack_u64
+from hybridkv.core.policies import Advice
 from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.tiers.record import record_of
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
+    Advise,
     Clear,
     Commit,
     Computed,
@@ -81,6 +83,7 @@ MINIMAL: dict[type[Request], Request] = {
         Release(1),
         Computing(1),
         Computed(1),
+        Advise(Advice.RETAIN, b""),
         Reserve(1, PART, 1, 0),
         Commit(b"", b"", b""),
         Free(b""),

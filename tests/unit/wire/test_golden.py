@@ -9,10 +9,12 @@ import pytest
 
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GroupKind
+from hybridkv.core.policies import Advice
 from hybridkv.core.refusals import Refusal
 from hybridkv.wire.codec import Frames, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
+    Advise,
     Announced,
     AuditOffer,
     Clear,
@@ -279,10 +281,11 @@ REQUESTS = [
             audit_lease=10,
             promises=True,
             computed_elsewhere=True,
+            is_scan=True,
         ),
-        "780000009ba66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "790000009ca66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
         "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd07d0cd"
-        "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f020ac3c3",
+        "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f020ac3c3c3",
     ),
     Example(
         Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True, unused=True),
@@ -290,6 +293,11 @@ REQUESTS = [
     ),
     Example(Computing(lease=9), "0c00000092a9636f6d707574696e6709"),
     Example(Computed(lease=9), "0b00000092a8636f6d707574656409"),
+    Example(
+        Advise(advice=Advice.RETAIN, hashes=NAME, tenant=(1 << 64) - 1, ttl_ms=600_000),
+        "3f00000095a6616476697365a672657461696ec420000102030405060708090a0b0c0d0e0f1011121314"
+        "15161718191a1b1c1d1e1fcfffffffffffffffffce000927c0",
+    ),
     Example(
         Reserve(id=4, part_bytes=8192, parts=2, count=64), "0f00000095a77265736572766504cd20000240"
     ),
