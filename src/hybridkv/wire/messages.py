@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
+from hybridkv.core.hints import NO_HINTS, Hints
 from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES, U64
@@ -178,6 +179,8 @@ class RequestExplanation(Struct, frozen=True, array_like=True):
     """Facts of the audit, for people."""
     junctions: Annotated[list[Count], Meta(max_length=JUNCTIONS_MAX)] = []
     """The tokens after which other prompts part from it, and recurrent states were stored."""
+    hints: Hints = NO_HINTS
+    """What it asked of the cache."""
 
 
 class IdentityDifference(Struct, frozen=True, array_like=True):

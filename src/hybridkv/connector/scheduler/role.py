@@ -17,6 +17,7 @@ from vllm.distributed.kv_events import KVCacheEvent
 from hybridkv.connector import metrics
 from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
 from hybridkv.connector.metrics import Shed, hinted, stores_shed
+from hybridkv.connector.scheduler.advice import RequestAdvice
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.drafted import DraftedBlocks
@@ -112,6 +113,7 @@ class SchedulerRole:
         self.loads = LoadPlanner(self.requests, life.to_fail)
         self.stores = StorePlanner(context, life, self.requests, self.audits, self.events)
         self.promises = OwnPromises(self.requests, self.stores)
+        self.advice = RequestAdvice(self.requests, self.lookups, self.stores)
         self._junctions = Junctions(self.requests)
         self.parts: tuple[Part, ...] = (
             self.loads,
@@ -122,6 +124,7 @@ class SchedulerRole:
             self.session,
             self.requests,
             self.promises,
+            self.advice,
             self.lookups,  # They ask by the new name.
             self.events,
         )
@@ -364,7 +367,10 @@ class SchedulerRole:
             self.audits.count_prefill(tracked)
             self.requests.advance(tracked, Change(RequestEvent.FINISHED), now)
             self.audits.end_if_over(now)
-            if self.promises.end_kept_promises(now):
+            self.advice.on_ended(tracked)
+            self.stores.send_changes(now)
+            is_over = self.advice.send_ended(now)
+            if self.promises.end_kept_promises(now) or is_over:
                 self._flush(now)  # Perhaps no step follows.
 
     def on_reset(self, is_empty: bool) -> bool:
@@ -422,6 +428,7 @@ class SchedulerRole:
         now, is_idle = time.monotonic(), not self.requests.by_id
         self.stores.send_changes(now)
         self.promises.end_kept_promises(now)
+        self.advice.send_ended(now)
         self.exchange_messages(now)
         if self.session.is_connected:
             for message in self.events.take_requests(is_idle):
@@ -508,6 +515,7 @@ class SchedulerRole:
             self.session.queue_message(wire.Reserve(part_bytes, part_bytes, parts, count), now)
 
     def _flush(self, now: float) -> None:
+        self.advice.on_looked_up(self.lookups.queued, now)
         self.lookups.on_flush(now)
         self.session.link.flush(now)
 
