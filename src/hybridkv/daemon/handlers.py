@@ -10,7 +10,7 @@ from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import largest_hit, whole_hit
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.tails import tail_chunk, units_per_chunk
-from hybridkv.daemon import slot_requests
+from hybridkv.daemon import prefetch_requests, slot_requests
 from hybridkv.daemon.sessions import ClientConnection, CountedLookup, Lease, RequestError, Session
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.subscriptions import OutgoingMessage
@@ -20,6 +20,7 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
 from hybridkv.tiers.object_search import LookupKey, LookupRequest, ObjectSearch
+from hybridkv.tiers.prefetches import PromptNames
 from hybridkv.tiers.promotion import WaitingLookup
 from hybridkv.tiers.resident import ResidentHit, resident_hit, resident_of
 from hybridkv.wire import messages as wire
@@ -57,6 +58,9 @@ class Daemon(DaemonState):
             wire.Computing: self._computing,
             wire.Computed: self._computed,
             wire.Advise: self._advise,
+            wire.Prefetch: partial(prefetch_requests.prefetch, self),
+            wire.StartPrefetch: partial(prefetch_requests.start, self),
+            wire.ReadPrefetches: partial(prefetch_requests.read, self),
             wire.Reserve: partial(slot_requests.reserve, self),
             wire.Commit: partial(slot_requests.commit, self),
             wire.Free: partial(slot_requests.free, self),
@@ -87,6 +91,7 @@ class Daemon(DaemonState):
             tier.tick(now)
         self._answer_waiting(self.promotion.tick(now))
         self.advice.tick(now)
+        self.prefetches.tick(now)
         if self.tiers:
             self.demotion.tick(now)
         self.outgoing.extend(self.subscriptions.take_due(now))
@@ -97,6 +102,7 @@ class Daemon(DaemonState):
         return min(
             self.promotion.wakes_at(),
             self.advice.wakes_at(),
+            self.prefetches.wakes_at(),
             self.demotion.wakes_at(),
             self.view.wakes_at(),
             *(tier.wakes_at() for tier in self.tiers),
@@ -214,6 +220,10 @@ class Daemon(DaemonState):
             computed_elsewhere=lookup.computed_elsewhere,
             is_scan=lookup.is_scan,
         )
+        if self.tiers and hashes:
+            self.recent_prompts.remember_prompt(
+                PromptNames(namespace, geometry, hashes, lookup.tails, lookup.tails_from)
+            )
         last = tail_chunk(geometry, lookup.tails_from, tails - 1) if hit.tail < tails else -1
         shortfall, known = "", masks
         is_short = hit.chunks < len(resident.entries) or last >= hit.chunks
@@ -253,6 +263,9 @@ class Daemon(DaemonState):
         """Answer lookups whose wait for tiers has ended, from what RAM has now."""
         for waiting in ended:
             request = waiting.request
+            if request.is_prefetch:
+                self.prefetches.on_prefetch_read(waiting, self.now)
+                continue
             resident = resident_of(request)
             self.waits.add_duration(self.now - request.asked_at)
             known = waiting.search.masks()

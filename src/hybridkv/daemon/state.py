@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.core.junctions import Branches
 from hybridkv.daemon.advice import AdviceQueue
+from hybridkv.daemon.recent_prompts import RecentPrompts
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.daemon.subscriptions import OutgoingMessage, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
@@ -13,6 +14,7 @@ from hybridkv.observe.history import Histogram, RequestHistory
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
 from hybridkv.tiers.health import TierState
+from hybridkv.tiers.prefetches import Prefetches
 from hybridkv.tiers.promises import Promises
 from hybridkv.tiers.promotion import Promotion
 from hybridkv.wire.messages import Welcome
@@ -42,6 +44,8 @@ class DaemonState:
         self.advice = AdviceQueue(store, self.demotion)
         self.promises = Promises()
         self.promotion = Promotion(store, tiers, self.promises)
+        self.prefetches = Prefetches(store, tiers, self.promotion)
+        self.recent_prompts = RecentPrompts()
         self.subscriptions = Subscriptions(tiers, self.sessions)
         store.on_change = self.subscriptions.on_object_changed
         self.branches = Branches()

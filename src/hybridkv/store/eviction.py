@@ -123,6 +123,16 @@ class EvictionQueue(Generic[T]):
                 moved.append(item)
         return moved
 
+    def renew_items(self, items: Iterable[T]) -> None:
+        """Note that the items are expected: the most recently used ones of their stages."""
+        tick = next(self._numbers)
+        for item in items:
+            self.items[item].tick = tick
+
+    def is_protected(self, item: T) -> bool:
+        """Return True where the item is in the last stage."""
+        return self.items[item].stage == PROTECTED
+
     def demote(self, item: T) -> None:
         """Make the item an interior one. It is a victim again after `offer` only."""
         queued = self.items[item]
@@ -177,10 +187,11 @@ class EvictionQueue(Generic[T]):
         while self.ghost_bytes > self.bound_bytes:
             self.ghost_bytes -= self.ghosts.popitem(last=False)[1]
 
-    def victim(self, is_evictable: Callable[[T], bool]) -> T | None:
+    def victim(self, is_evictable: Callable[[T], bool], spares_protected: bool = False) -> T | None:
         """Return the item to evict next, which stays until `remove`. None where no item may go.
 
         Items for which `is_evictable` is false are not considered again before they are offered.
+        With `spares_protected` the protected stage stays as it is.
         """
         found = self._oldest(_INTERIOR, is_evictable)
         if found is not None:
@@ -189,7 +200,8 @@ class EvictionQueue(Generic[T]):
             found = self._oldest(_GENERATED, is_evictable)
             if found is not None:
                 return found
-        if self._stage_bytes[PROTECTED] > self._other_bytes // PROTECTED_SHARE:
+        is_over = self._stage_bytes[PROTECTED] > self._other_bytes // PROTECTED_SHARE
+        if is_over and not spares_protected:
             # One at a time: after its eviction the prefix before it may go, and is the next.
             cold = self._oldest(PROTECTED, is_evictable)
             if cold is not None:
@@ -201,7 +213,9 @@ class EvictionQueue(Generic[T]):
             key=lambda item: self.items[item].tick,
             default=None,
         )
-        return oldest if oldest is not None else self._oldest(PROTECTED, is_evictable)
+        if oldest is not None or spares_protected:
+            return oldest
+        return self._oldest(PROTECTED, is_evictable)
 
     def retained_victim(self, is_evictable: Callable[[T], bool]) -> T | None:
         """Return the retained item to evict next, as `victim` does of the others."""

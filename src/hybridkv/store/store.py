@@ -74,6 +74,11 @@ class Store:
         self.objects = 0  # The number of slots that `committed_bytes` counts.
         self.due_when_unpinned: set[Slot] = set()
         """Pinned slots that are freed or offered for eviction at their last `unpin`."""
+        self.expected: set[Slot] = set()
+        """Objects that were read for prompts that are expected, until a lookup hits them."""
+        self.expected_bytes = 0  # Bytes of these slots.
+        self.expected_hit = 0  # Objects that left `expected` because a lookup hit them.
+        self.expected_evicted = 0  # Objects that left it because they were evicted.
         self.evicted = 0
         self.duplicates = 0
         self.retained_evicted = 0
@@ -179,10 +184,13 @@ class Store:
         self.extents.grow(limit_bytes)
         self.trailer.reserved_bytes = self.extents.limit_bytes
 
-    def grant(self, shape: SlotShape, count: int, owner: bytes = b"") -> list[Slot]:
+    def grant(
+        self, shape: SlotShape, count: int, owner: bytes = b"", spares_protected: bool = False
+    ) -> list[Slot]:
         """Return at most `count` slots that `owner` may write into. Objects are evicted for them.
 
-        There are fewer where too little may be evicted.
+        There are fewer where too little may be evicted. With `spares_protected` no object may that
+        is protected, as lookups have read it.
         """
         granted: list[Slot] = []
         part_bytes, parts = shape
@@ -190,7 +198,7 @@ class Store:
         while len(granted) < count:
             offset = self.extents.take_run(size)
             if offset is None:
-                if self.is_growing or not self._make_room(size):
+                if self.is_growing or not self._make_room(size, spares_protected):
                     break
                 continue
             self.generation += 1
@@ -205,18 +213,23 @@ class Store:
             granted.append(slot)
         return granted
 
-    def commit(self, slot: Slot, namespace: Namespace, new: NewObject) -> bool:
+    def commit(
+        self, slot: Slot, namespace: Namespace, new: NewObject, is_expected: bool = False
+    ) -> bool:
         """Make a written slot an object of `namespace`. Returns False, and frees it, if it is not.
 
         The object may exist already. If that one is doubted and nobody reads it, the new one takes
         its place, because its writer has just signed it. Or the tenant has no room for the object,
         and none of its own objects may be evicted.
+
+        With `is_expected` no lookup has asked for the object, which was read because a prompt is
+        expected. So it is not protected, even if it was evicted a short time ago.
         """
         assert slot.state is SlotState.WRITING
         group_index, chunk_hash, parent, eviction_class, tenant = new
         there = namespace.find_slot(chunk_hash, group_index)
         is_kept = there is not None and (not there.replace_on_store or there.pins > 0)
-        if is_kept or not self._make_room_of(tenant, slot.size_bytes):
+        if is_kept or not self._make_room_of(tenant, slot.size_bytes, is_expected):
             self.duplicates += is_kept
             self.over_quota += not is_kept
             self.free_slot(slot)
@@ -229,6 +242,9 @@ class Store:
             eviction_class = EvictionClass.INTERIOR
         slot.tenant, slot.eviction_class = tenant, eviction_class
         slot.parent_short = short_hash(parent) if parent else 0
+        if is_expected:
+            self.expected.add(slot)
+            self.expected_bytes += slot.size_bytes
         self._enter(slot, namespace, group_index, chunk_hash, parent)
         if namespace.retained:
             self.retention.on_object_stored(slot)
@@ -262,6 +278,10 @@ class Store:
         `superseded_tails` are those of which the reader is about to store longer ones. The first
         reader makes them interior. A second one shows that prompts part there, and protects them.
         """
+        if self.expected:
+            for slot in self.expected.intersection(slots):
+                self._forget_expected(slot)
+                self.expected_hit += 1
         interior = [slot for slot in superseded_tails if not slot.is_read]
         self.due_when_unpinned.update(self.queue.mark_used(slots), interior)
         prompt = EvictionClass.PROMPT
@@ -282,6 +302,12 @@ class Store:
         slot.is_read = False
         self._make_interior(slot)
         self._offer(slot)
+
+    def renew_objects(self, slots: Iterable[Slot]) -> None:
+        """Evict these objects later than others of their kind, because a prompt is expected."""
+        for slot in slots:
+            for queue in self._queues_of(slot):
+                queue.renew_items((slot,))
 
     def hold(self, slots: Iterable[Slot]) -> None:
         """Keep objects where they are until `unpin`, without counting them as used."""
@@ -310,6 +336,8 @@ class Store:
         entry = slot.entry
         if entry is None:
             return None
+        if slot in self.expected:
+            self._forget_expected(slot)
         if self.on_change is not None:
             self.on_change(slot, False)
         if slot.is_retained:
@@ -330,20 +358,38 @@ class Store:
 
         Returns the free run that contains the slot now.
         """
-        assert slot.entry is not None
-        siblings = filter(None, slot.entry.slots if slot.is_prefix else ())
-        useless = [
-            sibling for sibling in siblings if sibling is not slot and sibling.is_evictable()
-        ]
+        useless = self._useless_without(slot)
         for victim in (*useless, slot):
             self.retained_evicted += victim.is_retained
+            self.expected_evicted += victim in self.expected
             self.queue.remember(victim, _ghost_key(victim))
             run = self.drop(victim)
         self.evicted += len(useless) + 1
         assert run is not None, "nobody reads it"
         return run
 
-    def _make_room(self, size: int) -> bool:
+    def _useless_without(self, slot: Slot) -> list[Slot]:
+        """Return the objects of the slot's chunk that are of no use without it and may go."""
+        assert slot.entry is not None
+        siblings = filter(None, slot.entry.slots if slot.is_prefix else ())
+        return [sibling for sibling in siblings if sibling is not slot and sibling.is_evictable()]
+
+    def _is_spared(self, slot: Slot) -> bool:
+        """Return True where an eviction of the object would evict a protected or retained one."""
+        victims = (slot, *self._useless_without(slot))
+        return any(each.is_retained or self.queue.is_protected(each) for each in victims)
+
+    def _find_victim(self, queue: EvictionQueue[Slot], spares_protected: bool) -> Slot | None:
+        """Return the object of a queue to evict next. None where none may go."""
+        victim = queue.victim(self._may_go, spares_protected)
+        is_spared = victim is not None and spares_protected and self._is_spared(victim)
+        return None if is_spared else victim
+
+    def _forget_expected(self, slot: Slot) -> None:
+        self.expected.remove(slot)
+        self.expected_bytes -= slot.size_bytes
+
+    def _make_room(self, size: int, spares_protected: bool = False) -> bool:
         """Evict until there is a free run of `size` bytes. Returns False where too little may go.
 
         Where objects are smaller than `size`, the oldest ones leave holes that are too short. After
@@ -356,8 +402,9 @@ class Store:
             wasted_bytes = self.extents.free_bytes - free_bytes
             if wasted_bytes > EVICTION_WASTE_MAX * size:
                 return False
-            victim = self.queue.victim(self._may_go)
-            if victim is None and self.extents.free_bytes >= size:
+            victim = self._find_victim(self.queue, spares_protected)
+            has_bytes = self.extents.free_bytes >= size
+            if victim is None and has_bytes and not spares_protected:
                 victim = self.queue.retained_victim(self._may_go)
             if victim is None:
                 return False
@@ -373,7 +420,9 @@ class Store:
                     (
                         slot
                         for slot in touching
-                        if slot.is_evictable() and slot.is_retained <= with_retained
+                        if slot.is_evictable()
+                        and slot.is_retained <= with_retained
+                        and not (spares_protected and self._is_spared(slot))
                     ),
                     None,
                 )
@@ -382,7 +431,7 @@ class Store:
                 run = self._evict(neighbour)
         return True
 
-    def _make_room_of(self, tenant: int, size: int) -> bool:
+    def _make_room_of(self, tenant: int, size: int, spares_protected: bool) -> bool:
         """Evict a tenant's own objects until its quota has room for `size` bytes.
 
         Returns False where it never has.
@@ -391,7 +440,7 @@ class Store:
             return True
         while self.tenants[tenant] + size > self.tenant_bytes:
             queue = self.tenant_queues.get(tenant)
-            victim = queue.victim(self._may_go) if queue is not None else None
+            victim = self._find_victim(queue, spares_protected) if queue is not None else None
             if victim is None:
                 return False
             self.over_quota += 1
@@ -415,7 +464,8 @@ class Store:
         if slot.tenant and self.tenant_bytes is not None:
             self.tenants[slot.tenant] += slot.size_bytes
         for queue in self._queues_of(slot):
-            queue.add_item(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))
+            key = b"" if slot in self.expected else _ghost_key(slot)
+            queue.add_item(slot, slot.size_bytes, slot.eviction_class, key)
 
     def _may_go(self, slot: Slot) -> bool:
         """Return True where the object may be evicted. A pinned one is offered later."""

@@ -40,6 +40,10 @@ DESCRIPTION_BYTES_MAX = 1 << 18
 """The most bytes of the description of one chunk."""
 ANNOUNCED_BYTES_MAX = 1 << 20
 """The most bytes of descriptions in one message, unless there is only one."""
+PREFETCH_MS_MAX = 3_600_000
+"""The longest time ahead for which a prompt is expected."""
+PREFETCHED_MAX = 64
+"""The most prompts that one StartPrefetch prefetches."""
 MESSAGE_BYTES_MAX = 16 << 20
 WAIT_MS_MAX = 30_000
 RETENTION_MS_MAX = 24 * 3600 * 1000
@@ -360,6 +364,82 @@ class Computed(_Message, frozen=True, tag="computed"):
     lease: Count
 
 
+class Prefetch(_Message, frozen=True, tag="prefetch"):
+    """A prompt of the session's identity is expected in `in_ms`: bring it from tiers into RAM.
+
+    `hashes`, `tails` and `tails_from` are as in Lookup. A later message about the same prompt
+    replaces an earlier one that waits. What is refused, such as more than PREFETCH_MS_MAX ahead, is
+    counted. An end of the session cancels nothing.
+    """
+
+    hashes: Hashes
+    in_ms: Count = 0
+    tails: Hashes = b""
+    tails_from: Count = 0
+
+
+class PrefetchState(StrEnum):
+    """The state of a prefetch. Metrics have the ends of those that were cut or refused."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    WHOLE = "whole"
+    NEEDLESS = "needless"
+    ABSENT = "absent"
+    BOUND = "bound"
+    PRESSURE = "pressure"
+    LATE = "late"
+    IDENTITY = "identity"
+    TIERS_AWAY = "tiers_away"
+    FAILED = "failed"
+    NO_TIERS = "no_tiers"
+    TOO_FAR = "too_far"
+    TOO_MANY = "too_many"
+
+
+class PrefetchStatus(Struct, frozen=True, array_like=True):
+    """What became of a prefetch so far."""
+
+    number: Count
+    """By it ReadPrefetches asks for it. 0 where it was refused."""
+    state: PrefetchState
+    tokens: Count
+    """Tokens of the prompt's chunks and tails that are named."""
+    hit_tokens: Count = 0
+    """Tokens that RAM alone hit at its end."""
+    objects: Count = 0
+    """Objects that were read for it."""
+    read_bytes: Count = 0
+    wait_ms: Count = 0
+    """The time until its prompt is expected."""
+
+
+class StartPrefetch(_Numbered, frozen=True, tag="start_prefetch"):
+    """Prefetch the prompt of a request that ended, or all prompts of a family.
+
+    A family are the latest prompts whose first chunk's hash begins with `family`. The daemon knows
+    the prompts of the last lookups.
+    """
+
+    request_id: Text = ""
+    family: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
+    in_ms: Count = 0
+
+
+class ReadPrefetches(_Numbered, frozen=True, tag="read_prefetches"):
+    """Ask what became of prefetches, by their numbers."""
+
+    numbers: Annotated[list[Count], Meta(max_length=PREFETCHED_MAX)]
+
+
+class Prefetching(_Numbered, frozen=True, tag="prefetching"):
+    """The answer to StartPrefetch and ReadPrefetches. It leaves out numbers that are forgotten."""
+
+    prefetches: list[PrefetchStatus]
+    is_known: bool = True
+    """False where the daemon knows no such request, or no prompt of the family."""
+
+
 class Reserve(_Numbered, frozen=True, tag="reserve"):
     """Ask for write slots ahead of need: `count` slots of `parts` parts of `part_bytes` bytes."""
 
@@ -628,14 +708,13 @@ class Error(_Numbered, frozen=True, tag="error"):
 
 SessionMessage = Hello | Drained | ReportMapping | ReportStale | Identify
 AnnouncingMessage = Subscribe | Describe | ReadAnnouncements
-SlotMessage = (
-    Lookup | Release | Computing | Computed | Advise | Reserve | Commit | Free | ReportCorrupt
-)
+LookupMessage = Lookup | Release | Computing | Computed | Advise | Prefetch
+SlotMessage = LookupMessage | Reserve | Commit | Free | ReportCorrupt
 EngineMessage = (
     SessionMessage | AnnouncingMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
 )
 """The messages of an engine's connections. Control connections send the rest."""
-Request = EngineMessage | Stats | ListEngines | Clear | Explain
+Request = EngineMessage | Stats | ListEngines | Clear | Explain | StartPrefetch | ReadPrefetches
 UnaskedReply = Removed | Announced
 """The messages that a session gets without a request of their own."""
 Reply = (
@@ -648,6 +727,7 @@ Reply = (
     | Engines
     | Done
     | Explained
+    | Prefetching
     | Error
 )
 

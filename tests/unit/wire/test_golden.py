@@ -40,7 +40,12 @@ from hybridkv.wire.messages import (
     Lookup,
     OtherIdentity,
     Pending,
+    Prefetch,
+    Prefetching,
+    PrefetchState,
+    PrefetchStatus,
     ReadAnnouncements,
+    ReadPrefetches,
     Release,
     Removed,
     Reply,
@@ -55,6 +60,7 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     Reserve,
     Reserved,
+    StartPrefetch,
     Stats,
     Subscribe,
     Welcome,
@@ -301,6 +307,12 @@ REQUESTS = [
         "15161718191a1b1c1d1e1fcfffffffffffffffffce000927c0",
     ),
     Example(
+        Prefetch(hashes=NAME, in_ms=20_000, tails=NAME, tails_from=1),
+        "5200000095a87072656665746368c420000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "1a1b1c1d1e1fcd4e20c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e"
+        "1f01",
+    ),
+    Example(
         Reserve(id=4, part_bytes=8192, parts=2, count=64), "0f00000095a77265736572766504cd20000240"
     ),
     Example(
@@ -346,6 +358,14 @@ REQUESTS = [
         "1e00000094ac7265706f72745f6175646974a6636d706c2d31a6706173736564a164",
     ),
     Example(Explain(id=5, request_id="cmpl-1"), "1100000093a76578706c61696e05a6636d706c2d31"),
+    Example(
+        StartPrefetch(id=5, request_id="cmpl-1", family=b"\1", in_ms=500),
+        "1e00000095ae73746172745f707265666574636805a6636d706c2d31c40101cd01f4",
+    ),
+    Example(
+        ReadPrefetches(id=5, numbers=[1, 300]),
+        "1700000093af726561645f70726566657463686573059201cd012c",
+    ),
     Example(Stats(id=6), "0a00000094a5737461747306c2c3"),
     Example(ListEngines(id=7), "0f00000092ac6c6973745f656e67696e657307"),
     Example(Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
@@ -485,6 +505,24 @@ REPLIES = [
         "00ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a16191cd010097c3c2cb4082"
         "c00000000000c2c2c2cb40340000000000009192c420000102030405060708090a0b0c0d0e0f10111213"
         "1415161718191a1b1c1d1e1f9193a56474797065a161a162",
+    ),
+    Example(
+        Prefetching(
+            id=5,
+            prefetches=[
+                PrefetchStatus(
+                    number=300,
+                    state=PrefetchState.READING,
+                    tokens=512,
+                    hit_tokens=128,
+                    objects=3,
+                    read_bytes=4096,
+                    wait_ms=500,
+                )
+            ],
+            is_known=False,
+        ),
+        "2800000094ab7072656665746368696e67059197cd012ca772656164696e67cd0200cc8003cd1000cd01f4c2",
     ),
     Example(
         Error(id=3, code="lease", message="lease 9 is taken"),
