@@ -8,12 +8,21 @@ import pytest
 from hybridkv.core.keys import tenant_of
 from hybridkv.core.policies import Advice
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.vllm.hints import DEMOTE, PRIORITY, READ, RELEASE, RETAIN_SECONDS, WRITE
+from hybridkv.vllm.hints import (
+    DEMOTE,
+    PREFETCH_IN_SECONDS,
+    PRIORITY,
+    READ,
+    RELEASE,
+    RETAIN_SECONDS,
+    WRITE,
+)
 from hybridkv.wire.messages import (
     Advise,
     Commit,
     Free,
     Lookup,
+    Prefetch,
     Release,
     ReportRequest,
     Request,
@@ -126,6 +135,19 @@ def test_what_is_let_go_is_let_go_after_the_last_commit(
 
 def _last(kinds: list[type], kind: type) -> int:
     return len(kinds) - 1 - kinds[::-1].index(kind)
+
+
+@pytest.mark.parametrize("key", [RETAIN_SECONDS, DEMOTE])
+def test_a_request_that_goes_on_is_prefetched_after_what_else_it_advises(
+    told: Told, key: str
+) -> None:
+    request = told.begin({key: 600 if key == RETAIN_SECONDS else True, PREFETCH_IN_SECONDS: 1.5})
+    before = told.advice()
+    told.answer(request)
+    advise, prefetch = told.messages[-2:]
+    assert isinstance(advise, Advise)
+    assert told.advice() == [*before, advise]
+    assert prefetch == Prefetch(ALL, 1500)
 
 
 def test_an_aborted_request_is_let_go_once_its_copies_are_over(told: Told) -> None:

@@ -3,6 +3,7 @@
     lookup sent        RETAIN   the chunks of the prompt
     request ended,     RETAIN   these, those of its answer, and the tails that it had and has
     all is committed   or RELEASE, or DEMOTE, if it asks for that
+                       PREFETCH the whole request, if it says when it goes on
 
 A time begins with each of the two. Hints of priority need no message of their own.
 """
@@ -14,8 +15,9 @@ from hybridkv.connector.scheduler.lookups import Lookups
 from hybridkv.connector.scheduler.parts import EngineIdentity, Part
 from hybridkv.connector.scheduler.requests import RequestRegistry, TrackedRequest
 from hybridkv.connector.scheduler.stores import StorePlanner
+from hybridkv.core.hints import NO_HINTS
 from hybridkv.core.policies import Advice
-from hybridkv.wire.messages import Advise, Request
+from hybridkv.wire.messages import Advise, Prefetch, Request
 
 
 class EndedRequest(NamedTuple):
@@ -42,8 +44,8 @@ class RequestAdvice(Part):
     def on_ended(self, tracked: TrackedRequest) -> None:
         """Note what is to be said of a request that has ended, if anything is."""
         hints = tracked.hints
-        says_something = hints.release or hints.demote or hints.retain_seconds
-        if not says_something or not tracked.has_hashes():
+        messages: list[Request] = []
+        if hints == NO_HINTS or not tracked.has_hashes():
             return
         names = self._lookups.prompt_names(tracked)
         hashes = names.hashes + tracked.lookup.tail_found() + self._stores.tail_name(tracked)
@@ -51,10 +53,14 @@ class RequestAdvice(Part):
             return
         if hints.release or hints.demote:
             advice = Advice.RELEASE if hints.release else Advice.DEMOTE
-            message = Advise(advice, hashes, tracked.tenant)
-        else:
-            message = _retain(tracked, hashes)
-        self._ended.append(EndedRequest(tracked, [message]))
+            messages.append(Advise(advice, hashes, tracked.tenant))
+        elif hints.retain_seconds:
+            messages.append(_retain(tracked, hashes))
+        if hints.prefetch_in_seconds is not None:
+            in_ms = round(1e3 * hints.prefetch_in_seconds)
+            messages.append(Prefetch(names.hashes, in_ms, names.tails, names.tails_from))
+        if messages:
+            self._ended.append(EndedRequest(tracked, messages))
 
     def send_ended(self, now: float) -> bool:
         """Tell the daemon of requests whose last objects are committed. True = there were some."""
