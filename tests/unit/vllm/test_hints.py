@@ -9,7 +9,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from hybridkv.core.hints import NO_HINTS, PREFETCH_SECONDS_MAX, RETAIN_SECONDS_MAX, Hints
 from hybridkv.vllm.hints import (
@@ -128,6 +130,25 @@ def test_an_orchestrator_sends_actions(actions: Any, hints: Hints) -> None:
     assert read(actions=actions) == ReadHints(hints)
     made = [{"action_id": "a", "action_type": kind, "payload": load} for kind, load in actions]
     assert read({"kv_hint": {"protocol_version": "0.1", "actions": made}}) == ReadHints(hints)
+
+
+def test_an_envelope_of_the_engine_s_caller_comes_to_the_scheduler() -> None:
+    """In the bytes in which vLLM sends it to the engine's process."""
+    sent = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1, 2],
+        mm_features=None,
+        sampling_params=SamplingParams(),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        kv_hints=envelope(("kv.retain", {"ttl_seconds": 600})),
+    )
+    received = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(sent))
+    request = Request.from_engine_core_request(received, None)
+    assert read_hints(request).hints == Hints(retain_seconds=600.0)
 
 
 def test_the_own_form_is_taken_first_and_a_router_s_last() -> None:

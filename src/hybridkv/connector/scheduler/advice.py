@@ -47,7 +47,7 @@ class RequestAdvice(Part):
         messages: list[Request] = []
         if hints == NO_HINTS or not tracked.has_hashes():
             return
-        names = self._lookups.prompt_names(tracked)
+        names = self._lookups.request_names(tracked)
         hashes = names.hashes + tracked.lookup.tail_found() + self._stores.tail_name(tracked)
         if not hashes:
             return

@@ -87,7 +87,7 @@ def may_be_computed_elsewhere(geometry: Geometry, tokens: int) -> bool:
     return not has_states or bool(tokens % geometry.chunk_tokens)
 
 
-class PromptNames(NamedTuple):
+class LookupNames(NamedTuple):
     """The names of what a request's tokens may be found by, as in wire.Lookup."""
 
     hashes: bytes
@@ -215,7 +215,7 @@ class Lookups(Part):
             return Change(RequestEvent.SETTLED, lookup, declined=reason, detail=detail)
         lease = self._requests.next_lease()
         session.breaker = session.breaker.on_request(now)
-        names = self.prompt_names(tracked)
+        names = self.request_names(tracked)
         wait = self.patience.tier_wait(chunks * self.geometry.chunk_tokens)
         message = Lookup(
             lease,
@@ -245,7 +245,7 @@ class Lookups(Part):
         )
         return Change(lookup=sent, message=message)
 
-    def prompt_names(self, tracked: TrackedRequest) -> PromptNames:
+    def request_names(self, tracked: TrackedRequest) -> LookupNames:
         """Return the names of all that ends before a request's last token, with its answer.
 
         Only for a request that `has_hashes`.
@@ -253,12 +253,12 @@ class Lookups(Part):
         geometry, request = self.geometry, tracked.request
         hashes = tracked.chunk_hashes(geometry, 0, self._chunks_of(tracked))
         if not self.with_tails or request.num_tokens <= geometry.hash_tokens:
-            return PromptNames(hashes)
+            return LookupNames(hashes)
         tokens = min(request.num_tokens, hit_chunks_max(geometry) * geometry.chunk_tokens)
         first = first_tail_chunk(geometry, tokens)
         names = tail_names(geometry, request.block_hashes, first, tokens)
         ends = [tail_tokens(geometry, first, number) for number in range(len(names))]
-        return PromptNames(hashes, tracked.tail_hashes(names, ends), first)
+        return LookupNames(hashes, tracked.tail_hashes(names, ends), first)
 
     def _chunks_of(self, tracked: TrackedRequest) -> int:
         """Return the whole chunks before a request's last token that a lookup names."""
