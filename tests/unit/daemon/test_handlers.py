@@ -32,6 +32,7 @@ from hybridkv.wire.messages import (
     ListEngines,
     Lookup,
     OtherIdentity,
+    Pin,
     ReadAnnouncements,
     Release,
     ReportAudit,
@@ -96,6 +97,7 @@ MINIMAL: dict[type[Request], Request] = {
         Stats(1),
         ListEngines(1),
         Clear(1),
+        Pin(1),
     )
 }
 
