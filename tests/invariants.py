@@ -185,7 +185,6 @@ def check_retention(store: Store, slots: Iterable[Slot]) -> None:
         charged[chunk.tenant] += chunk.charged_bytes
         assert chunk.followers >= followers[chunk]
         assert chunk.entry or chunk.followers
-        assert chunk.before is None or chunk.until <= chunk.before.until
         _check_retained(chunk)
     assert +charged == retention.charged
     assert charged.total() == retention.charged_bytes <= store.bound_bytes // RAM_SHARE
@@ -208,12 +207,6 @@ def _check_retained(chunk: RetainedChunk) -> None:
     others = [slot.size_bytes for slot in slots if slot.is_retained and not slot.is_prefix]
     assert chunk.charged_bytes == chunk.namespace.prefix_bytes + sum(others)
     assert all(slot.is_retained for slot in slots if slot.is_prefix)
-    parent = entry.parent if entry is not None else None
-    if parent is not None and parent.prefixes and chunk.before is not None:
-        before = chunk.before
-        assert (
-            before.is_kept or not before.is_remembered() or before.chunk_hash != parent.chunk_hash
-        )
 
 
 def _check_slots(store: Store) -> None:

@@ -9,6 +9,8 @@ import stat
 import time
 from typing import TypeVar
 
+from msgspec import structs
+
 from hybridkv.client.link import Link
 from hybridkv.core.errors import HybridKVError, RemediedError
 from hybridkv.wire import messages as wire
@@ -110,6 +112,10 @@ class ControlClient:
     def engines(self) -> list[wire.WireEngine]:
         """Return every session that an engine has with the daemon."""
         return self._ask(wire.ListEngines(next(self._ids)), wire.Engines).engines
+
+    def pin_chunks(self, request: wire.Pin) -> wire.Pinned:
+        """Pin or unpin what a request names, if it names anything. Returns all pins."""
+        return self._ask(structs.replace(request, id=next(self._ids)), wire.Pinned)
 
     def clear_objects(self, tiers: bool = False) -> int:
         """Drop every object, and with `tiers` begin to empty the tiers below RAM.

@@ -14,6 +14,7 @@ from hybridkv.core.keys import HASH_BYTES, unpack_hashes
 from hybridkv.core.policies import Advice
 from hybridkv.daemon.sessions import ClientConnection, RequestError
 from hybridkv.store.index import IndexEntry, Namespace
+from hybridkv.store.retention import RetentionRefusal
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
 from hybridkv.wire import messages as wire
@@ -41,9 +42,7 @@ class AdviceQueue:
         self._store, self._demotion = store, demotion
         self._works: deque[WaitingAdvice] = deque()
         self.waiting_chunks = 0
-        self.refused = 0  # Chunks of advice that came while too many waited.
-        self.shortened = 0  # Messages that asked for more than RETENTION_MS_MAX.
-        self._is_behind = False  # True where the last turn left work.
+        self._has_more_due = False  # True where the last turn left retentions that are over.
 
     def advise(self, connection: ClientConnection, request: wire.Advise, now: float) -> None:
         """Take the advice of an engine. Raises RequestError."""
@@ -53,38 +52,44 @@ class AdviceQueue:
             fault = f"{len(hashes)} bytes are no whole number of hashes"
             raise RequestError(ErrorCode.HASHES, fault)
         if self.waiting_chunks + chunks > WAITING_MAX:
-            self.refused += chunks
+            self._store.retention.refused[RetentionRefusal.WAITING] += chunks
             return
         if request.advice is Advice.RETAIN:
             tenant = connection.tenant or request.tenant
-            until = self._ends_at(request.ttl_ms, now)
+            if request.ttl_ms > RETENTION_MS_MAX:
+                self._store.retention.shortened += chunks
+            until = ends_at(request.ttl_ms, now)
             steps = self._retain_chunks(namespace, hashes, tenant, until)
         else:
             is_demoted = request.advice is Advice.DEMOTE
             steps = self._release_chunks(namespace, hashes, is_demoted)
+        self.append_work(steps, chunks)
+
+    @property
+    def is_behind(self) -> bool:
+        """True while there is work that the next turn goes on with."""
+        is_ended = self._store.retention.next_end() == -math.inf
+        return bool(self._works) or self._has_more_due or is_ended
+
+    def append_work(self, steps: Iterator[None], chunks: int) -> None:
+        """Have work done in order, about so many chunks. Each of its steps takes some 10 us."""
         self._works.append(WaitingAdvice(steps, chunks))
         self.waiting_chunks += chunks
 
     def tick(self, now: float) -> None:
         """Do the work of one turn."""
         steps = self._store.retention.expire(now, STEPS_MAX)
-        self._is_behind = steps == STEPS_MAX
+        self._has_more_due = steps == STEPS_MAX
         left = STEPS_MAX
         while self._works and left:
             done = sum(1 for _ in islice(self._works[0].steps, left))
             if done < left:
                 self.waiting_chunks -= self._works.popleft().chunks
             left -= done
-        self._is_behind |= bool(self._works)
 
     def wakes_at(self) -> float:
         """Return when `tick` has something to do: at once if the last turn left work."""
-        return -math.inf if self._is_behind else self._store.retention.next_end()
-
-    def _ends_at(self, ttl_ms: int, now: float) -> float:
-        """Return when a retention ends that begins now. A time that is too long is shortened."""
-        self.shortened += ttl_ms > RETENTION_MS_MAX
-        return now + min(ttl_ms, RETENTION_MS_MAX) / 1e3 if ttl_ms else -math.inf
+        return -math.inf if self.is_behind else self._store.retention.next_end()
 
     def _retain_chunks(
         self, namespace: Namespace, hashes: bytes, tenant: int, until: float
@@ -125,3 +130,8 @@ class AdviceQueue:
                 else:
                     self._store.let_go_first(slot)
             yield
+
+
+def ends_at(ttl_ms: int, now: float) -> float:
+    """Return when a retention ends that begins now. With 0 it ends what there is."""
+    return now + min(ttl_ms, RETENTION_MS_MAX) / 1e3 if ttl_ms else -math.inf

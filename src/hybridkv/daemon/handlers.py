@@ -72,6 +72,7 @@ class Daemon(DaemonState):
             wire.Stats: self._stats,
             wire.ListEngines: self._list_engines,
             wire.Clear: partial(slot_requests.clear, self),
+            wire.Pin: self._pin,
         }
 
     # Events
@@ -462,6 +463,9 @@ class Daemon(DaemonState):
             for session in self.sessions.all
         ]
         return wire.Engines(request.id, engines)
+
+    def _pin(self, connection: ClientConnection, pin: wire.Pin) -> Reply:
+        return self.pins.answer(connection, pin, self.now)
 
     def _report_request(self, connection: ClientConnection, report: wire.ReportRequest) -> None:
         identity = connection.session.namespace.identity

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.core.junctions import Branches
 from hybridkv.daemon.advice import AdviceQueue
+from hybridkv.daemon.pins import PinList
 from hybridkv.daemon.recent_prompts import RecentPrompts
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.daemon.subscriptions import OutgoingMessage, Subscriptions
@@ -50,6 +51,7 @@ class DaemonState:
         store.on_change = self.subscriptions.on_object_changed
         self.branches = Branches()
         self.history = RequestHistory()
+        self.pins = PinList(store, self.sessions, self.history, self.advice)
         self.ceiling = HitRateCeiling()
         self.waits = Histogram()  # Seconds that lookups waited for tiers.
         self.spans: SpanExporter | None = None  # None where no spans are exported.

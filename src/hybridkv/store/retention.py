@@ -34,6 +34,7 @@ _ENDS = (EvictionClass.PROMPT, EvictionClass.GENERATED)
 class RetentionRefusal(StrEnum):
     """The reason why a chunk is not retained. Metrics have its name as a label."""
 
+    WAITING = "waiting"  # Too much advice waits to be done.
     NAMES = "names"  # Too many names are remembered, of all tenants or of this one.
     RAM = "ram"  # The share of all tenants is full.
     TENANT = "tenant"  # The share of its tenant is full.
@@ -68,7 +69,8 @@ class RetainedChunks:
         self.refused: Counter[str] = Counter()  # Chunks, by RetentionRefusal.
         self.expired = 0  # Chunks that RAM had at the end of their time.
         self.shortened = 0
-        """Chunks that are retained for less than was asked: the chunk before is not longer."""
+        """Chunks that are retained for less than was asked: for the longest time, or as long as
+        the chunk before."""
 
     def __len__(self) -> int:
         """The number of names that are remembered."""
@@ -212,7 +214,7 @@ class RetainedChunks:
         if chunk.before is not None or parent is None or not parent.prefixes:
             return True
         before = chunk.namespace.retained.get(parent.chunk_hash)
-        if before is None or not before.is_kept:
+        if before is None:
             self.refused[RetentionRefusal.PREFIX] += 1
             self._forget(chunk)
             return False

@@ -77,9 +77,9 @@ class _Reader:
 
     def read_own_keys(self, params: Mapping[Any, Any]) -> None:
         """Read the keys of this project."""
-        for key, (read, hint) in OWN_KEYS.items():
+        for key, rule in OWN_KEYS.items():
             if key in params:
-                read(self, hint, key, params[key])
+                rule.read(self, rule.hint, key, params[key])
         for key in islice(params, KEYS_MAX):
             if isinstance(key, str) and key.startswith(PREFIX) and key not in OWN_KEYS:
                 self._mistake(key, f"is no key: {', '.join(OWN_KEYS)} work")
@@ -147,16 +147,22 @@ class _Reader:
         self.mistakes.append(HintMistake(shown, f"{shown} {text}"))
 
 
-OWN_KEYS: Mapping[str, tuple[Callable[[_Reader, str, str, object], None], str]] = {
-    READ: (_Reader.read_flag, "reads"),
-    WRITE: (_Reader.read_flag, "writes"),
-    RETAIN_SECONDS: (_Reader.read_seconds, "retain_seconds"),
-    RELEASE: (_Reader.read_flag, "release"),
-    DEMOTE: (_Reader.read_flag, "demote"),
-    PRIORITY: (_Reader.read_priority, "low_priority"),
-    PREFETCH_IN_SECONDS: (_Reader.read_seconds, "prefetch_in_seconds"),
+class KeyRule(NamedTuple):
+    """How the value of a key is read, and the hint that it says."""
+
+    read: Callable[[_Reader, str, str, object], None]
+    hint: str
+
+
+OWN_KEYS: Mapping[str, KeyRule] = {
+    READ: KeyRule(_Reader.read_flag, "reads"),
+    WRITE: KeyRule(_Reader.read_flag, "writes"),
+    RETAIN_SECONDS: KeyRule(_Reader.read_seconds, "retain_seconds"),
+    RELEASE: KeyRule(_Reader.read_flag, "release"),
+    DEMOTE: KeyRule(_Reader.read_flag, "demote"),
+    PRIORITY: KeyRule(_Reader.read_priority, "low_priority"),
+    PREFETCH_IN_SECONDS: KeyRule(_Reader.read_seconds, "prefetch_in_seconds"),
 }
-"""How the value of each key is read, and the hint that it says."""
 
 
 def read_hints(request: Any) -> ReadHints:

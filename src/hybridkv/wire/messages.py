@@ -46,6 +46,8 @@ PREFETCHED_MAX = 64
 """The most prompts that one StartPrefetch prefetches."""
 MESSAGE_BYTES_MAX = 16 << 20
 WAIT_MS_MAX = 30_000
+TENANTS_LISTED_MAX = 64
+"""The most tenants in one Pinned."""
 RETENTION_MS_MAX = 24 * 3600 * 1000
 """The longest time for which chunks are retained. A longer one is shortened."""
 
@@ -183,6 +185,8 @@ class RequestExplanation(Struct, frozen=True, array_like=True):
     """Facts of the audit, for people."""
     junctions: Annotated[list[Count], Meta(max_length=JUNCTIONS_MAX)] = []
     """The tokens after which other prompts part from it, and recurrent states were stored."""
+    last_chunk: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
+    """The hash of the last whole chunk of the prompt, from which its others are found."""
     hints: Hints = NO_HINTS
     """What it asked of the cache."""
 
@@ -541,6 +545,52 @@ class Clear(_Numbered, frozen=True, tag="clear"):
     tiers: bool = False
 
 
+class Pin(_Numbered, frozen=True, tag="pin"):
+    """Retain what RAM has now of a request, an identity or a tenant for `ttl_ms`, or end that (0).
+
+    The answer comes at once, and the work is done after it. A Pin that names nothing changes
+    nothing.
+    """
+
+    ttl_ms: Count = 0
+    request_id: Text = ""
+    """The prompt of this request. Alone."""
+    identity: Annotated[str, Meta(max_length=2 * HASH_BYTES, pattern="^[0-9a-f]*$")] = ""
+    """All that has an identity that begins with these digits, of the tenant if it is given."""
+    tenant: Tenant | None = None
+
+    @property
+    def names_anything(self) -> bool:
+        """True where it pins or unpins, and False where it only asks."""
+        return bool(self.request_id or self.identity) or self.tenant is not None
+
+    def names_same(self, other: "Pin") -> bool:
+        """Return True where both name the same."""
+        mine = self.request_id, self.identity, self.tenant
+        return mine == (other.request_id, other.identity, other.tenant)
+
+
+class WirePin(Struct, frozen=True, array_like=True):
+    """One pin whose time is not over. The first three fields are those of its Pin."""
+
+    request_id: Text
+    identity: Text
+    tenant: Tenant | None
+    left_ms: Count
+    chunks: Count
+    """Chunks that RAM had, so far."""
+    kept: Count
+    """Those of them that were retained. The others were refused."""
+
+
+class RetainedBytes(Struct, frozen=True, array_like=True):
+    """The bytes that are retained for one tenant, for whatever reason."""
+
+    tenant: Tenant
+    charged_bytes: Count
+    share_bytes: Count
+
+
 class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
     """Drop objects whose bytes were proven wrong, also those under leases."""
 
@@ -688,6 +738,15 @@ class Done(_Numbered, frozen=True, tag="done"):
     count: Count
 
 
+class Pinned(_Numbered, frozen=True, tag="pinned"):
+    """The answer to Pin: all pins, and the tenants for which most is retained."""
+
+    pins: list[WirePin]
+    tenants: list[RetainedBytes]
+    is_busy: bool
+    """True while pins, or advice of engines, wait to be done."""
+
+
 class Explained(_Numbered, frozen=True, tag="explained"):
     """The answer to Explain. Without an `explanation` the request is not known."""
 
@@ -714,7 +773,9 @@ EngineMessage = (
     SessionMessage | AnnouncingMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
 )
 """The messages of an engine's connections. Control connections send the rest."""
-Request = EngineMessage | Stats | ListEngines | Clear | Explain | StartPrefetch | ReadPrefetches
+Request = (
+    EngineMessage | Stats | ListEngines | Clear | Pin | Explain | StartPrefetch | ReadPrefetches
+)
 UnaskedReply = Removed | Announced
 """The messages that a session gets without a request of their own."""
 Reply = (
@@ -726,6 +787,7 @@ Reply = (
     | Report
     | Engines
     | Done
+    | Pinned
     | Explained
     | Prefetching
     | Error

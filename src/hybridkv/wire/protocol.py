@@ -47,6 +47,7 @@ class ErrorCode(StrEnum):
     PART_BYTES = "part_bytes", "no group of this engine has objects of that many parts of that size"
     PACKED = "packed", "packed arrays that belong together are broken or differ in length"
     COMMIT = "commit", "slots, groups and hashes do not fit together"
+    PIN = "pin", "nothing can be pinned so, or there are as many pins as a daemon keeps"
     DESCRIBE = "describe", "hashes, parents and descriptions do not fit together"
     TOO_LARGE = "too_large", "the reply would be larger than a message may be"
     WIRE = "wire", "the bytes are no message of this protocol", True
@@ -102,6 +103,7 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.Stats: MessageRule(_GREETED, wire.Report),
     wire.ListEngines: MessageRule(_GREETED, wire.Engines),
     wire.Clear: MessageRule(_GREETED, wire.Done),
+    wire.Pin: MessageRule(_GREETED, wire.Pinned),
 }
 
 

@@ -32,6 +32,7 @@ from hybridkv.wire.messages import (
     ListEngines,
     Lookup,
     OtherIdentity,
+    Pin,
     Prefetch,
     ReadAnnouncements,
     ReadPrefetches,
@@ -102,6 +103,7 @@ MINIMAL: dict[type[Request], Request] = {
         Stats(1),
         ListEngines(1),
         Clear(1),
+        Pin(1),
     )
 }
 

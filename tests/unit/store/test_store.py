@@ -31,7 +31,7 @@ from tests.invariants import check_store, free_runs
 
 SIZES = (100, 5000, 9000)
 SHAPES = [(size, parts) for size in SIZES for parts in (1, 2)]
-ARENA = 40 * 4096
+ARENA = 96 * 4096
 
 
 def key(number: int) -> bytes:
@@ -42,9 +42,9 @@ class StoreMachine(RuleBasedStateMachine):
     """Grants, commits, pins, drops and evictions in any order, with any claims about parents."""
 
     @initialize(
-        reserved=st.integers(0, 40),
+        reserved=st.integers(0, 96),
         policy=st.sampled_from(EvictionPolicy),
-        quota=st.sampled_from([None, 4096, 12 * 4096]),
+        quota=st.sampled_from([None, 4096, 12 * 4096, 40 * 4096]),
     )
     def start(self, reserved: int, policy: EvictionPolicy, quota: int | None) -> None:
         self.memory = memoryview(bytearray(ARENA))
@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
             )
         self.writing += slots
 
-    @rule(reserved=st.integers(0, 40))
+    @rule(reserved=st.integers(0, 96))
     def reserve(self, reserved: int) -> None:
         self.store.extents.grow(reserved * 4096)
 

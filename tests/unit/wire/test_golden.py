@@ -40,6 +40,8 @@ from hybridkv.wire.messages import (
     Lookup,
     OtherIdentity,
     Pending,
+    Pin,
+    Pinned,
     Prefetch,
     Prefetching,
     PrefetchState,
@@ -60,6 +62,7 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     Reserve,
     Reserved,
+    RetainedBytes,
     StartPrefetch,
     Stats,
     Subscribe,
@@ -68,6 +71,7 @@ from hybridkv.wire.messages import (
     WireGeometry,
     WireGroup,
     WireModel,
+    WirePin,
 )
 from hybridkv.wire.status import (
     DaemonSetup,
@@ -145,6 +149,7 @@ EXPLANATION = RequestExplanation(
     audit=AuditOutcome.DIFFERED,
     audit_detail="a",
     junctions=[256],
+    last_chunk=NAME,
     hints=Hints(writes=False, retain_seconds=600.0, prefetch_in_seconds=20.0),
 )
 TIER = TierStatus(
@@ -343,11 +348,12 @@ REQUESTS = [
     ),
     Example(
         ReportRequest(request_id="cmpl-1", explanation=EXPLANATION),
-        "ba00000093ae7265706f72745f72657175657374a6636d706c2d31dc0013cd025802cc8004c420000102"
+        "dc00000093ae7265706f72745f72657175657374a6636d706c2d31dc0014cd025802cc8004c420000102"
         "030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c094"
         "01a7736c6964696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65"
-        "cc80cd0100ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a16191cd010097c3"
-        "c2cb4082c00000000000c2c2c2cb4034000000000000",
+        "cc80cd0100ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a16191cd0100c420"
+        "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f97c3c2cb4082c0000000"
+        "0000c2c2c2cb4034000000000000",
     ),
     Example(
         ReportIdentity(facts={"dtype": "bfloat16"}),
@@ -368,6 +374,10 @@ REQUESTS = [
     ),
     Example(Stats(id=6), "0a00000094a5737461747306c2c3"),
     Example(ListEngines(id=7), "0f00000092ac6c6973745f656e67696e657307"),
+    Example(
+        Pin(id=8, ttl_ms=1, request_id="r", identity="ab", tenant=7),
+        "0d00000096a370696e0801a172a2616207",
+    ),
     Example(Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
 ]
 
@@ -484,6 +494,15 @@ REPLIES = [
         "101112131415161718191a1b1c1d1e1f96929700a466756c6c10cd10000000c39701a7736c6964696e67"
         "20cf0000000200000000cd040007c2cc8020100202c0",
     ),
+    Example(
+        Pinned(
+            id=8,
+            pins=[WirePin(request_id="r", identity="ab", tenant=7, left_ms=1, chunks=3, kept=2)],
+            tenants=[RetainedBytes(tenant=7, charged_bytes=5, share_bytes=6)],
+            is_busy=True,
+        ),
+        "1a00000095a670696e6e6564089196a172a26162070103029193070506c3",
+    ),
     Example(Done(id=8, count=12), "0800000093a4646f6e65080c"),
     Example(
         Explained(
@@ -498,13 +517,14 @@ REPLIES = [
                 )
             ],
         ),
-        "1001000096a96578706c61696e65640592a6636d706c2d31a6636d706c2d30c420000102030405060708"
-        "090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fdc0013cd025802cc8004c42000010203040506"
+        "3201000096a96578706c61696e65640592a6636d706c2d31a6636d706c2d30c420000102030405060708"
+        "090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fdc0014cd025802cc8004c42000010203040506"
         "0708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c09401a7736c"
         "6964696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65cc80cd01"
-        "00ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a16191cd010097c3c2cb4082"
-        "c00000000000c2c2c2cb40340000000000009192c420000102030405060708090a0b0c0d0e0f10111213"
-        "1415161718191a1b1c1d1e1f9193a56474797065a161a162",
+        "00ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a16191cd0100c42000010203"
+        "0405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f97c3c2cb4082c00000000000c2c2"
+        "c2cb40340000000000009192c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "1c1d1e1f9193a56474797065a161a162",
     ),
     Example(
         Prefetching(

@@ -497,6 +497,7 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
             for chunks in found.junctions
             if any(state.chunk == chunks - 1 for state in tracked.progress.states)
         ],
+        last_chunk=hashes[-HASH_BYTES:],
         hints=tracked.hints,
     )
 
