@@ -30,6 +30,7 @@ pytestmark = [
 
 MODEL = "qwen3"
 TEXT = "x" * 300  # So many tokens: two chunks of this model and some.
+RELEASE = "hybridkv.release"
 TTL = "kv_retention_ttl_seconds"
 EPHEMERAL = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 USER = [{"role": "user", "content": TEXT}]
@@ -44,7 +45,7 @@ OWN = {
     "hybridkv.read": False,
     "hybridkv.write": False,
     "hybridkv.retain_seconds": 600,
-    "hybridkv.release": True,
+    RELEASE: True,
     "hybridkv.demote": True,
     "hybridkv.priority": "low",
     "hybridkv.prefetch_in_seconds": 20,
@@ -167,18 +168,37 @@ def test_hints_reach_the_daemon_in_every_form_and_no_mistake_is_an_error(
             assert asked.hints(path, body, {"kv_transfer_params": params}) == NO_HINTS
     for path in ("/v1/chat/completions", "/v1/messages"):
         assert asked.hints(path, ENDPOINTS[path], {"messages": MARKED}) == NO_HINTS
+
+    def heard(message: str) -> float:
+        return stats(daemon.socket_path)[f"requests_{message}"]
+
     # Each form of TAKEN retains at the lookup, unless it does not read, and says something at its
     # end. OWN releases then.
-    assert stats(daemon.socket_path)["requests_advise"] == len(ENDPOINTS) * (2 * len(TAKEN) - 1)
-    assert stats(daemon.socket_path)["requests_prefetch"] == len(ENDPOINTS)
-    assert asked.counted("hints_mistaken") == len(ENDPOINTS) * len(MISTAKEN)
+    advised, mistaken = len(ENDPOINTS) * (2 * len(TAKEN) - 1), len(ENDPOINTS) * len(MISTAKEN)
+    until(lambda: heard("advise") >= advised, "the daemon hears of each")
+    until(lambda: heard("prefetch") >= len(ENDPOINTS), "it hears of each that goes on")
+    until(lambda: asked.counted("hints_mistaken") >= mistaken, "mistakes are counted")
+    assert (heard("advise"), heard("prefetch")) == (advised, len(ENDPOINTS))
+    assert asked.counted("hints_mistaken") == mistaken
+
+    completion = ENDPOINTS["/v1/completions"]
+
+    def retained_bytes() -> float:
+        return stats(daemon.socket_path)["retained_bytes"]
+
+    retain, release = {"hybridkv.retain_seconds": 600}, {RELEASE: True}
+    asked.hints("/v1/completions", completion, {"kv_transfer_params": retain})
+    until(lambda: retained_bytes() > 0, "the prompt is retained")
+    asked.hints("/v1/completions", completion, {"kv_transfer_params": release})
+    until(lambda: retained_bytes() == 0, "it is released")
 
     long = {"hybridkv.retain_seconds": 1e300, "hybridkv.prefetch_in_seconds": 2**63}
     longest = Hints(retain_seconds=RETAIN_SECONDS_MAX, prefetch_in_seconds=PREFETCH_SECONDS_MAX)
-    completion = ENDPOINTS["/v1/completions"]
     assert asked.hints("/v1/completions", completion, {"kv_transfer_params": long}) == longest
+    until(lambda: asked.counted("hints_shortened") >= 2, "times that were shortened are counted")
     assert asked.counted("hints_shortened") == 2
     before = asked.counted("hints_mistaken")
     many = {f"hybridkv.pin{number}": True for number in range(100_000)}
     assert asked.hints("/v1/completions", completion, {"kv_transfer_params": many}) == NO_HINTS
-    assert before < asked.counted("hints_mistaken") <= before + 100
+    until(lambda: asked.counted("hints_mistaken") > before, "some of many mistakes are counted")
+    assert asked.counted("hints_mistaken") <= before + 100
