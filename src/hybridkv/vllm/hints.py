@@ -53,6 +53,7 @@ class _Reader:
         self.said: dict[str, Any] = {}
         self.mistakes: list[HintMistake] = []
         self.shortened = 0
+        self.directives_left = DIRECTIVES_MAX
 
     def read_flag(self, hint: str, name: str, value: object) -> None:
         """Read true or false. Another value is taken for false."""
@@ -111,7 +112,8 @@ class _Reader:
         as long as anything is retained.
         """
         directives = payload.get("directives", [payload])
-        found = directives[:DIRECTIVES_MAX] if isinstance(directives, list) else []
+        found = directives[: self.directives_left] if isinstance(directives, list) else []
+        self.directives_left -= len(found)
         found = [directive for directive in found if isinstance(directive, Mapping)]
         kept = [directive for directive in found if directive.get("priority") != 0]
         times: list[float] = []
@@ -173,7 +175,7 @@ def read_hints(request: Any) -> ReadHints:
     ['no_write']
     """
     params = getattr(request, "kv_transfer_params", None)
-    envelope = getattr(request, "kv_hints", None)  # Since vLLM 0.32.
+    envelope = getattr(request, "kv_hints", None)  # Since vLLM 0.31.
     extra_args = getattr(getattr(request, "sampling_params", None), "extra_args", None)
     if not params and not extra_args and envelope is None:
         return NO_FORM

@@ -217,7 +217,7 @@ def test_the_work_has_a_bound_whatever_is_sent() -> None:
     assert len(found.mistakes) < 100
     actions: Any = [("kv.unheard", {})] * 1_000_000
     assert len(read(actions=actions).mistakes) < 100
-    directives: Any = [("kv.retain", {"directives": [{"duration": -1}] * 1_000_000})]
+    directives: Any = [("kv.retain", {"directives": [{"duration": -1}] * 100_000})] * 1000
     assert len(read(actions=directives).mistakes) < 200
     deep = {"agentic_context": "[" * 1_000_000}
     assert read(None, deep).hints == NO_HINTS
