@@ -38,7 +38,7 @@ def check_daemon(daemon: Daemon) -> None:
     pins.update(slot for lookup in daemon.promotion.lookups.values() for slot in lookup.held)
     prefetch = daemon.promotion.prefetch
     pins.update(prefetch.held if prefetch is not None else ())
-    check_prefetches(daemon.prefetches, daemon.promotion)
+    check_prefetches(daemon.prefetches, daemon.promotion, daemon.store)
     pins.update(check_demotion(daemon.demotion, len(daemon.store)))
     assert all(slot.pins == count for slot, count in pins.items())
     writing |= {read.slot for read in daemon.promotion.reads.running.values()}
@@ -71,7 +71,7 @@ def check_promotion(promotion: Promotion, store: Store) -> None:
                 assert lookup.node_wait.over_at() <= lookup.request.deadline
 
 
-def check_prefetches(prefetches: Prefetches, promotion: Promotion) -> None:
+def check_prefetches(prefetches: Prefetches, promotion: Promotion, store: Store) -> None:
     """Check the counts of prefetches that wait, and that the one that runs does not stand still."""
     waiting = prefetches.waiting.values()
     prompts = [prefetch.prompt for prefetch in waiting if prefetch.prompt is not None]
@@ -94,7 +94,7 @@ def check_prefetches(prefetches: Prefetches, promotion: Promotion) -> None:
         case Wait.TIER:
             assert running.needs[0].tier.running or waits_for_lookups
         case Wait.SLOT:
-            assert running.reads or promotion.reads.running
+            assert running.reads or store.is_growing
         case wait:
             assert wait is Wait.OBJECTS
             assert running.reads

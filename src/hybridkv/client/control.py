@@ -7,6 +7,7 @@ import os
 import select
 import stat
 import time
+from collections.abc import Sequence
 from typing import TypeVar
 
 from msgspec import structs
@@ -108,6 +109,20 @@ class ControlClient:
     def explain(self, request_id: str) -> wire.Explained:
         """Return the course of a request, where the daemon knows it, and the latest requests."""
         return self._ask(wire.Explain(next(self._ids), request_id[: wire.TEXT_MAX]), wire.Explained)
+
+    def start_prefetch(self, request_id: str, family: bytes, in_ms: int) -> wire.Prefetching:
+        """Prefetch the prompt of a request, or with `family` those that begin so (StartPrefetch).
+
+        Returns what became of each so far.
+        """
+        request_id = request_id[: wire.TEXT_MAX]
+        request = wire.StartPrefetch(next(self._ids), request_id, family, in_ms)
+        return self._ask(request, wire.Prefetching)
+
+    def read_prefetches(self, numbers: Sequence[int]) -> list[wire.PrefetchStatus]:
+        """Return what became of prefetches, without those that the daemon has forgotten."""
+        request = wire.ReadPrefetches(next(self._ids), [*numbers])
+        return self._ask(request, wire.Prefetching).prefetches
 
     def engines(self) -> list[wire.WireEngine]:
         """Return every session that an engine has with the daemon."""

@@ -9,9 +9,16 @@ from msgspec.structs import replace
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import largest_hit, whole_hit
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.tails import tail_chunk, units_per_chunk
+from hybridkv.core.tails import tail_chunk
 from hybridkv.daemon import prefetch_requests, slot_requests
-from hybridkv.daemon.sessions import ClientConnection, CountedLookup, Lease, RequestError, Session
+from hybridkv.daemon.sessions import (
+    ClientConnection,
+    CountedLookup,
+    Lease,
+    RequestError,
+    Session,
+    check_names,
+)
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.subscriptions import OutgoingMessage
 from hybridkv.daemon.view import DaemonView
@@ -245,13 +252,7 @@ class Daemon(DaemonState):
     def _check_lookup(self, connection: ClientConnection, lookup: wire.Lookup) -> None:
         """Raise RequestError where a lookup cannot be answered as it is."""
         session = connection.session
-        if len(lookup.hashes) % HASH_BYTES:
-            fault = f"{len(lookup.hashes)} bytes are no whole number of hashes"
-            raise RequestError(ErrorCode.HASHES, fault)
-        has_tails = units_per_chunk(session.geometry) > 1
-        if lookup.tails and (len(lookup.tails) % HASH_BYTES or not has_tails):
-            fault = f"{len(lookup.tails)} bytes are no names of tails of this session's chunks"
-            raise RequestError(ErrorCode.HASHES, fault)
+        check_names(session.geometry, lookup.hashes, lookup.tails)
         is_waiting = self.promotion.is_waiting(connection.number, lookup.lease)
         is_taken = is_waiting or lookup.lease in session.leases
         if lookup.audit_lease:

@@ -1,19 +1,17 @@
 """Requests about prefetches: by an engine, which expects a prompt, and by commands."""
 
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.daemon.sessions import ClientConnection, RequestError
+from hybridkv.daemon.sessions import ClientConnection, check_names
 from hybridkv.daemon.state import DaemonState
 from hybridkv.tiers.prefetches import PromptNames
 from hybridkv.wire import messages as wire
 from hybridkv.wire.messages import BATCH_MAX, PREFETCHED_MAX
-from hybridkv.wire.protocol import ErrorCode
 
 
 def prefetch(state: DaemonState, connection: ClientConnection, request: wire.Prefetch) -> None:
     """Expect a prompt of the session's identity. Raises RequestError."""
     session = connection.session
-    if len(request.hashes) % HASH_BYTES or len(request.tails) % HASH_BYTES:
-        raise RequestError(ErrorCode.HASHES)
+    check_names(session.geometry, request.hashes, request.tails)
     hashes = request.hashes[: BATCH_MAX // len(session.geometry.groups) * HASH_BYTES]
     # No hit ends inside a chunk after those that are named.
     tails = request.tails if request.tails_from <= len(hashes) // HASH_BYTES else b""
