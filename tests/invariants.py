@@ -14,13 +14,15 @@ from hybridkv.daemon.sessions import Sessions
 from hybridkv.shm.slots import SLOT_ALIGN, SlotState
 from hybridkv.store.eviction import PROTECTED, EvictionQueue
 from hybridkv.store.extents import Extents
-from hybridkv.store.index import IndexEntry, Namespace, Slot
+from hybridkv.store.index import IndexEntry, Namespace, RetainedChunk, Slot
+from hybridkv.store.retention import RAM_SHARE
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import HELD_SHARE, Demotion
 from hybridkv.tiers.disk.files import BLOCK_BYTES
 from hybridkv.tiers.disk.index import FileIndex
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import TMP
+from hybridkv.tiers.prefetches import NAMES_BYTES_MAX, PREFETCHES_MAX, Prefetches
 from hybridkv.tiers.promises import Promises
 from hybridkv.tiers.promotion import Promotion, Wait
 
@@ -34,6 +36,9 @@ def check_daemon(daemon: Daemon) -> None:
     check_promotion(daemon.promotion, daemon.store)
     check_promises(daemon.promises)
     pins.update(slot for lookup in daemon.promotion.lookups.values() for slot in lookup.held)
+    prefetch = daemon.promotion.prefetch
+    pins.update(prefetch.held if prefetch is not None else ())
+    check_prefetches(daemon.prefetches, daemon.promotion, daemon.store)
     pins.update(check_demotion(daemon.demotion, len(daemon.store)))
     assert all(slot.pins == count for slot, count in pins.items())
     writing |= {read.slot for read in daemon.promotion.reads.running.values()}
@@ -64,6 +69,35 @@ def check_promotion(promotion: Promotion, store: Store) -> None:
             case Wait.NODES:
                 assert lookup.node_wait is not None
                 assert lookup.node_wait.over_at() <= lookup.request.deadline
+
+
+def check_prefetches(prefetches: Prefetches, promotion: Promotion, store: Store) -> None:
+    """Check the counts of prefetches that wait, and that the one that runs does not stand still."""
+    waiting = prefetches.waiting.values()
+    prompts = [prefetch.prompt for prefetch in waiting if prefetch.prompt is not None]
+    assert len(prompts) == len(waiting) <= PREFETCHES_MAX
+    assert prefetches.names_bytes == sum(prompt.size_bytes for prompt in prompts)
+    assert prefetches.names_bytes <= NAMES_BYTES_MAX
+    assert {prompt.key for prompt in prompts} == prefetches.by_prompt.keys()
+    assert promotion.reads.expected_room_bytes >= 0
+    running = promotion.prefetch
+    assert (running is None) is (prefetches.running is None)
+    if running is None or running.shortfalls:
+        return
+    finds = [question.lookup for question in promotion.questions.values()]
+    finds += chain.from_iterable(promotion.turns.values())
+    assert running.finds == finds.count(running)
+    waits_for_lookups = bool(promotion.lookups)
+    match running.story[-1]:
+        case Wait.ANSWERS:
+            assert running.finds or waits_for_lookups
+        case Wait.TIER:
+            assert running.needs[0].tier.running or waits_for_lookups
+        case Wait.SLOT:
+            assert running.reads or store.is_growing
+        case wait:
+            assert wait is Wait.OBJECTS
+            assert running.reads
 
 
 def check_promises(promises: Promises) -> None:
@@ -126,10 +160,53 @@ def check_store(store: Store) -> None:
         _check_namespace(namespace)
     assert set(entries) == {slot for namespace in namespaces for slot in namespace.slots_by_chunk()}
     check_queue(store.queue, Slot.is_evictable, entries)
+    assert store.expected <= entries.keys()
+    assert store.expected_bytes == sum(slot.size_bytes for slot in store.expected)
+    assert not any(slot.is_read for slot in store.expected)
     for tenant, queue in store.tenant_queues.items():
         check_queue(queue, Slot.is_evictable, [slot for slot in entries if slot.tenant == tenant])
         theirs = [slot for slot in store.slots.values() if slot.tenant == tenant]
         assert 0 < store.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
+    check_retention(store, entries)
+
+
+def check_retention(store: Store, slots: Iterable[Slot]) -> None:
+    """Check that the shares bound what is retained, with all that stays because of that."""
+    retention = store.retention
+    chunks = {chunk for _, _, chunk in retention.due if chunk.is_remembered()}
+    for chunk in list(chunks):
+        while chunk.before is not None and chunk.before.is_remembered():
+            chunk = chunk.before
+            chunks.add(chunk)
+    assert len(chunks) == len(retention)
+    assert retention.stale == sum(number != chunk.entry for _, number, chunk in retention.due)
+    charged, followers = Counter[int](), Counter(chunk.before for chunk in chunks)
+    for chunk in chunks:
+        charged[chunk.tenant] += chunk.charged_bytes
+        assert chunk.followers >= followers[chunk]
+        assert chunk.entry or chunk.followers
+        _check_retained(chunk)
+    assert +charged == retention.charged
+    assert charged.total() == retention.charged_bytes <= store.bound_bytes // RAM_SHARE
+    assert all(size <= retention.share_bytes(tenant) for tenant, size in charged.items())
+    retained = [slot for slot in slots if slot.is_retained]
+    assert store.queue.retained_bytes == sum(slot.size_bytes for slot in retained)
+    assert store.queue.retained_bytes <= retention.charged_bytes
+    for slot in retained:
+        assert slot.entry is not None
+        assert slot.entry.namespace.retained[slot.entry.chunk_hash].is_kept
+
+
+def _check_retained(chunk: RetainedChunk) -> None:
+    entry = chunk.namespace.entries.get(chunk.chunk_hash)
+    slots = [slot for slot in entry.slots if slot is not None] if entry is not None else []
+    if not chunk.is_kept:
+        assert not chunk.charged_bytes
+        assert not any(slot.is_retained for slot in slots)
+        return
+    others = [slot.size_bytes for slot in slots if slot.is_retained and not slot.is_prefix]
+    assert chunk.charged_bytes == chunk.namespace.prefix_bytes + sum(others)
+    assert all(slot.is_retained for slot in slots if slot.is_prefix)
 
 
 def _check_slots(store: Store) -> None:

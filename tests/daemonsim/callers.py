@@ -71,6 +71,8 @@ class Habits:
     """Whether every second lookup asks for a live audit."""
     consumers: bool = False
     """Whether lookups say that another engine computes the prompt."""
+    expects: bool = False
+    """Whether engines say which prompts they expect."""
     misbehave: frozenset[str] = frozenset()
     """Of "late" and "twice" (commits), "fail" (stores that a rank does not do)."""
 

@@ -26,6 +26,7 @@ from hybridkv.wire.messages import (
     Hello,
     Identify,
     Lookup,
+    Prefetch,
     Release,
     Reply,
     ReportAudit,
@@ -243,6 +244,8 @@ class Scheduler(Client):
                 self._take(reply, plan_loads, plan_stores)
             if self._promised and self.rng.random() < 0.4:
                 self._speak_of_promise()
+            if self.scene.habits.expects and not self.scene.calm and self.rng.random() < 0.2:
+                self._expect_prompt()
             if self._asked and max(self.scene.habits.waits_ms) and self.rng.random() < 0.1:
                 self._give_up()
             if (
@@ -317,6 +320,11 @@ class Scheduler(Client):
         self._calls.give_up(self._asked.pop(lease).id, lease)
         self._given_up.add(lease)
         self.scene.counts["lookups_given_up"] += 1
+
+    def _expect_prompt(self) -> None:
+        """Say that a prompt will come, which may be true."""
+        hashes = prompt_hashes(self.rng.randrange(PROMPTS))[: self.rng.randrange(1, CHUNKS + 1)]
+        self._calls.tell(Prefetch(b"".join(hashes), self.rng.choice((0, 100, 3000, 4_000_000))))
 
     def _speak_of_promise(self) -> None:
         """A prompt begins to be computed, or is stored as far as it will be."""

@@ -18,6 +18,7 @@ from hybridkv.wire.messages import (
     Identify,
     ListEngines,
     Lookup,
+    Prefetch,
     Release,
     Report,
     Stats,
@@ -89,6 +90,7 @@ class Seeker(Client):
         self._lease = 0
         self._tries = 0
         self._has_no_room = False
+        self._is_expected = False  # Whether the daemon expects the next prompt.
         self._before: list[bytes] = []
 
     @property
@@ -106,9 +108,15 @@ class Seeker(Client):
             if identity != self._identity:
                 self._identity = identity
                 self._calls.ask(lambda number: Identify(number, identity), Done)
+            hashes = b"".join(prompt_hashes(prompt))
+            if self.scene.habits.expects and self.rng.random() < 0.5:
+                if not self._is_expected:
+                    self._calls.tell(Prefetch(hashes))
+                self._is_expected = True
+                return
+            self._is_expected = False
             self._before = self._expects(self._geometry, identity, prompt_hashes(prompt))
             self._lease += 1
-            hashes = b"".join(prompt_hashes(prompt))
             self._calls.ask(lambda number: Lookup(number, self._lease, hashes, 20_000), Found)
 
     def _take(self, found: Found) -> None:

@@ -60,6 +60,10 @@ BEHAVIOURS = (
     "asked_again",
     "records_put",
     "records_audited",
+    "prefetches_absent",
+    "prefetches_needless",
+    "prefetches_whole",
+    "prefetched_hit",
 )
 """Counts that the seeds must reach together."""
 RARE = (
@@ -74,6 +78,8 @@ RARE = (
     "jobs_discard",
     "logins_changed",
     "logins_refused",
+    "prefetches_pressure",
+    "prefetches_bound",
 )
 """Counts that few seeds reach."""
 NOT_HERE = {

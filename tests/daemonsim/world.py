@@ -31,6 +31,7 @@ from tests.daemonsim.oracle import (
     shape_of,
 )
 from tests.daemonsim.others import Liars, Operator, Seeker
+from tests.daemonsim.prefetched import Prefetched
 from tests.daemonsim.system import EPOCH_MS, SECOND, Delays, System
 from tests.daemonsim.tiers import CALLS, ILLS, SimThreads, TierMaker, Vault, WrongError, make_record
 from tests.invariants import check_daemon
@@ -178,6 +179,7 @@ class World:
             # By the seed and not by a draw, so that other seeds stay what they were.
             audits=seed % 4 == 1,
             consumers=seed % 3 == 1,
+            expects=seed % 5 in (0, 3),
         )
         self._scene = Scene(system, self._books, habits, self.counts)
         models = rng.sample(sorted(GEOMETRIES), rng.choice((1, 1, 2, 3)))
@@ -208,6 +210,7 @@ class World:
         self._protocol = Protocol(system, self._books)
         system.on_start = self._protocol.attend
         self._waits = Waits(system)
+        self._prefetched = Prefetched(system)
         self._vaults: list[Vault] = []
         if draw.tiers:
             self._have_tiers()
@@ -242,6 +245,7 @@ class World:
     def _attend(self, server: loop.DaemonServer) -> None:
         self._protocol.attend(server)
         self._waits.attend(server)
+        self._prefetched.attend(server)
 
     def run(self) -> dict[str, Any]:
         """Run the seed. Returns its counts, and the digest of all that happened."""
@@ -354,6 +358,7 @@ class World:
         promotion, demotion = server.daemon.promotion, server.daemon.demotion
         held = (
             promotion.lookups,
+            (promotion.prefetch,) if promotion.prefetch is not None else (),
             promotion.reads.running,
             promotion.waiters,
             promotion.questions,
@@ -365,6 +370,15 @@ class World:
         )
         assert not any(held), f"LEAK: {held}"
         self._audit_vaults()
+        self._count_prefetches()
+
+    def _count_prefetches(self) -> None:
+        """Add what became of the prefetches of the daemon's life."""
+        daemon = self._daemon()
+        for state, number in daemon.prefetches.ended.items():
+            self.counts[f"prefetches_{state}"] += number
+        self.counts["prefetched_hit"] += daemon.store.expected_hit
+        self.counts["prefetched_evicted"] += daemon.store.expected_evicted
 
     def _settle(self) -> None:
         """Wait until the tiers' threads have ended their jobs."""
@@ -374,8 +388,11 @@ class World:
         def is_over() -> bool:
             assert system.now < deadline, "STALL: a tier's thread does not end"
             lines = self._daemon().tiers if system.server is not None else ()
-            return system.server is not None and all(
-                job.kind is JobKind.TEND for line in lines for job in line.running
+            is_running = system.server is not None and self._daemon().prefetches.running is not None
+            return (
+                system.server is not None
+                and not is_running
+                and all(job.kind is JobKind.TEND for line in lines for job in line.running)
             )
 
         self._go_on(is_over)
@@ -423,6 +440,7 @@ class World:
         self._check()
         assert system.server is not None
         assert all(not slot.pins for slot in system.server.daemon.store.slots.values())
+        self._count_prefetches()
         self._audit_vaults()
 
     def _sound(self, geometry: Geometry, identity: bytes, hashes: tuple[bytes, ...]) -> list[bytes]:
@@ -455,6 +473,7 @@ class World:
         check_daemon(daemon)
         self._protocol.check()
         self._waits.check()
+        self._prefetched.check()
         self._books.jobs()
         store = daemon.store
         assert (

@@ -28,8 +28,8 @@ from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT
 from hybridkv.lab.judging import NOISE_MIN, answer_deviation, answer_of
 from hybridkv.lab.models import bundled_environment, bundled_models
 from hybridkv.shm.arena import SHM_DIR
+from hybridkv.vllm.hints import READ, WRITE
 from hybridkv.vllm.hook_guard import FAULTS, FAULTS_MAX, QUARANTINED, SWITCHED_OFF
-from hybridkv.vllm.transfer_params import READ, WRITE
 from tests.engine.soak import ONE_THREAD
 from tests.engine.support import arguments_of, prompt, stats
 from tests.waiting import until

@@ -29,7 +29,9 @@ from hybridkv.wire.messages import (
     ListEngines,
     Lookup,
     Pending,
+    Prefetch,
     ReadAnnouncements,
+    ReadPrefetches,
     Release,
     Reply,
     ReportCorrupt,
@@ -41,6 +43,7 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     Reserve,
     Reserved,
+    StartPrefetch,
     Stats,
     Subscribe,
     Welcome,
@@ -232,11 +235,14 @@ class Liar:
             lambda peer: ReportMapping(self._rng.random() < 0.5),
             lambda peer: Stats(self._id()),
             lambda peer: ListEngines(self._id()),
+            self._start_prefetch,
+            lambda peer: ReadPrefetches(self._id(), [self._rng.choice(NUMBERS[:-2]), 1, 2]),
         ]
         """Messages that workers and control connections may send. Most others are refused there."""
         makers: dict[Callable[[Peer], Request], float] = {
             self._hello: 1,
             self._lookup: 20,
+            self._prefetch: 2,
             self._reserve: 12,
             self._commit: 24,
             self._free: 4,
@@ -409,6 +415,22 @@ class Liar:
             else rng.choice((-1, 30_001, 1 << 63))
         )
         return Lookup(self._id(), lease, hashes, wait_ms, rng.choice((0, 1, 10_000, 1 << 62)))
+
+    def _prefetch(self, peer: Peer) -> Prefetch:
+        rng = self._rng
+        hashes = b"".join(HASHES[: rng.randrange(len(HASHES) + 1)])
+        tails = b"".join(rng.sample(HASHES, rng.randrange(3)))
+        return Prefetch(
+            hashes[: rng.choice((None, None, None, 5))],
+            rng.choice((0, 1, 100, *NUMBERS[:-2])),
+            tails,
+            rng.choice((0, 1, *NUMBERS[:-2])),
+        )
+
+    def _start_prefetch(self, peer: Peer) -> StartPrefetch:
+        rng = self._rng
+        family = rng.choice(HASHES)[: rng.choice((0, 1, 32))]
+        return StartPrefetch(self._id(), rng.choice(("", "r", "0")), family, rng.choice((0, 100)))
 
     def _reserve(self, peer: Peer) -> Reserve:
         rng = self._rng

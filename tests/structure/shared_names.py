@@ -59,14 +59,16 @@ SHARED_NAMES = (
         "DeviceBench HostBench",
     ),
     SharedNames(
-        "The whole chunks of a lookup, or of its hit.", "chunks", "Found Hit LookupRequest"
+        "The whole chunks of a lookup or prompt, or of a hit.",
+        "chunks",
+        "Found Hit LookupRequest PromptNames",
     ),
     SharedNames("The same with the slots of one node for tickets.", "on_node", "CopyRun NodePlans"),
     SharedNames("A cache serves the prompts of a trace.", "serve", "TraceReplay UnlimitedCache"),
     SharedNames(
         "The daemon's loop calls its parts, and sleeps until the first of them has work.",
         "tick wakes_at",
-        "Daemon DaemonView Demotion Promotion TierState",
+        "AdviceQueue Daemon DaemonView Demotion Prefetches Promotion TierState",
     ),
     SharedNames("An EvictionQueue evicts only what may go.", "is_evictable", "FileIndex Slot"),
     SharedNames("An object gives back what it holds, and is used no more.", "close"),

@@ -43,6 +43,11 @@ COMMANDS = {
     "stats": CommandEntry("control", "print the daemon's counters"),
     "top": CommandEntry("top", "show what the daemon does, live; w wraps lines, q ends it"),
     "explain": CommandEntry("control", "say what became of a request, and why"),
+    "pin": CommandEntry("pins", "keep a prompt or a tenant's prompts in RAM for a time"),
+    "unpin": CommandEntry("pins", "let what is kept in RAM go again"),
+    "prefetch": CommandEntry(
+        "prefetch", "bring a prompt from tiers into RAM before it is asked for"
+    ),
     "fsck": CommandEntry(
         "bundle", "prove every object in a directory, and put right what is wrong"
     ),

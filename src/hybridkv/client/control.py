@@ -7,7 +7,10 @@ import os
 import select
 import stat
 import time
+from collections.abc import Sequence
 from typing import TypeVar
+
+from msgspec import structs
 
 from hybridkv.client.link import Link
 from hybridkv.core.errors import HybridKVError, RemediedError
@@ -107,9 +110,27 @@ class ControlClient:
         """Return the course of a request, where the daemon knows it, and the latest requests."""
         return self._ask(wire.Explain(next(self._ids), request_id[: wire.TEXT_MAX]), wire.Explained)
 
+    def start_prefetch(self, request_id: str, family: bytes, in_ms: int) -> wire.Prefetching:
+        """Prefetch the prompt of a request, or with `family` those that begin so (StartPrefetch).
+
+        Returns what became of each so far.
+        """
+        request_id = request_id[: wire.TEXT_MAX]
+        request = wire.StartPrefetch(next(self._ids), request_id, family, in_ms)
+        return self._ask(request, wire.Prefetching)
+
+    def read_prefetches(self, numbers: Sequence[int]) -> list[wire.PrefetchStatus]:
+        """Return what became of prefetches, without those that the daemon has forgotten."""
+        request = wire.ReadPrefetches(next(self._ids), [*numbers])
+        return self._ask(request, wire.Prefetching).prefetches
+
     def engines(self) -> list[wire.WireEngine]:
         """Return every session that an engine has with the daemon."""
         return self._ask(wire.ListEngines(next(self._ids)), wire.Engines).engines
+
+    def pin_chunks(self, request: wire.Pin) -> wire.Pinned:
+        """Pin or unpin what a request names, if it names anything. Returns all pins."""
+        return self._ask(structs.replace(request, id=next(self._ids)), wire.Pinned)
 
     def clear_objects(self, tiers: bool = False) -> int:
         """Drop every object, and with `tiers` begin to empty the tiers below RAM.

@@ -54,6 +54,11 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "stores_shed": counter(
         "Objects that were not stored, or not yet, by reason.", labels=("reason",)
     ),
+    "hints": counter(
+        "Requests that asked something of the cache, by hint (no_read, no_write, retain, release, "
+        "demote, low_priority, prefetch).",
+        labels=("hint",),
+    ),
     "faults": counter(
         "Errors inside the connector that were kept from the engine, by hook.", labels=("hook",)
     ),
@@ -112,6 +117,8 @@ DEVICE_STORE_BYTES = Metric("device_copy_bytes", ("store",))
 DEVICE_LOAD_BYTES = Metric("device_copy_bytes", ("load",))
 DEVICE_STORE_SECONDS = Metric("device_copy_seconds", ("store",))
 DEVICE_LOAD_SECONDS = Metric("device_copy_seconds", ("load",))
+HINTS_MISTAKEN = event("hints_mistaken")
+HINTS_SHORTENED = event("hints_shortened")
 DAEMON_CONNECTS = event("daemon_connects")
 DAEMON_LOSSES = event("daemon_losses")
 SLOTS_CONDEMNED = Metric("condemned_slots")
@@ -129,7 +136,6 @@ PLAN_FAILED = event("plan_failed")
 RANK_LOADS_FAILED = event("rank_loads_failed")
 REMOVALS_OVERFLOWED = event("removals_overflowed")
 STATS_MALFORMED = event("stats_malformed")
-WISHES_MISTAKEN = event("wishes_mistaken")
 WORKERS_DISABLED = event("workers_disabled")
 
 
@@ -157,6 +163,11 @@ class Shed(StrEnum):
 def stores_shed(reason: Shed) -> Metric:
     """Return the counter of the objects that were not stored for this reason."""
     return Metric("stores_shed", (reason.value,))
+
+
+def hinted(hint: str) -> Metric:
+    """Return the counter of the requests with this hint (`core.hints.Hints.asked_names`)."""
+    return Metric("hints", (hint,))
 
 
 def declined(reason: Decline) -> Metric:

@@ -12,6 +12,14 @@ class EvictionClass(IntEnum):
     UNLIKELY = 3  # As INTERIOR, and tiers are not given it before a hit reads it.
 
 
+class Advice(StrEnum):
+    """The wish of an engine about chunks of a prompt. It is a field of `wire.messages.Advise`."""
+
+    RETAIN = "retain"  # Keep them in RAM for a time.
+    RELEASE = "release"  # Their session has ended: evict first what only its prompt has.
+    DEMOTE = "demote"  # As RELEASE, after tiers below RAM have them.
+
+
 class EvictionPolicy(StrEnum):
     """The values of `hybridkv serve --eviction`."""
 

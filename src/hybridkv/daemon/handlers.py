@@ -9,9 +9,16 @@ from msgspec.structs import replace
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.coverage import largest_hit, whole_hit
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.tails import tail_chunk, units_per_chunk
-from hybridkv.daemon import slot_requests
-from hybridkv.daemon.sessions import ClientConnection, CountedLookup, Lease, RequestError, Session
+from hybridkv.core.tails import tail_chunk
+from hybridkv.daemon import prefetch_requests, slot_requests
+from hybridkv.daemon.sessions import (
+    ClientConnection,
+    CountedLookup,
+    Lease,
+    RequestError,
+    Session,
+    check_names,
+)
 from hybridkv.daemon.state import DaemonState
 from hybridkv.daemon.subscriptions import OutgoingMessage
 from hybridkv.daemon.view import DaemonView
@@ -20,6 +27,7 @@ from hybridkv.store.store import Store
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobKind, JobOutcome, TierJob
 from hybridkv.tiers.object_search import LookupKey, LookupRequest, ObjectSearch
+from hybridkv.tiers.prefetches import PromptNames
 from hybridkv.tiers.promotion import WaitingLookup
 from hybridkv.tiers.resident import ResidentHit, resident_hit, resident_of
 from hybridkv.wire import messages as wire
@@ -56,6 +64,10 @@ class Daemon(DaemonState):
             wire.Release: self._release,
             wire.Computing: self._computing,
             wire.Computed: self._computed,
+            wire.Advise: self._advise,
+            wire.Prefetch: partial(prefetch_requests.prefetch, self),
+            wire.StartPrefetch: partial(prefetch_requests.start, self),
+            wire.ReadPrefetches: partial(prefetch_requests.read, self),
             wire.Reserve: partial(slot_requests.reserve, self),
             wire.Commit: partial(slot_requests.commit, self),
             wire.Free: partial(slot_requests.free, self),
@@ -67,6 +79,7 @@ class Daemon(DaemonState):
             wire.Stats: self._stats,
             wire.ListEngines: self._list_engines,
             wire.Clear: partial(slot_requests.clear, self),
+            wire.Pin: self._pin,
         }
 
     # Events
@@ -85,6 +98,8 @@ class Daemon(DaemonState):
         for tier in self.tiers:
             tier.tick(now)
         self._answer_waiting(self.promotion.tick(now))
+        self.advice.tick(now)
+        self.prefetches.tick(now)
         if self.tiers:
             self.demotion.tick(now)
         self.outgoing.extend(self.subscriptions.take_due(now))
@@ -94,6 +109,8 @@ class Daemon(DaemonState):
         """Return when `tick` has something to do, if no event comes before."""
         return min(
             self.promotion.wakes_at(),
+            self.advice.wakes_at(),
+            self.prefetches.wakes_at(),
             self.demotion.wakes_at(),
             self.view.wakes_at(),
             *(tier.wakes_at() for tier in self.tiers),
@@ -209,7 +226,12 @@ class Daemon(DaemonState):
             audit_lease=lookup.audit_lease,
             promises=lookup.promises,
             computed_elsewhere=lookup.computed_elsewhere,
+            is_scan=lookup.is_scan,
         )
+        if self.tiers and hashes:
+            self.recent_prompts.remember_prompt(
+                PromptNames(namespace, geometry, hashes, lookup.tails, lookup.tails_from)
+            )
         last = tail_chunk(geometry, lookup.tails_from, tails - 1) if hit.tail < tails else -1
         shortfall, known = "", masks
         is_short = hit.chunks < len(resident.entries) or last >= hit.chunks
@@ -230,13 +252,7 @@ class Daemon(DaemonState):
     def _check_lookup(self, connection: ClientConnection, lookup: wire.Lookup) -> None:
         """Raise RequestError where a lookup cannot be answered as it is."""
         session = connection.session
-        if len(lookup.hashes) % HASH_BYTES:
-            fault = f"{len(lookup.hashes)} bytes are no whole number of hashes"
-            raise RequestError(ErrorCode.HASHES, fault)
-        has_tails = units_per_chunk(session.geometry) > 1
-        if lookup.tails and (len(lookup.tails) % HASH_BYTES or not has_tails):
-            fault = f"{len(lookup.tails)} bytes are no names of tails of this session's chunks"
-            raise RequestError(ErrorCode.HASHES, fault)
+        check_names(session.geometry, lookup.hashes, lookup.tails)
         is_waiting = self.promotion.is_waiting(connection.number, lookup.lease)
         is_taken = is_waiting or lookup.lease in session.leases
         if lookup.audit_lease:
@@ -249,6 +265,9 @@ class Daemon(DaemonState):
         """Answer lookups whose wait for tiers has ended, from what RAM has now."""
         for waiting in ended:
             request = waiting.request
+            if request.is_prefetch:
+                self.prefetches.on_prefetch_read(waiting, self.now)
+                continue
             resident = resident_of(request)
             self.waits.add_duration(self.now - request.asked_at)
             known = waiting.search.masks()
@@ -290,8 +309,11 @@ class Daemon(DaemonState):
         )
         lease = None
         if hit.depth:
-            self.demotion.queue_hit(slots)
-            self.store.pin(slots, filter(None, resident.tail) if goes_on else ())
+            if request.is_scan:
+                self.store.hold(slots)
+            else:
+                self.demotion.queue_hit(slots)
+                self.store.pin(slots, filter(None, resident.tail) if goes_on else ())
             lease = Lease(slots, request.asked_at, request.tokens_per_second, opened_at=self.now)
             lease.lookup = CountedLookup(request, known_masks, hit)
             session.leases[request.lease] = lease
@@ -421,6 +443,9 @@ class Daemon(DaemonState):
     def _computed(self, connection: ClientConnection, computed: wire.Computed) -> None:
         self.promises.end_promise(LookupKey(connection.number, computed.lease))
 
+    def _advise(self, connection: ClientConnection, advise: wire.Advise) -> None:
+        self.advice.advise(connection, advise, self.now)
+
     # Questions of people and commands
 
     def _stats(self, _: ClientConnection, stats: wire.Stats) -> Reply:
@@ -439,6 +464,9 @@ class Daemon(DaemonState):
             for session in self.sessions.all
         ]
         return wire.Engines(request.id, engines)
+
+    def _pin(self, connection: ClientConnection, pin: wire.Pin) -> Reply:
+        return self.pins.answer(connection, pin, self.now)
 
     def _report_request(self, connection: ClientConnection, report: wire.ReportRequest) -> None:
         identity = connection.session.namespace.identity

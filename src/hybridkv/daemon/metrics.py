@@ -168,5 +168,39 @@ _CLIENTS: Mapping[str, MetricFamily] = {
         ),
     ),
 }
-DAEMON: Mapping[str, MetricFamily] = {**_LOOKUPS, **_STORES, **_CLIENTS}
+_PREFETCHES: Mapping[str, MetricFamily] = {
+    "prefetches_asked": counter(
+        "Prompts that were expected, by engines or commands.",
+        lambda daemon: daemon.prefetches.asked,
+    ),
+    "prefetches_begun": counter(
+        "Prefetches whose time came.", lambda daemon: daemon.prefetches.begun
+    ),
+    "prefetches_ended": counter(
+        "Prefetches by their end: whole, needless (RAM had it), absent (no tier has more than "
+        "RAM), or why they were cut.",
+        lambda daemon: daemon.prefetches.ended,
+        labels=("end",),
+    ),
+    "prefetches_refused": counter(
+        "Prefetches that were refused, by reason.",
+        lambda daemon: daemon.prefetches.refused,
+        labels=("reason",),
+    ),
+    "prefetches_waiting": gauge(
+        "Prefetches that wait for their time.", lambda d: len(d.prefetches)
+    ),
+    "prefetched_bytes": gauge(
+        "Bytes of prefetched objects in RAM that no lookup has hit yet.",
+        lambda daemon: daemon.store.expected_bytes,
+    ),
+    "prefetched_objects_hit": counter(
+        "Prefetched objects that a lookup hit.", lambda daemon: daemon.store.expected_hit
+    ),
+    "prefetched_objects_wasted": counter(
+        "Prefetched objects that were evicted before any lookup hit them.",
+        lambda daemon: daemon.store.expected_evicted,
+    ),
+}
+DAEMON: Mapping[str, MetricFamily] = {**_LOOKUPS, **_STORES, **_PREFETCHES, **_CLIENTS}
 """Their owner is the DaemonState."""

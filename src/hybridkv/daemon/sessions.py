@@ -17,6 +17,8 @@ from typing import NamedTuple
 from hybridkv.core.coverage import Hit, slot_shapes, whole_hit
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.tails import units_per_chunk
 from hybridkv.shm.trailer import PROCESSES_MAX, WorkerProcess
 from hybridkv.store.index import Namespace, Slot
 from hybridkv.store.store import Store
@@ -326,6 +328,16 @@ class Sessions:
             for slot in session.writing.values():
                 self._store.free_slot(slot)
             self.all.remove(session)
+
+
+def check_names(geometry: Geometry, hashes: bytes, tails: bytes) -> None:
+    """Raise RequestError where these are no names of chunks and of tails (wire.Lookup)."""
+    if len(hashes) % HASH_BYTES:
+        fault = f"{len(hashes)} bytes are no whole number of hashes"
+        raise RequestError(ErrorCode.HASHES, fault)
+    if tails and (len(tails) % HASH_BYTES or units_per_chunk(geometry) <= 1):
+        fault = f"{len(tails)} bytes are no names of tails of this session's chunks"
+        raise RequestError(ErrorCode.HASHES, fault)
 
 
 @lru_cache(maxsize=SESSIONS_MAX)

@@ -37,7 +37,10 @@ def reserve(
     )
     wanted = min(request.count, CHANGES_MAX)
     count = min(wanted, max(0, room) // size)
-    slots = state.store.grant(shape, count, owner_of(session.engine_id))
+    owner = owner_of(session.engine_id)
+    slots = state.store.grant(shape, count, owner)
+    if len(slots) < count and not state.store.is_growing and state.promotion.give_way():
+        slots += state.store.grant(shape, count - len(slots), owner)
     session.writing.update((slot.offset, slot) for slot in slots)
     session.writing_bytes += size * len(slots)
     state.counters["slots_granted"] += len(slots)

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridkv.core.junctions import Branches
+from hybridkv.daemon.advice import AdviceQueue
+from hybridkv.daemon.pins import PinList
+from hybridkv.daemon.recent_prompts import RecentPrompts
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.daemon.subscriptions import OutgoingMessage, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
@@ -12,6 +15,7 @@ from hybridkv.observe.history import Histogram, RequestHistory
 from hybridkv.store.store import Store
 from hybridkv.tiers.demotion import Demotion
 from hybridkv.tiers.health import TierState
+from hybridkv.tiers.prefetches import Prefetches
 from hybridkv.tiers.promises import Promises
 from hybridkv.tiers.promotion import Promotion
 from hybridkv.wire.messages import Welcome
@@ -38,12 +42,16 @@ class DaemonState:
         self.loading_seconds = 0.0  # From each lookup to the end of its load.
         self.sessions = Sessions(store, self.counters)
         self.demotion = Demotion(store, tiers)
+        self.advice = AdviceQueue(store, self.demotion)
         self.promises = Promises()
         self.promotion = Promotion(store, tiers, self.promises)
+        self.prefetches = Prefetches(store, tiers, self.promotion)
+        self.recent_prompts = RecentPrompts()
         self.subscriptions = Subscriptions(tiers, self.sessions)
         store.on_change = self.subscriptions.on_object_changed
         self.branches = Branches()
         self.history = RequestHistory()
+        self.pins = PinList(store, self.sessions, self.history, self.advice)
         self.ceiling = HitRateCeiling()
         self.waits = Histogram()  # Seconds that lookups waited for tiers.
         self.spans: SpanExporter | None = None  # None where no spans are exported.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from hybridkv import __version__
 from hybridkv.core.audit import AuditOutcome
+from hybridkv.core.hints import Hints
 from hybridkv.core.refusals import describe_refusal
 from hybridkv.core.sizes import format_size
 from hybridkv.observe.history import Past, RequestOutcome, Sample, Snapshot
@@ -324,6 +325,25 @@ def outcome_of(explanation: RequestExplanation) -> OutcomeText:
     return OutcomeText(wire.Outcome.UNUSED, "the request ended before the hit was loaded")
 
 
+def describe_hints(hints: Hints) -> str:
+    """Returns what a request asked of the cache, in words. "" where it asked nothing.
+
+    >>> describe_hints(Hints(retain_seconds=600.0, low_priority=True))
+    'retain it for 600 s, low priority'
+    """
+    in_seconds = hints.prefetch_in_seconds or 0.0
+    words = {
+        "no_read": "load nothing",
+        "no_write": "store nothing",
+        "retain": f"retain it for {hints.retain_seconds:g} s",
+        "release": "release it at its end",
+        "demote": "demote it at its end",
+        "low_priority": "low priority",
+        "prefetch": f"prefetch it in {in_seconds:g} s",
+    }
+    return ", ".join(words[name] for name in hints.asked_names())
+
+
 def limit_of(explanation: RequestExplanation) -> str:
     """Returns why the hit was not longer. "" where it could not be."""
     return ", ".join(
@@ -336,6 +356,8 @@ def limit_of(explanation: RequestExplanation) -> str:
 def sentences_of(explanation: RequestExplanation) -> dict[str, str]:
     """Returns what became of a request: sentences by name, in the order of the events."""
     facts = {"prompt": f"{explanation.prompt_tokens} tokens"}
+    if asked := describe_hints(explanation.hints):
+        facts["asked of the cache"] = asked
     if explanation.asked_chunks:
         facts["looked up"] = (
             f"{explanation.asked_chunks} chunks of {explanation.chunk_tokens} tokens"

@@ -1,6 +1,6 @@
 """The order in which items are evicted. Pure: ticks instead of a clock, and items of any type.
 
-Four stages, each least recently used first, and emptied in this order::
+Four stages, each least recently used first, and emptied in this order. A fifth one is not emptied::
 
     interior    stored after the end of a prompt's prefix and never read: longer hits do without it;
                 or a tail that one prompt read and went on after
@@ -9,6 +9,8 @@ Four stages, each least recently used first, and emptied in this order::
     probation   stored and never read, or not read for long
     protected   read, or stored again soon after its eviction; only with the policy "2q", and only
                 in a part of the bytes
+    retained    kept for a time (store.retention); the item's own stage goes on meanwhile, and it is
+                there again at the end of that time. The parts of the others are parts of the rest
 
 With "2q" a scan, prompts that nobody repeats, passes through probation and does not evict what is
 read; with "lru" a read item is the most recently used one of probation. Answers that nobody goes on
@@ -30,7 +32,7 @@ T = TypeVar("T", bound=Hashable)
 PROTECTED_SHARE = 2  # At most 1/2 of the bytes are protected.
 GENERATED_SHARE = 16  # Of more than 1/16 of the bytes, unread answers go before unread prompts.
 _STALE_MAX = 64
-_INTERIOR, _GENERATED, _PROBATION, PROTECTED = range(4)
+_INTERIOR, _GENERATED, _PROBATION, PROTECTED, _RETAINED = range(5)
 """The stages, where items wait for their eviction."""
 _STAGES = {
     EvictionClass.INTERIOR: _INTERIOR,
@@ -48,6 +50,8 @@ class _QueuedItem:
     size: int
     tick: int
     entry: int = 0
+    own_stage: int = 0
+    """While the item is retained, the stage in which it would be otherwise."""
 
 
 class EvictionQueue(Generic[T]):
@@ -58,7 +62,7 @@ class EvictionQueue(Generic[T]):
         self._two_queues = policy is EvictionPolicy.TWO_QUEUES
         self.bound_bytes = bound_bytes
         self.items: dict[T, _QueuedItem] = {}
-        self.heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [], [])
+        self.heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [], [], [])
         """By stage, a heap of (tick, entry number, item). An item's tick may have grown since.
 
         An entry whose number is not the item's own is stale, and is skipped when it is met.
@@ -76,8 +80,18 @@ class EvictionQueue(Generic[T]):
         return self._stage_bytes[PROTECTED]
 
     @property
+    def retained_bytes(self) -> int:
+        """The bytes of the retained items."""
+        return self._stage_bytes[_RETAINED]
+
+    @property
     def _has_many_answers(self) -> bool:
-        return self._stage_bytes[_GENERATED] > self.bound_bytes // GENERATED_SHARE
+        return self._stage_bytes[_GENERATED] > self._other_bytes // GENERATED_SHARE
+
+    @property
+    def _other_bytes(self) -> int:
+        """The bytes that are left to items that are not retained."""
+        return self.bound_bytes - self._stage_bytes[_RETAINED]
 
     def add_item(self, item: T, size: int, eviction_class: EvictionClass, key: bytes) -> None:
         """Add a new item of `size` bytes. By `key` it is recognized after its eviction."""
@@ -102,14 +116,43 @@ class EvictionQueue(Generic[T]):
         for item in items:
             queued = known[item]
             queued.tick = tick
-            if queued.stage != wanted:
+            if queued.stage == _RETAINED:
+                queued.own_stage = wanted
+            elif queued.stage != wanted:
                 self._move(queued, wanted)
                 moved.append(item)
         return moved
 
+    def renew_items(self, items: Iterable[T]) -> None:
+        """Note that the items are expected: the most recently used ones of their stages."""
+        tick = next(self._numbers)
+        for item in items:
+            self.items[item].tick = tick
+
+    def is_protected(self, item: T) -> bool:
+        """Return True where the item is in the last stage."""
+        return self.items[item].stage == PROTECTED
+
     def demote(self, item: T) -> None:
         """Make the item an interior one. It is a victim again after `offer` only."""
-        self._move(self.items[item], _INTERIOR)
+        queued = self.items[item]
+        if queued.stage == _RETAINED:
+            queued.own_stage = _INTERIOR
+        else:
+            self._move(queued, _INTERIOR)
+
+    def retain_item(self, item: T) -> None:
+        """Make the item no victim until `end_retention`. Offer it after both."""
+        queued = self.items[item]
+        assert queued.stage != _RETAINED
+        queued.own_stage = queued.stage
+        self._move(queued, _RETAINED)
+
+    def end_retention(self, item: T) -> None:
+        """Put a retained item into its own stage, as old there as its last use."""
+        queued = self.items[item]
+        assert queued.stage == _RETAINED
+        self._move(queued, queued.own_stage)
 
     def offer(self, item: T) -> None:
         """Consider the item for eviction from now on, because it may go again."""
@@ -144,10 +187,11 @@ class EvictionQueue(Generic[T]):
         while self.ghost_bytes > self.bound_bytes:
             self.ghost_bytes -= self.ghosts.popitem(last=False)[1]
 
-    def victim(self, is_evictable: Callable[[T], bool]) -> T | None:
+    def victim(self, is_evictable: Callable[[T], bool], spares_protected: bool = False) -> T | None:
         """Return the item to evict next, which stays until `remove`. None where no item may go.
 
         Items for which `is_evictable` is false are not considered again before they are offered.
+        With `spares_protected` the protected stage stays as it is.
         """
         found = self._oldest(_INTERIOR, is_evictable)
         if found is not None:
@@ -156,7 +200,8 @@ class EvictionQueue(Generic[T]):
             found = self._oldest(_GENERATED, is_evictable)
             if found is not None:
                 return found
-        if self._stage_bytes[PROTECTED] > self.bound_bytes // PROTECTED_SHARE:
+        is_over = self._stage_bytes[PROTECTED] > self._other_bytes // PROTECTED_SHARE
+        if is_over and not spares_protected:
             # One at a time: after its eviction the prefix before it may go, and is the next.
             cold = self._oldest(PROTECTED, is_evictable)
             if cold is not None:
@@ -168,7 +213,13 @@ class EvictionQueue(Generic[T]):
             key=lambda item: self.items[item].tick,
             default=None,
         )
-        return oldest if oldest is not None else self._oldest(PROTECTED, is_evictable)
+        if oldest is not None or spares_protected:
+            return oldest
+        return self._oldest(PROTECTED, is_evictable)
+
+    def retained_victim(self, is_evictable: Callable[[T], bool]) -> T | None:
+        """Return the retained item to evict next, as `victim` does of the others."""
+        return self._oldest(_RETAINED, is_evictable)
 
     def _oldest(self, stage: int, is_evictable: Callable[[T], bool]) -> T | None:
         """Return the least recently used item of a stage that may go."""

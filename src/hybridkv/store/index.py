@@ -28,6 +28,7 @@ class Slot:
     parent_short: int = 0  # The `short_hash` of the chunk before, 0 = none.
     tenant: int = 0  # The tenant whose quota the object counts against, 0 = none.
     eviction_class: EvictionClass = EvictionClass.PROMPT  # A read changes it, see `Store.pin`.
+    is_retained: bool = False  # True while it is no victim, see `store.retention`.
     is_read: bool = False  # True once a lookup hit the object. Interior ones begin anew as unread.
     replace_on_store: bool = False
     """True after a load failed in which the object took part. The next store of it replaces it."""
@@ -83,6 +84,26 @@ class IndexEntry:
         self.presence = _shared(bytes([slot is not None for slot in self.slots]))
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class RetainedChunk:
+    """A chunk that is retained by its name (`store.retention`), whether RAM has it or not."""
+
+    namespace: "Namespace"
+    chunk_hash: bytes
+    tenant: int  # Its share has the bytes. 0 = those without a cache_salt.
+    until: float
+    entry: int = 0
+    """The number of its one valid entry in the heap by time. 0 = it waits for its followers."""
+    is_kept: bool = False  # True while RAM has it, and its bytes are charged.
+    charged_bytes: int = 0
+    before: "RetainedChunk | None" = None  # The chunk before, which stays as long.
+    followers: int = 0  # The number of chunks whose `before` this is.
+
+    def is_remembered(self) -> bool:
+        """Return False after its time, or after it was refused."""
+        return self.namespace.retained.get(self.chunk_hash) is self
+
+
 class NewObject(NamedTuple):
     """The object that a written slot becomes when it is committed."""
 
@@ -112,6 +133,8 @@ class Namespace:
     """Per group, True where a hit needs its objects of all chunks before. By default none does."""
     entries: dict[bytes, IndexEntry] = field(default_factory=dict)
     chunks_linked: int = 0  # The `number` of the entry that joined the tree last.
+    retained: dict[bytes, RetainedChunk] = field(default_factory=dict)
+    """The chunks that are to stay in RAM for a time, by chunk hash."""
     is_current: bool = True
     """False after `Sessions` has forgotten it. Nothing may become an object of it any more."""
 
@@ -119,6 +142,13 @@ class Namespace:
         self.prefixes = self.prefixes or (False,) * len(self.gids)
         self.held_objects = [0] * len(self.gids)  # Per group, the number of its objects.
         self.held_bytes = [0] * len(self.gids)  # Per group, the bytes of these objects.
+        sizes = (
+            max((slot_bytes(*shape) for shape in shapes), default=0)
+            for shapes, is_prefix in zip(self.shapes, self.prefixes, strict=False)
+            if is_prefix
+        )
+        self.prefix_bytes = sum(sizes)
+        """The most bytes that the prefix objects of one chunk take."""
 
     def slots_by_chunk(self) -> Iterator[Slot]:
         """Yield the slot of every object, chunk by chunk."""

@@ -19,9 +19,11 @@ from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.eviction import EvictionQueue
 from hybridkv.store.extents import Extents, FreeRun
 from hybridkv.store.index import Namespace, NewObject, Slot
+from hybridkv.store.retention import RetainedChunks
 
 EVICTION_WASTE_MAX = 8
 """To grant one slot, at most 8 times its size is evicted. Then the grant ends without it."""
+RETAINED_WASTE = 4  # After 4 times its size, retained objects are evicted with their neighbours.
 
 
 class RecoveredSlot(NamedTuple):
@@ -63,6 +65,7 @@ class Store:
         self.tenant_bytes = tenant_bytes
         new_queue = partial(EvictionQueue[Slot], policy, tenant_bytes or 0)
         self.tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
+        self.retention = RetainedChunks(len(memory), tenant_bytes, self._set_retained)
         self.tenants: Counter[int] = Counter()
         """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
         self.writing_bytes = 0  # Bytes in slots that are granted and not yet committed.
@@ -71,8 +74,15 @@ class Store:
         self.objects = 0  # The number of slots that `committed_bytes` counts.
         self.due_when_unpinned: set[Slot] = set()
         """Pinned slots that are freed or offered for eviction at their last `unpin`."""
+        self.expected: set[Slot] = set()
+        """Objects that were read for prompts that are expected, until a lookup hits them."""
+        self.expected_bytes = 0  # Bytes of these slots.
+        self.expected_hit = 0  # Objects that left `expected` because a lookup hit them.
+        self.expected_evicted = 0  # Objects that left it because they were evicted.
         self.evicted = 0
         self.duplicates = 0
+        self.retained_evicted = 0
+        """Retained objects that went before their time: they lay between too short free runs."""
         self.over_quota = 0  # Objects not stored, or evicted, for their tenant's bound.
         self.before_evict: Callable[[Slot], bool] | None = None
         """Called before an object is evicted for room. It may pin the object and return True."""
@@ -174,10 +184,13 @@ class Store:
         self.extents.grow(limit_bytes)
         self.trailer.reserved_bytes = self.extents.limit_bytes
 
-    def grant(self, shape: SlotShape, count: int, owner: bytes = b"") -> list[Slot]:
+    def grant(
+        self, shape: SlotShape, count: int, owner: bytes = b"", spares_protected: bool = False
+    ) -> list[Slot]:
         """Return at most `count` slots that `owner` may write into. Objects are evicted for them.
 
-        There are fewer where too little may be evicted.
+        There are fewer where too little may be evicted. With `spares_protected` no object may that
+        is protected, as lookups have read it.
         """
         granted: list[Slot] = []
         part_bytes, parts = shape
@@ -185,7 +198,7 @@ class Store:
         while len(granted) < count:
             offset = self.extents.take_run(size)
             if offset is None:
-                if self.is_growing or not self._make_room(size):
+                if self.is_growing or not self._make_room(size, spares_protected):
                     break
                 continue
             self.generation += 1
@@ -200,18 +213,23 @@ class Store:
             granted.append(slot)
         return granted
 
-    def commit(self, slot: Slot, namespace: Namespace, new: NewObject) -> bool:
+    def commit(
+        self, slot: Slot, namespace: Namespace, new: NewObject, is_expected: bool = False
+    ) -> bool:
         """Make a written slot an object of `namespace`. Returns False, and frees it, if it is not.
 
         The object may exist already. If that one is doubted and nobody reads it, the new one takes
         its place, because its writer has just signed it. Or the tenant has no room for the object,
         and none of its own objects may be evicted.
+
+        With `is_expected` no lookup has asked for the object, which was read because a prompt is
+        expected. So it is not protected, even if it was evicted a short time ago.
         """
         assert slot.state is SlotState.WRITING
         group_index, chunk_hash, parent, eviction_class, tenant = new
         there = namespace.find_slot(chunk_hash, group_index)
         is_kept = there is not None and (not there.replace_on_store or there.pins > 0)
-        if is_kept or not self._make_room_of(tenant, slot.size_bytes):
+        if is_kept or not self._make_room_of(tenant, slot.size_bytes, is_expected):
             self.duplicates += is_kept
             self.over_quota += not is_kept
             self.free_slot(slot)
@@ -224,7 +242,12 @@ class Store:
             eviction_class = EvictionClass.INTERIOR
         slot.tenant, slot.eviction_class = tenant, eviction_class
         slot.parent_short = short_hash(parent) if parent else 0
+        if is_expected:
+            self.expected.add(slot)
+            self.expected_bytes += slot.size_bytes
         self._enter(slot, namespace, group_index, chunk_hash, parent)
+        if namespace.retained:
+            self.retention.on_object_stored(slot)
         if self.on_change is not None:
             self.on_change(slot, True)
         self._write_header(slot)
@@ -255,6 +278,10 @@ class Store:
         `superseded_tails` are those of which the reader is about to store longer ones. The first
         reader makes them interior. A second one shows that prompts part there, and protects them.
         """
+        if self.expected:
+            for slot in self.expected.intersection(slots):
+                self._forget_expected(slot)
+                self.expected_hit += 1
         interior = [slot for slot in superseded_tails if not slot.is_read]
         self.due_when_unpinned.update(self.queue.mark_used(slots), interior)
         prompt = EvictionClass.PROMPT
@@ -268,10 +295,19 @@ class Store:
                 moved = self.tenant_queues[slot.tenant].mark_used((slot,))
                 self.due_when_unpinned.update(moved)
         for slot in interior:
-            slot.eviction_class = EvictionClass.INTERIOR
-            layout.write_use(self._memory, slot.offset, slot.eviction_class)
+            self._make_interior(slot)
+
+    def let_go_first(self, slot: Slot) -> None:
+        """Make an object one that goes first, as if only shorter hits needed it."""
+        slot.is_read = False
+        self._make_interior(slot)
+        self._offer(slot)
+
+    def renew_objects(self, slots: Iterable[Slot]) -> None:
+        """Evict these objects later than others of their kind, because a prompt is expected."""
+        for slot in slots:
             for queue in self._queues_of(slot):
-                queue.demote(slot)
+                queue.renew_items((slot,))
 
     def hold(self, slots: Iterable[Slot]) -> None:
         """Keep objects where they are until `unpin`, without counting them as used."""
@@ -300,8 +336,12 @@ class Store:
         entry = slot.entry
         if entry is None:
             return None
+        if slot in self.expected:
+            self._forget_expected(slot)
         if self.on_change is not None:
             self.on_change(slot, False)
+        if slot.is_retained:
+            self.retention.on_object_dropped(slot)
         parent = entry.namespace.take_out(slot, entry)
         for queue in self._queues_of(slot):
             queue.remove(slot)
@@ -318,46 +358,80 @@ class Store:
 
         Returns the free run that contains the slot now.
         """
-        assert slot.entry is not None
-        siblings = filter(None, slot.entry.slots if slot.is_prefix else ())
-        useless = [
-            sibling for sibling in siblings if sibling is not slot and sibling.is_evictable()
-        ]
+        useless = self._useless_without(slot)
         for victim in (*useless, slot):
+            self.retained_evicted += victim.is_retained
+            self.expected_evicted += victim in self.expected
             self.queue.remember(victim, _ghost_key(victim))
             run = self.drop(victim)
         self.evicted += len(useless) + 1
         assert run is not None, "nobody reads it"
         return run
 
-    def _make_room(self, size: int) -> bool:
+    def _useless_without(self, slot: Slot) -> list[Slot]:
+        """Return the objects of the slot's chunk that are of no use without it and may go."""
+        assert slot.entry is not None
+        siblings = filter(None, slot.entry.slots if slot.is_prefix else ())
+        return [sibling for sibling in siblings if sibling is not slot and sibling.is_evictable()]
+
+    def _is_spared(self, slot: Slot) -> bool:
+        """Return True where an eviction of the object would evict a protected or retained one."""
+        victims = (slot, *self._useless_without(slot))
+        return any(each.is_retained or self.queue.is_protected(each) for each in victims)
+
+    def _find_victim(self, queue: EvictionQueue[Slot], spares_protected: bool) -> Slot | None:
+        """Return the object of a queue to evict next. None where none may go."""
+        victim = queue.victim(self._may_go, spares_protected)
+        is_spared = victim is not None and spares_protected and self._is_spared(victim)
+        return None if is_spared else victim
+
+    def _forget_expected(self, slot: Slot) -> None:
+        self.expected.remove(slot)
+        self.expected_bytes -= slot.size_bytes
+
+    def _make_room(self, size: int, spares_protected: bool = False) -> bool:
         """Evict until there is a free run of `size` bytes. Returns False where too little may go.
 
         Where objects are smaller than `size`, the oldest ones leave holes that are too short. After
-        `size` bytes without such a run, the neighbours of a hole are evicted with it.
+        `size` bytes without such a run, the neighbours of a hole are evicted with it. Retained ones
+        go so too, but only after more bytes, or if nothing else may go. Else few of them, between
+        large ones, would keep all large objects out of RAM.
         """
         free_bytes = self.extents.free_bytes
         while not self.extents.fits(size):
             wasted_bytes = self.extents.free_bytes - free_bytes
             if wasted_bytes > EVICTION_WASTE_MAX * size:
                 return False
-            victim = self.queue.victim(self._may_go)
+            victim = self._find_victim(self.queue, spares_protected)
+            has_bytes = self.extents.free_bytes >= size
+            if victim is None and has_bytes and not spares_protected:
+                victim = self.queue.retained_victim(self._may_go)
             if victim is None:
                 return False
             if self.before_evict is not None and self.before_evict(victim):
                 continue
             run = self._evict(victim)
+            with_retained = wasted_bytes >= RETAINED_WASTE * size
             while wasted_bytes >= size > run.size:
                 after = self.slots.get(run.offset + run.size)
                 before = self.by_end.get(run.offset)
                 touching = filter(None, (after, before))
-                neighbour = next((slot for slot in touching if slot.is_evictable()), None)
+                neighbour = next(
+                    (
+                        slot
+                        for slot in touching
+                        if slot.is_evictable()
+                        and slot.is_retained <= with_retained
+                        and not (spares_protected and self._is_spared(slot))
+                    ),
+                    None,
+                )
                 if neighbour is None:
                     break
                 run = self._evict(neighbour)
         return True
 
-    def _make_room_of(self, tenant: int, size: int) -> bool:
+    def _make_room_of(self, tenant: int, size: int, spares_protected: bool) -> bool:
         """Evict a tenant's own objects until its quota has room for `size` bytes.
 
         Returns False where it never has.
@@ -366,7 +440,7 @@ class Store:
             return True
         while self.tenants[tenant] + size > self.tenant_bytes:
             queue = self.tenant_queues.get(tenant)
-            victim = queue.victim(self._may_go) if queue is not None else None
+            victim = self._find_victim(queue, spares_protected) if queue is not None else None
             if victim is None:
                 return False
             self.over_quota += 1
@@ -390,13 +464,29 @@ class Store:
         if slot.tenant and self.tenant_bytes is not None:
             self.tenants[slot.tenant] += slot.size_bytes
         for queue in self._queues_of(slot):
-            queue.add_item(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))
+            key = b"" if slot in self.expected else _ghost_key(slot)
+            queue.add_item(slot, slot.size_bytes, slot.eviction_class, key)
 
     def _may_go(self, slot: Slot) -> bool:
         """Return True where the object may be evicted. A pinned one is offered later."""
         if slot.pins:
             self.due_when_unpinned.add(slot)
         return slot.is_evictable()
+
+    def _make_interior(self, slot: Slot) -> None:
+        slot.eviction_class = EvictionClass.INTERIOR
+        layout.write_use(self._memory, slot.offset, slot.eviction_class)
+        for queue in self._queues_of(slot):
+            queue.demote(slot)
+
+    def _set_retained(self, slot: Slot, is_retained: bool) -> None:
+        slot.is_retained = is_retained
+        for queue in self._queues_of(slot):
+            if is_retained:
+                queue.retain_item(slot)
+            else:
+                queue.end_retention(slot)
+        self._offer(slot)
 
     def _offer(self, slot: Slot) -> None:
         """Consider an object for eviction from now on, if it may go."""

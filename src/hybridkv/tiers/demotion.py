@@ -65,6 +65,8 @@ class Demotion:
         self._use_jobs: dict[TierJob, Sequence[QueuedWrite]] = {}
         self._unqueued: deque[Slot] = deque()
         """Objects that were stored before a tier was open, and are in no queue yet."""
+        self._demoted: deque[QueuedWrite] = deque()
+        """Objects that are evicted first once they are in no queue, in the order of their wish."""
         self._looks_left = LOOKS_MAX  # Objects that may still be looked at in this turn.
         self.held_bytes: Counter[TierState] = Counter()
         self._through = [tier for tier in tiers if tier.spec.write is WritePolicy.THROUGH]
@@ -127,6 +129,15 @@ class Demotion:
                     self._uses[tier.number].append(used)
         self._queue(self._through, due, is_read=True)
 
+    def queue_demotion(self, slot: Slot) -> None:
+        """Write an object to the tiers that take it, and make it one that goes first then."""
+        if slot.eviction_class is not EvictionClass.UNLIKELY:
+            self._queue((*self._through, *self._back), (slot,), is_read=True)
+        if slot.queued_in and len(self._demoted) < QUEUE_MAX:
+            self._demoted.append(QueuedWrite(slot, slot.generation, is_read=True))
+        else:
+            self._store.let_go_first(slot)
+
     def tick(self, now: float) -> None:
         """Submit the jobs for which there are threads and room."""
         self._now = now
@@ -141,6 +152,14 @@ class Demotion:
             if not first:  # Else smaller objects would take the room for which it waits.
                 self._write_queued(tier, self._queues[tier.number])
             self._report_uses(tier, self._uses[tier.number])
+        while self._demoted and self._looks_left:
+            queued = self._demoted[0]
+            if _is_there(queued) and queued.slot.queued_in:
+                break
+            self._looks_left -= 1
+            self._demoted.popleft()
+            if _is_there(queued):
+                self._store.let_go_first(queued.slot)
 
     def on_write_done(self, tier: TierState, job: TierJob, outcome: JobOutcome) -> None:
         """Release the objects of a WRITE job, and queue again those with which the tier failed."""

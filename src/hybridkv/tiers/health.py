@@ -124,9 +124,9 @@ class TierState:
         is_well = self.is_open and not self.is_hung and self.writing.allows(now)
         return is_well and self.spec.write is not WritePolicy.OFF
 
-    def has_thread(self, kind: JobKind) -> bool:
-        """Returns whether one more job of that kind may run now."""
-        return self._busy[kind] < LIMITS.get(kind, 1)
+    def has_thread(self, kind: JobKind, spare: int = 0) -> bool:
+        """Returns whether one more job of that kind may run now, and after it `spare` more."""
+        return self._busy[kind] + spare < LIMITS.get(kind, 1)
 
     def job_bytes(self, kind: JobKind, now: float) -> int:
         """Returns the most bytes that a job should move. One object may have more."""

@@ -78,6 +78,8 @@ class LookupRequest(NamedTuple):
     audit_lease: int = 0  # As in wire.Lookup.
     promises: bool = False  # The same.
     computed_elsewhere: bool = False  # The same.
+    is_scan: bool = False  # The same.
+    is_prefetch: bool = False  # True where no engine asks: a prompt is expected (tiers.prefetches).
 
     @property
     def key(self) -> LookupKey:

@@ -16,6 +16,10 @@ A lookup that waits is one story, `Promotion._story`: a generator that yields wh
 3. An object is read once, whoever waits for it. What comes too late becomes an object of RAM too
    (tiers.shared_reads).
 4. If RAM has no slot left for the hit that was chosen, a shorter one is chosen.
+
+A prefetch (tiers.prefetches) is such a story without an engine that waits: find, choose, read. It
+begins no question and no read while a lookup waits for a tier, and gives way where lookups or
+stores need the room that it holds.
 """
 
 from collections import Counter, deque
@@ -76,6 +80,7 @@ class ShortfallKind(Enum):
     FAILED = "failed", "{tier}: {error}"
     NOT_FOUND_IN_TIME = "", "no tier had a thread to look for it in time"
     NOT_READ_IN_TIME = "", "it was not read in time"
+    PRESSURE = "pressure", "others need the room"  # Of a prefetch alone.
 
     def __init__(self, reason: str, sentence: str) -> None:
         self.reason = reason
@@ -119,6 +124,7 @@ class WaitingLookup:
     """By tier, the bytes of objects whose read was begun for this lookup."""
     read_bytes: Counter[TierState] = field(default_factory=Counter)
     """By tier, the bytes of objects that came."""
+    objects_read: int = 0  # Objects that came.
     origins: dict[int, str] = field(default_factory=dict)
     """By chunk, the name of the tier from which it, or a part of it, came."""
     shortfalls: list[Shortfall] = field(default_factory=list)
@@ -172,6 +178,7 @@ class Promotion:
         self._tiers = tiers
         self._now = 0.0
         self.lookups: dict[LookupKey, WaitingLookup] = {}
+        self.prefetch: WaitingLookup | None = None  # The one that runs, which is not in `lookups`.
         self.turns: dict[TierState, dict[WaitingLookup, None]] = {tier: {} for tier in tiers}
         """By tier, the lookups about which it is asked once it has a thread, in order."""
         self.questions: dict[TierJob, TierQuestion] = {}
@@ -208,6 +215,28 @@ class Promotion:
                 return True
         self._count_shortfalls(lookup)
         return False
+
+    def begin_prefetch(self, prefetch: WaitingLookup, now: float) -> bool:
+        """Take over a prefetch. Returns whether it waits. If not, it is over.
+
+        In either case the caller unpins what it held.
+        """
+        assert self.prefetch is None
+        self._now = now
+        prefetch.steps = self._prefetch_story(prefetch)
+        if self._goes_on(prefetch):
+            self.prefetch = prefetch
+        return self.prefetch is not None
+
+    def give_way(self) -> bool:
+        """End the prefetch that runs, for the room that it holds. Returns whether one ran."""
+        prefetch = self.prefetch
+        if prefetch is None or not prefetch.held:
+            return False
+        prefetch.add_shortfall(ShortfallKind.PRESSURE)
+        prefetch.steps.close()  # So its next step is its end.
+        self._hold(prefetch, [])
+        return True
 
     def is_waiting(self, connection_id: int, lease: int) -> bool:
         """Returns whether the lookup with that lease waits."""
@@ -248,10 +277,27 @@ class Promotion:
         for lookup in list(self.lookups.values()):
             if lookup.request.key in self.lookups and not self._goes_on(lookup):
                 yield self._end(lookup)
+        prefetch = self.prefetch
+        if prefetch is not None and (ended := self._end_prefetch(prefetch)):
+            yield ended
+
+    def _end_prefetch(self, prefetch: WaitingLookup) -> WaitingLookup | None:
+        """Take the prefetch as far as it comes. Returns it once it has ended."""
+        is_late = prefetch.request.deadline <= self._now and not prefetch.is_complete
+        if is_late:
+            prefetch.add_shortfall(ShortfallKind.NOT_READ_IN_TIME)
+        elif self._goes_on(prefetch):
+            return None
+        prefetch.steps.close()
+        self.prefetch = None
+        for turns in self.turns.values():
+            turns.pop(prefetch, None)
+        return prefetch
 
     def wakes_at(self) -> float:
         """Returns when a lookup is overdue, asks tiers again, or waits for others no more."""
-        return min(map(self._wakes_at, self.lookups.values()), default=float("inf"))
+        over_at = float("inf") if self.prefetch is None else self.prefetch.request.deadline
+        return min([over_at, *map(self._wakes_at, self.lookups.values())])
 
     def _wakes_at(self, lookup: WaitingLookup) -> float:
         deadline, wait = lookup.request.deadline, lookup.story[-1]
@@ -315,6 +361,23 @@ class Promotion:
             yield from self._promote(lookup)
         latest = yield from self._await_promises(lookup)
         yield from self._await_nodes(lookup, latest)
+
+    def _prefetch_story(self, prefetch: WaitingLookup) -> Generator[Wait, None, None]:
+        """Read what tiers have of a prompt that is expected, while no lookup waits for a tier."""
+        if not self._readable_tiers():
+            prefetch.add_shortfall(ShortfallKind.TIERS_AWAY)
+            return
+        yield from self._find(prefetch)
+        resident_bytes = sum(slot.size_bytes for slot in prefetch.search.resident_slots(()))
+        room_bytes = resident_bytes + self.reads.expected_room_bytes
+        self._choose(prefetch, min(room_bytes, self.reads.room_bytes))
+        if not (yield from self._read(prefetch)):
+            prefetch.add_shortfall(ShortfallKind.PRESSURE)
+
+    def _is_tier_wanted(self) -> bool:
+        """Returns whether a lookup waits for tiers, so that a prefetch has to wait."""
+        waits = (lookup.story[-1] for lookup in self.lookups.values() if lookup.story)
+        return any(wait not in (Wait.PROMISE, Wait.NODES) for wait in waits)
 
     def _promote(self, lookup: WaitingLookup) -> Generator[Wait, None, None]:
         """Choose what is worth reading of what tiers have, and read it."""
@@ -401,6 +464,8 @@ class Promotion:
                 return
             if not lookup.held:
                 self._hold(lookup, search.resident_slots(()))
+            while lookup.request.is_prefetch and self._is_tier_wanted():
+                yield Wait.ANSWERS
             yield from self._ask(lookup, tiers)
 
     def _ask(
@@ -430,6 +495,8 @@ class Promotion:
             patience_seconds=request.deadline - self._now,
         )
         lookup.shortfalls += shortfalls
+        if request.is_prefetch:
+            hits = hits[-1:]  # No engine waits, for which a shorter hit could come earlier.
         # The same hit again has no room although it seems to fit, because objects without a slot
         # counted. Choosing it once more would never end.
         is_new = hits != lookup.hits
@@ -457,7 +524,7 @@ class Promotion:
 
         Returns what the lookup waits for then. None = nothing more can come.
         """
-        request, needs = lookup.request, lookup.needs
+        request, needs, is_prefetch = lookup.request, lookup.needs, lookup.request.is_prefetch
         while needs:
             need = needs[0]
             slot, running = request.slot_of(need.place), self.reads.running.get(need.key)
@@ -472,10 +539,16 @@ class Promotion:
             elif running is not None:
                 self.waiters[need.key].append(ReadWaiter(lookup, needs.popleft()))
                 lookup.reads += 1
-            elif self.reads.is_busy(tier, need.record.size_bytes):
+                if not is_prefetch:
+                    self.reads.join_read(need.key)
+            elif self.reads.is_busy(tier, need.record.size_bytes, is_prefetch) or (
+                is_prefetch and self._is_tier_wanted()
+            ):
                 return Wait.TIER
             else:
-                begun = self.reads.begin_job(needs, self._now)
+                begun = self.reads.begin_job(needs, self._now, is_prefetch)
+                if not begun and not is_prefetch and self.give_way():
+                    continue
                 if not begun:
                     return Wait.SLOT
                 for need in [needs.popleft() for _ in range(begun)]:
@@ -533,7 +606,7 @@ class Promotion:
         """A tier has read objects, or failed to. Returns the new objects of the index."""
         self._now = now
         tier = self._tiers[job.tier]
-        is_awaited = False
+        is_awaited, is_prefetched = False, False
         stored: list[Slot] = []
         for at, item in enumerate(job.items):
             error = outcome.error or outcome.errors[at]
@@ -543,10 +616,13 @@ class Promotion:
             for waiter in self.waiters.pop(item.key):
                 lookup = waiter.lookup
                 lookup.reads -= 1
-                if self.lookups.get(lookup.request.key) is lookup:
+                # Few threads read for a prefetch, which says little about the tier's speed.
+                is_prefetched |= lookup.request.is_prefetch
+                is_open = self.lookups.get(lookup.request.key) is lookup
+                if is_open or lookup is self.prefetch:
                     is_awaited = True
                     self._on_object_read(waiter, tier, slot, error)
-        if not is_awaited and outcome.error is None:
+        if not (is_awaited or is_prefetched) and outcome.error is None:
             # It comes too late for any lookup, but now the tier's speed is known.
             tier.speed = tier.speed.measured(job.size_bytes, now - job.submitted_at, now)
         return stored
@@ -560,6 +636,7 @@ class Promotion:
             self._store.hold((slot,))
             lookup.held.append(slot)
             lookup.read_bytes[tier] += slot.size_bytes
+            lookup.objects_read += 1
             lookup.origins.setdefault(lookup.request.chunk_of(need.place.position), tier.name)
             return
         if isinstance(error, DamagedError):

@@ -17,6 +17,9 @@ from hybridkv.tiers.jobs import JobItem, JobKind, TierJob
 from hybridkv.tiers.object_search import NeededObject
 
 READING_SHARE = 8  # At most 1/8 of the arena is being read into from one tier.
+EXPECTED_SHARE = 4
+"""At most 1/4 of the arena has, or is to have, objects of prompts that are expected."""
+SPARE_READS = 2  # Jobs that a tier can still begin while prefetches read from it.
 DAMAGED_MAX = 1024
 """Damaged objects of one tier that wait for quarantine. More stay until they are read again."""
 
@@ -26,6 +29,7 @@ class ObjectRead(NamedTuple):
 
     need: NeededObject  # As the lookup needs it that began the read.
     slot: Slot
+    is_prefetch: bool = False  # True where a prefetch began it, and no lookup.
 
 
 class ObjectReads:
@@ -44,36 +48,51 @@ class ObjectReads:
         running_bytes = sum(self.running_bytes.values())
         return len(self._store) - self._store.writing_bytes + running_bytes
 
-    def is_busy(self, tier: TierState, size_bytes: int) -> bool:
+    @property
+    def expected_room_bytes(self) -> int:
+        """Bytes of RAM that prefetches may still read into."""
+        reading = sum(read.slot.size_bytes for read in self.running.values() if read.is_prefetch)
+        return len(self._store) // EXPECTED_SHARE - self._store.expected_bytes - reading
+
+    def is_busy(self, tier: TierState, size_bytes: int, is_prefetch: bool = False) -> bool:
         """Returns whether no job may begin now that reads `size_bytes` or more from the tier."""
         is_share_used = self.running_bytes[tier] > 0 and size_bytes > self._share_left(tier)
-        return is_share_used or not tier.has_thread(JobKind.READ)
+        spare = SPARE_READS if is_prefetch else 0
+        return is_share_used or not tier.has_thread(JobKind.READ, spare)
 
-    def begin_job(self, needs: Sequence[NeededObject], now: float) -> int:
+    def begin_job(
+        self, needs: Sequence[NeededObject], now: float, is_prefetch: bool = False
+    ) -> int:
         """Begin to read the first objects of `needs` at once. Returns how many.
 
         They are in one tier, as many as it should move at once and as there are slots for. 0 = RAM
-        has no slot for the first.
+        has no slot for the first. A prefetch evicts nothing that is protected, and has a share.
         """
         tier = needs[0].tier
         bytes_max = min(tier.job_bytes(JobKind.READ, now), self._share_left(tier))
+        room_bytes = self.expected_room_bytes if is_prefetch else len(self._store)
         items: list[JobItem] = []
         job_bytes = 0
         for need in islice(needs, JOB_ITEMS_MAX):
             record = need.record
             job_bytes += record.size_bytes
-            is_enough = job_bytes > bytes_max and items
+            is_enough = job_bytes > room_bytes or (job_bytes > bytes_max and items)
             if is_enough or need.tier is not tier or need.key in self.running:
                 break
-            slot = next(iter(self._store.grant(record.shape, 1)), None)
+            granted = self._store.grant(record.shape, 1, spares_protected=is_prefetch)
+            slot = next(iter(granted), None)
             if slot is None:
                 break
-            self.running[need.key] = ObjectRead(need, slot)
+            self.running[need.key] = ObjectRead(need, slot, is_prefetch)
             self.running_bytes[tier] += record.size_bytes
             items.append(JobItem(record._replace(seed=slot.generation), slot))
         if items:
             tier.submit_job(TierJob(JobKind.READ, tier.number, items), now)
         return len(items)
+
+    def join_read(self, key: bytes) -> None:
+        """A lookup waits for an object that is being read, whoever began the read."""
+        self.running[key] = self.running[key]._replace(is_prefetch=False)
 
     def end_read(self, item: JobItem, error: TierError | None, tenant: int) -> Slot | None:
         """End the read of an object, which is in the item's slot now unless there is an error.
@@ -81,7 +100,7 @@ class ObjectReads:
         Returns the slot that has the object: another one if RAM has the object by now, None if RAM
         does not keep it.
         """
-        need, slot = self.running.pop(item.key)
+        need, slot, is_prefetch = self.running.pop(item.key)
         tier, namespace = need.tier, need.namespace
         self.running_bytes[tier] -= slot.size_bytes
         if error is None:
@@ -93,7 +112,7 @@ class ObjectReads:
             return None
         group_index, chunk_hash = need.place.group_index, need.record.name.chunk_hash
         new = NewObject(group_index, chunk_hash, need.parent, tenant=tenant)
-        if not self._store.commit(slot, namespace, new):
+        if not self._store.commit(slot, namespace, new, is_expected=is_prefetch):
             return namespace.find_slot(chunk_hash, group_index)
         slot.in_tiers |= tier.bit
         return slot

@@ -14,9 +14,11 @@ from msgspec import Meta, Struct
 
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
+from hybridkv.core.hints import NO_HINTS, Hints
 from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES, U64
+from hybridkv.core.policies import Advice
 from hybridkv.wire.status import Status, TierStatus
 
 PROTOCOL_VERSION = 14
@@ -38,12 +40,22 @@ DESCRIPTION_BYTES_MAX = 1 << 18
 """The most bytes of the description of one chunk."""
 ANNOUNCED_BYTES_MAX = 1 << 20
 """The most bytes of descriptions in one message, unless there is only one."""
+PREFETCH_MS_MAX = 3_600_000
+"""The longest time ahead for which a prompt is expected."""
+PREFETCHED_MAX = 64
+"""The most prompts that one StartPrefetch prefetches."""
 MESSAGE_BYTES_MAX = 16 << 20
 WAIT_MS_MAX = 30_000
+TENANTS_LISTED_MAX = 64
+"""The most tenants in one Pinned."""
+RETENTION_MS_MAX = 24 * 3600 * 1000
+"""The longest time for which chunks are retained. A longer one is shortened."""
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 TEXT_MAX = 256
 Text = Annotated[str, Meta(max_length=TEXT_MAX)]
+Tenant = Annotated[int, Meta(ge=0)]
+"""As core.keys.tenant_of returns it: up to 2**64 - 1, which is more than msgspec can check."""
 FACT_MAX = 512
 Fact = Annotated[str, Meta(max_length=FACT_MAX)]
 FACTS_MAX = 256
@@ -173,6 +185,10 @@ class RequestExplanation(Struct, frozen=True, array_like=True):
     """Facts of the audit, for people."""
     junctions: Annotated[list[Count], Meta(max_length=JUNCTIONS_MAX)] = []
     """The tokens after which other prompts part from it, and recurrent states were stored."""
+    last_chunk: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
+    """The hash of the last whole chunk of the prompt, from which its others are found."""
+    hints: Hints = NO_HINTS
+    """What it asked of the cache."""
 
 
 class IdentityDifference(Struct, frozen=True, array_like=True):
@@ -310,6 +326,8 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
 
     With `computed_elsewhere` another engine computes the prompt, perhaps on another node. So tiers
     that other nodes write to are asked again for what is missing (tiers.node_waits).
+
+    With `is_scan` the hit does not count as a use of its objects, so they go as early as without.
     """
 
     lease: Count
@@ -321,6 +339,7 @@ class Lookup(_Numbered, frozen=True, tag="lookup"):
     audit_lease: Count = 0
     promises: bool = False
     computed_elsewhere: bool = False
+    is_scan: bool = False
 
 
 class Release(_Message, frozen=True, tag="release"):
@@ -349,6 +368,82 @@ class Computed(_Message, frozen=True, tag="computed"):
     lease: Count
 
 
+class Prefetch(_Message, frozen=True, tag="prefetch"):
+    """A prompt of the session's identity is expected in `in_ms`: bring it from tiers into RAM.
+
+    `hashes`, `tails` and `tails_from` are as in Lookup. A later message about the same prompt
+    replaces an earlier one that waits. What is refused, such as more than PREFETCH_MS_MAX ahead, is
+    counted. An end of the session cancels nothing.
+    """
+
+    hashes: Hashes
+    in_ms: Count = 0
+    tails: Hashes = b""
+    tails_from: Count = 0
+
+
+class PrefetchState(StrEnum):
+    """The state of a prefetch. Metrics have the ends of those that were cut or refused."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    WHOLE = "whole"
+    NEEDLESS = "needless"
+    ABSENT = "absent"
+    BOUND = "bound"
+    PRESSURE = "pressure"
+    LATE = "late"
+    IDENTITY = "identity"
+    TIERS_AWAY = "tiers_away"
+    FAILED = "failed"
+    NO_TIERS = "no_tiers"
+    TOO_FAR = "too_far"
+    TOO_MANY = "too_many"
+
+
+class PrefetchStatus(Struct, frozen=True, array_like=True):
+    """What became of a prefetch so far."""
+
+    number: Count
+    """By it ReadPrefetches asks for it. 0 where it was refused."""
+    state: PrefetchState
+    tokens: Count
+    """Tokens of the prompt's chunks and tails that are named."""
+    hit_tokens: Count = 0
+    """Tokens that RAM alone hit at its end."""
+    objects: Count = 0
+    """Objects that were read for it."""
+    read_bytes: Count = 0
+    wait_ms: Count = 0
+    """The time until its prompt is expected."""
+
+
+class StartPrefetch(_Numbered, frozen=True, tag="start_prefetch"):
+    """Prefetch the prompt of a request that ended, or all prompts of a family.
+
+    A family are the latest prompts whose first chunk's hash begins with `family`. The daemon knows
+    the prompts of the last lookups.
+    """
+
+    request_id: Text = ""
+    family: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
+    in_ms: Count = 0
+
+
+class ReadPrefetches(_Numbered, frozen=True, tag="read_prefetches"):
+    """Ask what became of prefetches, by their numbers."""
+
+    numbers: Annotated[list[Count], Meta(max_length=PREFETCHED_MAX)]
+
+
+class Prefetching(_Numbered, frozen=True, tag="prefetching"):
+    """The answer to StartPrefetch and ReadPrefetches. It leaves out numbers that are forgotten."""
+
+    prefetches: list[PrefetchStatus]
+    is_known: bool = True
+    """False where the daemon knows no such request, or no prompt of the family."""
+
+
 class Reserve(_Numbered, frozen=True, tag="reserve"):
     """Ask for write slots ahead of need: `count` slots of `parts` parts of `part_bytes` bytes."""
 
@@ -375,6 +470,24 @@ class Commit(_Message, frozen=True, tag="commit"):
     parents: ChangedHashes = b""
     classes: Annotated[bytes, Meta(max_length=CHANGES_MAX)] = b""
     tenants: Changed = b""
+
+
+class Advise(_Message, frozen=True, tag="advise"):
+    """Tell the daemon how long chunks of the session's identity will be needed.
+
+    `hashes` are the names of a prompt's chunks in prefix order, from its first chunk on, and then
+    those of its tails. They may name chunks that are not committed yet.
+
+    RETAIN keeps the objects of these chunks in RAM for `ttl_ms` from now on, also those that are
+    committed meanwhile, within the shares of store.retention. With 0 it ends that. `tenant` is as
+    in Commit. RELEASE and DEMOTE are about the chunks from the last one back to the first after
+    which another prompt goes on. They are not retained any more, and are evicted first.
+    """
+
+    advice: Advice
+    hashes: Hashes
+    tenant: Tenant = 0
+    ttl_ms: Count = 0
 
 
 class Free(_Message, frozen=True, tag="free"):
@@ -430,6 +543,52 @@ class Clear(_Numbered, frozen=True, tag="clear"):
     """
 
     tiers: bool = False
+
+
+class Pin(_Numbered, frozen=True, tag="pin"):
+    """Retain what RAM has now of a request, an identity or a tenant for `ttl_ms`, or end that (0).
+
+    The answer comes at once, and the work is done after it. A Pin that names nothing changes
+    nothing.
+    """
+
+    ttl_ms: Count = 0
+    request_id: Text = ""
+    """The prompt of this request. Alone."""
+    identity: Annotated[str, Meta(max_length=2 * HASH_BYTES, pattern="^[0-9a-f]*$")] = ""
+    """All that has an identity that begins with these digits, of the tenant if it is given."""
+    tenant: Tenant | None = None
+
+    @property
+    def names_anything(self) -> bool:
+        """True where it pins or unpins, and False where it only asks."""
+        return bool(self.request_id or self.identity) or self.tenant is not None
+
+    def names_same(self, other: "Pin") -> bool:
+        """Return True where both name the same."""
+        mine = self.request_id, self.identity, self.tenant
+        return mine == (other.request_id, other.identity, other.tenant)
+
+
+class WirePin(Struct, frozen=True, array_like=True):
+    """One pin whose time is not over. The first three fields are those of its Pin."""
+
+    request_id: Text
+    identity: Text
+    tenant: Tenant | None
+    left_ms: Count
+    chunks: Count
+    """Chunks that RAM had, so far."""
+    kept: Count
+    """Those of them that were retained. The others were refused."""
+
+
+class RetainedBytes(Struct, frozen=True, array_like=True):
+    """The bytes that are retained for one tenant, for whatever reason."""
+
+    tenant: Tenant
+    charged_bytes: Count
+    share_bytes: Count
 
 
 class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
@@ -579,6 +738,15 @@ class Done(_Numbered, frozen=True, tag="done"):
     count: Count
 
 
+class Pinned(_Numbered, frozen=True, tag="pinned"):
+    """The answer to Pin: all pins, and the tenants for which most is retained."""
+
+    pins: list[WirePin]
+    tenants: list[RetainedBytes]
+    is_busy: bool
+    """True while pins, or advice of engines, wait to be done."""
+
+
 class Explained(_Numbered, frozen=True, tag="explained"):
     """The answer to Explain. Without an `explanation` the request is not known."""
 
@@ -599,12 +767,15 @@ class Error(_Numbered, frozen=True, tag="error"):
 
 SessionMessage = Hello | Drained | ReportMapping | ReportStale | Identify
 AnnouncingMessage = Subscribe | Describe | ReadAnnouncements
-SlotMessage = Lookup | Release | Computing | Computed | Reserve | Commit | Free | ReportCorrupt
+LookupMessage = Lookup | Release | Computing | Computed | Advise | Prefetch
+SlotMessage = LookupMessage | Reserve | Commit | Free | ReportCorrupt
 EngineMessage = (
     SessionMessage | AnnouncingMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
 )
 """The messages of an engine's connections. Control connections send the rest."""
-Request = EngineMessage | Stats | ListEngines | Clear | Explain
+Request = (
+    EngineMessage | Stats | ListEngines | Clear | Pin | Explain | StartPrefetch | ReadPrefetches
+)
 UnaskedReply = Removed | Announced
 """The messages that a session gets without a request of their own."""
 Reply = (
@@ -616,7 +787,9 @@ Reply = (
     | Report
     | Engines
     | Done
+    | Pinned
     | Explained
+    | Prefetching
     | Error
 )
 

@@ -47,6 +47,7 @@ class ErrorCode(StrEnum):
     PART_BYTES = "part_bytes", "no group of this engine has objects of that many parts of that size"
     PACKED = "packed", "packed arrays that belong together are broken or differ in length"
     COMMIT = "commit", "slots, groups and hashes do not fit together"
+    PIN = "pin", "nothing can be pinned so, or there are as many pins as a daemon keeps"
     DESCRIBE = "describe", "hashes, parents and descriptions do not fit together"
     TOO_LARGE = "too_large", "the reply would be larger than a message may be"
     WIRE = "wire", "the bytes are no message of this protocol", True
@@ -87,6 +88,8 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.Release: MessageRule(_ENGINE, None),
     wire.Computing: MessageRule(_ENGINE, None),
     wire.Computed: MessageRule(_ENGINE, None),
+    wire.Advise: MessageRule(_ENGINE, None),
+    wire.Prefetch: MessageRule(_ENGINE, None),
     wire.Reserve: MessageRule(_ENGINE, wire.Reserved),
     wire.Commit: MessageRule(_ENGINE, None),
     wire.Free: MessageRule(_ENGINE, None),
@@ -95,9 +98,12 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.ReportIdentity: MessageRule(_ENGINE, None),
     wire.ReportAudit: MessageRule(_ENGINE, None),
     wire.Explain: MessageRule(_GREETED, wire.Explained),
+    wire.StartPrefetch: MessageRule(_GREETED, wire.Prefetching),
+    wire.ReadPrefetches: MessageRule(_GREETED, wire.Prefetching),
     wire.Stats: MessageRule(_GREETED, wire.Report),
     wire.ListEngines: MessageRule(_GREETED, wire.Engines),
     wire.Clear: MessageRule(_GREETED, wire.Done),
+    wire.Pin: MessageRule(_GREETED, wire.Pinned),
 }
 
 

@@ -17,7 +17,7 @@ from tests.forked_daemon import ForkedDaemon
 from tests.layouts import LAYOUTS
 from tests.programs.tiers.servers import free_port
 from tests.unit.daemon.harness import engine_hello
-from tests.unit.daemon.tierclient import stats
+from tests.unit.daemon.tierclient import IDENTITY, Client, hashes, stats
 from tests.waiting import DEADLINE_SECONDS, until
 
 HOSTILE = "x\x1b]0;pwned\x07\x1b[31m\r\n\u202e[bold]"
@@ -136,3 +136,40 @@ def test_clear_of_tiers_where_there_are_none(
 ) -> None:
     assert main(["clear", "--tiers", "--socket", daemon.socket_path]) == 0
     assert capsys.readouterr().out == "dropped 0 objects; there is no tier below RAM\n"
+
+
+def test_a_prompt_is_pinned_listed_and_let_go_again(
+    daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--socket", daemon.socket_path]
+    identity = IDENTITY.hex()[:12]
+    with Client(daemon.socket_path) as client:
+        client.store(1, 3)
+        client.store(2, 2)
+        explanation = RequestExplanation(400, 3, last_chunk=hashes(1, 3)[-1])
+        client.tell(ReportRequest("cmpl-1-0", explanation))
+        client.values()
+        assert main(["pin", "cmpl-1", "--for", "2h", "--json", *where]) == 0
+        pinned = json.loads(capsys.readouterr().out)
+        left = pinned["pins"][0].pop("seconds_left")
+        assert 7000 < left <= 7200
+        names = {"request": "cmpl-1", "identity": None, "tenant": None}
+        assert pinned["pins"] == [{**names, "chunks": 3, "kept": 3}]
+        retained = stats(daemon.socket_path)["retained_bytes"]
+        assert retained > 0
+        assert main(["pin", "--identity", identity, *where]) == 0
+        assert stats(daemon.socket_path)["retained_bytes"] > retained
+        assert f"identity {identity}" in capsys.readouterr().out
+        assert main(["pin", "--salt", "alice", *where]) == 1, "it has nothing here"
+        assert main(["unpin", "--identity", identity, *where]) == 0
+        assert stats(daemon.socket_path)["retained_bytes"] == 0
+    for wrong, works in (
+        (["unpin"], "hybridkv unpin --salt - works"),
+        (["pin", "cmpl-1", "--for", "3d"], "2h"),
+        (["pin", "cmpl-2"], "no request 'cmpl-2' ended lately"),
+        (["pin", "--identity", "0"], "nothing has the identity '0'"),
+        (["pin", "--identity", "xyz"], "ab12"),
+        (["pin", "cmpl-1", "--salt", "alice"], "the request alone works"),
+    ):
+        assert main([*wrong, *where]) == 2
+        assert works in capsys.readouterr().err.replace('"', "")

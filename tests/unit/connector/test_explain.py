@@ -11,6 +11,7 @@ from hybridkv.connector.scheduler.requests import (
     explain_request,
 )
 from hybridkv.core.audit import AuditOutcome, AuditVerdict
+from hybridkv.core.hints import Hints
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.observe.status import DECLINES, outcome_of, sentences_of
 from hybridkv.wire.messages import Decline, Found, GroupPresence, RequestExplanation
@@ -35,6 +36,7 @@ def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> No
     tracked.lookup = RequestLookup(ASKED, answer=found)
     tracked.local_seen, tracked.progress.objects = 128, 2
     tracked.load = RequestLoad(loaded_tokens=256, loaded_bytes=4096)
+    tracked.hints = Hints(retain_seconds=600.0, low_priority=True, prefetch_in_seconds=1.5)
     explanation = explain_request(GEMMA3, tracked)
     assert explanation.groups == [
         GroupPresence(group.gid, group.kind, objects, lacks)
@@ -46,6 +48,8 @@ def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> No
         "group 2 (full) 4 of 4"
     )
     assert facts["not more because"] == "group 1 (sliding) lacks chunk 3"
+    asked = "retain it for 600 s, low priority, prefetch it in 1.5 s"
+    assert facts["asked of the cache"] == asked
     assert facts["came up"] == "2 chunks from disk"
     assert facts["loaded"] == "256 tokens, 4KiB"
     assert facts["stored"] == "2 objects"

@@ -14,6 +14,7 @@ from hybridkv.connector.metrics import LOADS_DONE
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.vllm.hints import OWN_KEYS
 from hybridkv.vllm.hook_guard import FAULTS, QUARANTINED, SWITCHED_OFF
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from tests.chance import examples
@@ -25,6 +26,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.m
 
 LAYOUT = "full"
 BLOCKS = 64
+HINTS = st.sampled_from(("kv_hint", *OWN_KEYS))
+HINT_VALUES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats()
+    | st.just({"actions": [7]})
+)
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
     ("", "u\ud800", "\udfff\ud800", "\x00", "../..", "s" * 1_000_000, "{", "🙂" * 300)
 )
@@ -166,7 +175,7 @@ def hostile(draw: st.DrawFn) -> dict[str, Any]:
         "embeds": with_embeds,
         "features": features,
         "params": draw(
-            st.none() | TEXTS | st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=3)
+            st.none() | TEXTS | st.dictionaries(HINTS | TEXTS, HINT_VALUES | TEXTS, max_size=3)
         ),
         "adapter": draw(
             st.none()

@@ -15,13 +15,15 @@ from hybridkv.connector.metrics import (
     ATTACH_FAILED,
     BYTES_LOADED,
     DAEMON_LOSSES,
+    HINTS_MISTAKEN,
+    HINTS_SHORTENED,
     LOADS_DONE,
     LOADS_FAILED,
     LOOKUPS_ASKED,
     TOKENS_LOADED,
-    WISHES_MISTAKEN,
     Shed,
     declined,
+    hinted,
     hits_limited,
     stores_shed,
 )
@@ -32,11 +34,11 @@ from hybridkv.connector.scheduler.requests import RequestState, explain_request
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.metrics import Metric
-from hybridkv.core.policies import LoadPolicy
+from hybridkv.core.policies import EvictionClass, LoadPolicy
 from hybridkv.core.settings import parse_settings
 from hybridkv.core.speed import PrefillSpeed, Speed
 from hybridkv.lab.daemon_process import DaemonProcess
-from hybridkv.vllm.transfer_params import READ, WRITE
+from hybridkv.vllm.hints import PRIORITY, READ, RETAIN_SECONDS, WRITE
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
 from hybridkv.wire.messages import Commit, Decline, Found, Free, Lookup
 from tests.unit.connector import requests
@@ -333,7 +335,35 @@ def test_a_request_reads_and_writes_what_it_may(rig: Rig, wish: str) -> None:
     plan = rig.step({"r": request.num_tokens}, tables(request.num_tokens))
     assert bool(plan.stores) == (wish == READ)
     assert bool(rig.counters[stores_shed(Shed.UNWANTED)]) == (wish == WRITE)
-    assert not rig.counters[WISHES_MISTAKEN]
+    assert not rig.counters[HINTS_MISTAKEN]
+
+
+def test_hints_are_counted_and_a_mistake_is_named_once(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):
+        request = rig.request(number, CHUNK + 1, f"r{number}")
+        request.kv_transfer_params = {PRIORITY: "low", RETAIN_SECONDS: 1e9, "hybridkv.no": 1}
+        rig.side.on_new_request(request)
+    assert rig.counters[hinted("low_priority")] == rig.counters[hinted("retain")] == 3
+    assert rig.counters[HINTS_MISTAKEN] == rig.counters[HINTS_SHORTENED] == 3
+    assert caplog.text.count("hybridkv.no is no key") == 1
+
+
+def test_what_a_request_of_low_priority_stores_is_evicted_first(rig: Rig) -> None:
+    request = rig.request(2, CHUNK + 1)
+    request.kv_transfer_params = {PRIORITY: "low"}
+    rig.await_slots()
+    rig.side.on_new_request(request)
+    assert rig.offered(request) == 0
+    rig.side.on_allocated(request, lambda: tables(CHUNK + 1), 0)
+    plan = rig.planned({"r": CHUNK + 1}, tables(CHUNK + 1))
+    done = {number: {0} for number in plan.stores}
+    rig.side.on_report(set(), set(), rig.report(plan.number, {rig.side.session.boot: 1}, done=done))
+    commits = [change for change in rig.side.stores.changes if isinstance(change, Commit)]
+    assert commits
+    classes = b"".join(commit.classes for commit in commits)
+    assert set(classes) == {EvictionClass.UNLIKELY}
 
 
 def test_an_engine_that_needs_each_token_neither_asks_nor_stores(daemon: DaemonProcess) -> None:

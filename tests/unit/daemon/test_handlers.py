@@ -7,11 +7,13 @@ from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES, SlotRef, pack_slots, pack_u64
+from hybridkv.core.policies import Advice
 from hybridkv.daemon.sessions import Process
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.tiers.record import record_of
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
+    Advise,
     Clear,
     Commit,
     Computed,
@@ -30,7 +32,10 @@ from hybridkv.wire.messages import (
     ListEngines,
     Lookup,
     OtherIdentity,
+    Pin,
+    Prefetch,
     ReadAnnouncements,
+    ReadPrefetches,
     Release,
     ReportAudit,
     ReportCorrupt,
@@ -41,6 +46,7 @@ from hybridkv.wire.messages import (
     Request,
     RequestExplanation,
     Reserve,
+    StartPrefetch,
     Stats,
     Subscribe,
     Welcome,
@@ -81,6 +87,10 @@ MINIMAL: dict[type[Request], Request] = {
         Release(1),
         Computing(1),
         Computed(1),
+        Advise(Advice.RETAIN, b""),
+        Prefetch(b""),
+        StartPrefetch(1, "r"),
+        ReadPrefetches(1, []),
         Reserve(1, PART, 1, 0),
         Commit(b"", b"", b""),
         Free(b""),
@@ -93,6 +103,7 @@ MINIMAL: dict[type[Request], Request] = {
         Stats(1),
         ListEngines(1),
         Clear(1),
+        Pin(1),
     )
 }
 

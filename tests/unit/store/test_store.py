@@ -31,7 +31,7 @@ from tests.invariants import check_store, free_runs
 
 SIZES = (100, 5000, 9000)
 SHAPES = [(size, parts) for size in SIZES for parts in (1, 2)]
-ARENA = 40 * 4096
+ARENA = 96 * 4096
 
 
 def key(number: int) -> bytes:
@@ -42,9 +42,9 @@ class StoreMachine(RuleBasedStateMachine):
     """Grants, commits, pins, drops and evictions in any order, with any claims about parents."""
 
     @initialize(
-        reserved=st.integers(0, 40),
+        reserved=st.integers(0, 96),
         policy=st.sampled_from(EvictionPolicy),
-        quota=st.sampled_from([None, 4096, 12 * 4096]),
+        quota=st.sampled_from([None, 4096, 12 * 4096, 40 * 4096]),
     )
     def start(self, reserved: int, policy: EvictionPolicy, quota: int | None) -> None:
         self.memory = memoryview(bytearray(ARENA))
@@ -58,6 +58,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.writing: list[Slot] = []
         self.pinned: list[list[Slot]] = []
         self.generations: set[int] = set()
+        self.now = 0
 
     @rule(shape=st.sampled_from(SHAPES), count=st.integers(0, 8))
     def grant(self, shape: tuple[int, int], count: int) -> None:
@@ -67,7 +68,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert slot.generation not in self.generations, "a generation is given once"
             self.generations.add(slot.generation)
         if len(slots) < count and self.store.extents.limit_bytes == ARENA:
-            in_the_way = {*self.writing, *slots, *itertools.chain.from_iterable(self.pinned)}
+            retained = [slot for slot in self.committed() if slot.is_retained]
+            read = itertools.chain.from_iterable(self.pinned)
+            in_the_way = {*self.writing, *slots, *read, *retained}
             longest = max((size for _, size in free_runs(self.store.extents)), default=0)
             part_bytes, parts = shape
             assert longest < slot_bytes(part_bytes, parts)
@@ -76,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
             )
         self.writing += slots
 
-    @rule(reserved=st.integers(0, 40))
+    @rule(reserved=st.integers(0, 96))
     def reserve(self, reserved: int) -> None:
         self.store.extents.grow(reserved * 4096)
 
@@ -155,6 +158,32 @@ class StoreMachine(RuleBasedStateMachine):
         there = self.committed()
         if there:
             self.store.drop(there[pick % len(there)])
+
+    @rule(
+        namespace=st.integers(0, 1),
+        names=st.lists(st.integers(0, 5), max_size=6),
+        tenant=st.integers(0, 2),
+        ticks=st.integers(0, 5),
+    )
+    def retain(self, namespace: int, names: list[int], tenant: int, ticks: int) -> None:
+        retention, space = self.store.retention, self.namespaces[namespace]
+        for name in names:
+            if ticks:
+                retention.retain_chunk(space, key(name), tenant, self.now + ticks)
+            else:
+                retention.end_chunk(space, key(name))
+
+    @rule(ticks=st.integers(0, 5), most=st.integers(1, 40))
+    def expire(self, ticks: int, most: int) -> None:
+        self.now += ticks
+        if self.store.retention.expire(self.now, most) < most:
+            assert self.store.retention.next_end() > self.now
+
+    @precondition(lambda self: self.committed())
+    @rule(pick=st.integers(0, 99))
+    def let_go_first(self, pick: int) -> None:
+        there = self.committed()
+        self.store.let_go_first(there[pick % len(there)])
 
     @rule()
     def clear(self) -> None:

@@ -9,10 +9,13 @@ import pytest
 
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GroupKind
+from hybridkv.core.hints import Hints
+from hybridkv.core.policies import Advice
 from hybridkv.core.refusals import Refusal
 from hybridkv.wire.codec import Frames, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
+    Advise,
     Announced,
     AuditOffer,
     Clear,
@@ -37,7 +40,14 @@ from hybridkv.wire.messages import (
     Lookup,
     OtherIdentity,
     Pending,
+    Pin,
+    Pinned,
+    Prefetch,
+    Prefetching,
+    PrefetchState,
+    PrefetchStatus,
     ReadAnnouncements,
+    ReadPrefetches,
     Release,
     Removed,
     Reply,
@@ -52,6 +62,8 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     Reserve,
     Reserved,
+    RetainedBytes,
+    StartPrefetch,
     Stats,
     Subscribe,
     Welcome,
@@ -59,6 +71,7 @@ from hybridkv.wire.messages import (
     WireGeometry,
     WireGroup,
     WireModel,
+    WirePin,
 )
 from hybridkv.wire.status import (
     DaemonSetup,
@@ -136,6 +149,8 @@ EXPLANATION = RequestExplanation(
     audit=AuditOutcome.DIFFERED,
     audit_detail="a",
     junctions=[256],
+    last_chunk=NAME,
+    hints=Hints(writes=False, retain_seconds=600.0, prefetch_in_seconds=20.0),
 )
 TIER = TierStatus(
     name="disk",
@@ -279,10 +294,11 @@ REQUESTS = [
             audit_lease=10,
             promises=True,
             computed_elsewhere=True,
+            is_scan=True,
         ),
-        "780000009ba66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "790000009ca66c6f6f6b75700309c440000102030405060708090a0b0c0d0e0f10111213141516171819"
         "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fcd07d0cd"
-        "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f020ac3c3",
+        "2710c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f020ac3c3c3",
     ),
     Example(
         Release(lease=9, tokens=256, loaded_bytes=1 << 20, failed=True, unused=True),
@@ -290,6 +306,17 @@ REQUESTS = [
     ),
     Example(Computing(lease=9), "0c00000092a9636f6d707574696e6709"),
     Example(Computed(lease=9), "0b00000092a8636f6d707574656409"),
+    Example(
+        Advise(advice=Advice.RETAIN, hashes=NAME, tenant=(1 << 64) - 1, ttl_ms=600_000),
+        "3f00000095a6616476697365a672657461696ec420000102030405060708090a0b0c0d0e0f1011121314"
+        "15161718191a1b1c1d1e1fcfffffffffffffffffce000927c0",
+    ),
+    Example(
+        Prefetch(hashes=NAME, in_ms=20_000, tails=NAME, tails_from=1),
+        "5200000095a87072656665746368c420000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "1a1b1c1d1e1fcd4e20c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e"
+        "1f01",
+    ),
     Example(
         Reserve(id=4, part_bytes=8192, parts=2, count=64), "0f00000095a77265736572766504cd20000240"
     ),
@@ -321,10 +348,12 @@ REQUESTS = [
     ),
     Example(
         ReportRequest(request_id="cmpl-1", explanation=EXPLANATION),
-        "a200000093ae7265706f72745f72657175657374a6636d706c2d31dc0012cd025802cc8004c420000102"
+        "dc00000093ae7265706f72745f72657175657374a6636d706c2d31dc0014cd025802cc8004c420000102"
         "030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c094"
         "01a7736c6964696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65"
-        "cc80cd0100ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a16191cd0100",
+        "cc80cd0100ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a16191cd0100c420"
+        "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f97c3c2cb4082c0000000"
+        "0000c2c2c2cb4034000000000000",
     ),
     Example(
         ReportIdentity(facts={"dtype": "bfloat16"}),
@@ -335,8 +364,20 @@ REQUESTS = [
         "1e00000094ac7265706f72745f6175646974a6636d706c2d31a6706173736564a164",
     ),
     Example(Explain(id=5, request_id="cmpl-1"), "1100000093a76578706c61696e05a6636d706c2d31"),
+    Example(
+        StartPrefetch(id=5, request_id="cmpl-1", family=b"\1", in_ms=500),
+        "1e00000095ae73746172745f707265666574636805a6636d706c2d31c40101cd01f4",
+    ),
+    Example(
+        ReadPrefetches(id=5, numbers=[1, 300]),
+        "1700000093af726561645f70726566657463686573059201cd012c",
+    ),
     Example(Stats(id=6), "0a00000094a5737461747306c2c3"),
     Example(ListEngines(id=7), "0f00000092ac6c6973745f656e67696e657307"),
+    Example(
+        Pin(id=8, ttl_ms=1, request_id="r", identity="ab", tenant=7),
+        "0d00000096a370696e0801a172a2616207",
+    ),
     Example(Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
 ]
 
@@ -453,6 +494,15 @@ REPLIES = [
         "101112131415161718191a1b1c1d1e1f96929700a466756c6c10cd10000000c39701a7736c6964696e67"
         "20cf0000000200000000cd040007c2cc8020100202c0",
     ),
+    Example(
+        Pinned(
+            id=8,
+            pins=[WirePin(request_id="r", identity="ab", tenant=7, left_ms=1, chunks=3, kept=2)],
+            tenants=[RetainedBytes(tenant=7, charged_bytes=5, share_bytes=6)],
+            is_busy=True,
+        ),
+        "1a00000095a670696e6e6564089196a172a26162070103029193070506c3",
+    ),
     Example(Done(id=8, count=12), "0800000093a4646f6e65080c"),
     Example(
         Explained(
@@ -467,12 +517,32 @@ REPLIES = [
                 )
             ],
         ),
-        "f800000096a96578706c61696e65640592a6636d706c2d31a6636d706c2d30c420000102030405060708"
-        "090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fdc0012cd025802cc8004c42000010203040506"
+        "3201000096a96578706c61696e65640592a6636d706c2d31a6636d706c2d30c420000102030405060708"
+        "090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fdc0014cd025802cc8004c42000010203040506"
         "0708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0304929400a466756c6c04c09401a7736c"
         "6964696e67030381a46469736b02b7697420776173206e6f74207265616420696e2074696d65cc80cd01"
-        "00ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a16191cd01009192c4200001"
-        "02030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f9193a56474797065a161a162",
+        "00ce00100000ac6c6f6164735f6661696c6564a164a86469666665726564a16191cd0100c42000010203"
+        "0405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f97c3c2cb4082c00000000000c2c2"
+        "c2cb40340000000000009192c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b"
+        "1c1d1e1f9193a56474797065a161a162",
+    ),
+    Example(
+        Prefetching(
+            id=5,
+            prefetches=[
+                PrefetchStatus(
+                    number=300,
+                    state=PrefetchState.READING,
+                    tokens=512,
+                    hit_tokens=128,
+                    objects=3,
+                    read_bytes=4096,
+                    wait_ms=500,
+                )
+            ],
+            is_known=False,
+        ),
+        "2800000094ab7072656665746368696e67059197cd012ca772656164696e67cd0200cc8003cd1000cd01f4c2",
     ),
     Example(
         Error(id=3, code="lease", message="lease 9 is taken"),

@@ -34,6 +34,7 @@ from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.speed import PrefillSpeed
 from hybridkv.core.tails import first_tail_chunk, tail_names, tail_tokens
 from hybridkv.vllm.block_room import ROOM_SECONDS
+from hybridkv.vllm.hints import WHY_UNREAD
 from hybridkv.vllm.step_outputs import why_computed
 from hybridkv.wire.messages import Decline, Found, Lookup, Pending
 
@@ -84,6 +85,14 @@ def may_be_computed_elsewhere(geometry: Geometry, tokens: int) -> bool:
     """
     has_states = any(group.kind is GroupKind.RECURRENT for group in geometry.groups)
     return not has_states or bool(tokens % geometry.chunk_tokens)
+
+
+class LookupNames(NamedTuple):
+    """The names of what a request's tokens may be found by, as in wire.Lookup."""
+
+    hashes: bytes
+    tails: bytes = b""
+    tails_from: int = 0
 
 
 class Offer(NamedTuple):
@@ -178,14 +187,13 @@ class Lookups(Part):
         about the request (`is_asked`): the obstacle may be over by then.
         """
         request, adapter, session = tracked.request, tracked.adapter, self._session
-        chunks_max = hit_chunks_max(self.geometry)
-        chunks = min(self.geometry.whole_chunks(request.num_tokens - 1), chunks_max)
+        chunks = self._chunks_of(tracked)
         with_tails = self.with_tails and request.num_tokens > self.geometry.hash_tokens
         reason: Decline | None = None
         detail = ""
         if not chunks and not with_tails:
             reason = Decline.TOO_SHORT
-        elif detail := why_computed(request) or tracked.wishes.why_unread:
+        elif detail := why_computed(request) or ("" if tracked.hints.reads else WHY_UNREAD):
             reason = Decline.UNWANTED
         elif obstacle := self._obstacle():
             if not is_asked:
@@ -207,34 +215,28 @@ class Lookups(Part):
             return Change(RequestEvent.SETTLED, lookup, declined=reason, detail=detail)
         lease = self._requests.next_lease()
         session.breaker = session.breaker.on_request(now)
-        hashes = tracked.chunk_hashes(self.geometry, 0, chunks)
-        tails, tails_from = lookup.tails, lookup.tails_from
-        if with_tails:
-            tokens = min(request.num_tokens, chunks_max * self.geometry.chunk_tokens)
-            tails_from = first_tail_chunk(self.geometry, tokens)
-            names = tail_names(self.geometry, request.block_hashes, tails_from, tokens)
-            ends = [tail_tokens(self.geometry, tails_from, number) for number in range(len(names))]
-            tails = tracked.tail_hashes(names, ends)
+        names = self.request_names(tracked)
         wait = self.patience.tier_wait(chunks * self.geometry.chunk_tokens)
         message = Lookup(
             lease,
             lease,
-            hashes,
+            names.hashes,
             wait_ms=round(wait.seconds * 1e3),
             tokens_per_second=wait.tokens_per_second,
-            tails=tails,
-            tails_from=tails_from,
+            tails=names.tails,
+            tails_from=names.tails_from,
             audit_lease=self._audits.lease_for_lookup(tracked),
-            promises=self._promises and tracked.wishes.writes,
+            promises=self._promises and tracked.hints.writes,
             computed_elsewhere=self._computed_elsewhere
             and may_be_computed_elsewhere(self.geometry, request.num_tokens),
+            is_scan=tracked.hints.low_priority,
         )
         self.queued.append(tracked)
         self._counters[metrics.LOOKUPS_ASKED] += 1
         sent = lookup._replace(
-            hashes=hashes,
-            tails=tails,
-            tails_from=tails_from,
+            hashes=names.hashes,
+            tails=names.tails,
+            tails_from=names.tails_from,
             adapter=adapter.weights if adapter is not None else None,
             sent=True,
             sent_at=now,
@@ -242,6 +244,26 @@ class Lookups(Part):
             lease=lease,
         )
         return Change(lookup=sent, message=message)
+
+    def request_names(self, tracked: TrackedRequest) -> LookupNames:
+        """Return the names of all that ends before a request's last token, with its answer.
+
+        Only for a request that `has_hashes`.
+        """
+        geometry, request = self.geometry, tracked.request
+        hashes = tracked.chunk_hashes(geometry, 0, self._chunks_of(tracked))
+        if not self.with_tails or request.num_tokens <= geometry.hash_tokens:
+            return LookupNames(hashes)
+        tokens = min(request.num_tokens, hit_chunks_max(geometry) * geometry.chunk_tokens)
+        first = first_tail_chunk(geometry, tokens)
+        names = tail_names(geometry, request.block_hashes, first, tokens)
+        ends = [tail_tokens(geometry, first, number) for number in range(len(names))]
+        return LookupNames(hashes, tracked.tail_hashes(names, ends), first)
+
+    def _chunks_of(self, tracked: TrackedRequest) -> int:
+        """Return the whole chunks before a request's last token that a lookup names."""
+        whole = self.geometry.whole_chunks(tracked.request.num_tokens - 1)
+        return min(whole, hit_chunks_max(self.geometry))
 
     def on_flush(self, now: float) -> None:
         """Begin the deadlines of queued lookups, because all that is queued leaves now.

@@ -29,6 +29,7 @@ from hybridkv.connector.scheduler.parts import Part
 from hybridkv.core.audit import AuditVerdict
 from hybridkv.core.coverage import lacking
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.hints import NO_HINTS, Hints
 from hybridkv.core.keys import HASH_BYTES, adapter_hashes, lookahead_hashes, pack_hashes
 from hybridkv.core.metrics import Metric
 from hybridkv.core.tails import tail_tokens
@@ -37,7 +38,6 @@ from hybridkv.vllm.block_room import BlockRoom
 from hybridkv.vllm.hashing import ChunkHashChain, extra_keys_at
 from hybridkv.vllm.media import RequestMedia
 from hybridkv.vllm.prometheus import StatsCollector
-from hybridkv.vllm.transfer_params import CacheWishes
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -252,7 +252,7 @@ class TrackedRequest:
     adapter_hash: bytes = b""  # The identity of the weights that the last hashes were of.
     media: RequestMedia | None = None  # None = it has no media, and gets none.
     tenant: int = 0  # The number of `core.keys.tenant_of`.
-    wishes: CacheWishes = CacheWishes()
+    hints: Hints = NO_HINTS  # What it asks of the cache.
     state: RequestState = RequestState.PREFETCHING
     story: deque[RequestEvent] = field(default_factory=partial(deque, (), STORY_MAX))
     """The events that led to its state, the last one last. TRANSITIONS says how."""
@@ -497,6 +497,8 @@ def explain_request(geometry: Geometry, tracked: TrackedRequest) -> wire.Request
             for chunks in found.junctions
             if any(state.chunk == chunks - 1 for state in tracked.progress.states)
         ],
+        last_chunk=hashes[-HASH_BYTES:],
+        hints=tracked.hints,
     )
 
 

@@ -16,7 +16,8 @@ from vllm.distributed.kv_events import KVCacheEvent
 
 from hybridkv.connector import metrics
 from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
-from hybridkv.connector.metrics import Shed, stores_shed
+from hybridkv.connector.metrics import Shed, hinted, stores_shed
+from hybridkv.connector.scheduler.advice import RequestAdvice
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.drafted import DraftedBlocks
@@ -41,13 +42,14 @@ from hybridkv.connector.scheduler.requests import (
 from hybridkv.connector.scheduler.session import DaemonSession
 from hybridkv.connector.scheduler.stores import StorePlanner
 from hybridkv.connector.stats import HybridKVStats
+from hybridkv.core.hints import NO_HINTS, Hints
 from hybridkv.core.keys import tenant_of
 from hybridkv.core.metrics import Metric
 from hybridkv.shm.access import group_id
 from hybridkv.vllm.hashing import ChunkHashChain, is_hashable
+from hybridkv.vllm.hints import NO_FORM, read_hints
 from hybridkv.vllm.hook_guard import QUARANTINED, RESUMED
 from hybridkv.vllm.media import RequestMedia
-from hybridkv.vllm.transfer_params import CacheWishes, cache_wishes
 from hybridkv.wire import messages as wire
 
 logger = logging.getLogger("vllm.hybridkv")
@@ -55,6 +57,8 @@ Result = TypeVar("Result")
 
 PUSH_SECONDS = 5.0
 """An engine without requests steps on for at most so long after its last store."""
+NAMED_MAX = 32
+"""The log names so many mistaken hints, each once."""
 READ_ON_SECONDS = 600.0
 """The same while its workers read weights for which a start had no time."""
 
@@ -109,6 +113,7 @@ class SchedulerRole:
         self.loads = LoadPlanner(self.requests, life.to_fail)
         self.stores = StorePlanner(context, life, self.requests, self.audits, self.events)
         self.promises = OwnPromises(self.requests, self.stores)
+        self.advice = RequestAdvice(self.requests, self.lookups, self.stores)
         self._junctions = Junctions(self.requests)
         self.parts: tuple[Part, ...] = (
             self.loads,
@@ -119,6 +124,7 @@ class SchedulerRole:
             self.session,
             self.requests,
             self.promises,
+            self.advice,
             self.lookups,  # They ask by the new name.
             self.events,
         )
@@ -129,6 +135,7 @@ class SchedulerRole:
         is_unproven = faults.in_all_steps or faults.beside_adapters or life.had_unproven_session
         if context.drafter or is_unproven:
             self._follow_blocks()
+        self._named: set[str] = set()  # The mistaken hints that the log has.
         self._push_until = 0.0  # When the engine stops waiting for the reports of stores.
         self._announce_until = 0.0  # The same for what the daemon announces.
         self._read_on_until = 0.0  # The same for workers that read late. 0.0 = none does.
@@ -179,7 +186,7 @@ class SchedulerRole:
             adapter,
             media=media,
             tenant=tenant_of(request.cache_salt),
-            wishes=self._wishes(request),
+            hints=self._read_hints(request),
             progress=StoreProgress([0] * len(self.geometry.groups)),
         )
         if not self.session.is_connected:
@@ -187,13 +194,21 @@ class SchedulerRole:
         self.requests.by_id[request.request_id] = tracked
         self.requests.advance(tracked, self.lookups.look_up(tracked, now), now)
 
-    def _wishes(self, request: Any) -> CacheWishes:
-        wishes = cache_wishes(request)
-        if wishes.mistake:
-            if not self._counters[metrics.WISHES_MISTAKEN]:
-                logger.warning("kv_transfer_params of a request: %s", wishes.mistake)
-            self._counters[metrics.WISHES_MISTAKEN] += 1
-        return wishes
+    def _read_hints(self, request: Any) -> Hints:
+        """Return what a request asks of the cache. Count it, and name each mistake once."""
+        read = read_hints(request)
+        if read is NO_FORM:
+            return NO_HINTS
+        for mistake in read.mistakes:
+            self._counters[metrics.HINTS_MISTAKEN] += 1
+            if mistake.name not in self._named and len(self._named) < NAMED_MAX:
+                self._named.add(mistake.name)
+                logger.warning("hint of a request: %s", mistake.sentence)
+        if read.shortened:
+            self._counters[metrics.HINTS_SHORTENED] += read.shortened
+        for hint in read.hints.asked_names():
+            self._counters[hinted(hint)] += 1
+        return read.hints
 
     def offer_hit(self, request: Any, local_tokens: int) -> int | None:
         """Return the tokens beyond `local_tokens` that can be loaded. None = ask in the next step.
@@ -352,7 +367,10 @@ class SchedulerRole:
             self.audits.count_prefill(tracked)
             self.requests.advance(tracked, Change(RequestEvent.FINISHED), now)
             self.audits.end_if_over(now)
-            if self.promises.end_kept_promises(now):
+            self.advice.on_ended(tracked)
+            self.stores.send_changes(now)
+            is_over = self.advice.send_ended(now)
+            if self.promises.end_kept_promises(now) or is_over:
                 self._flush(now)  # Perhaps no step follows.
 
     def on_reset(self, is_empty: bool) -> bool:
@@ -410,6 +428,7 @@ class SchedulerRole:
         now, is_idle = time.monotonic(), not self.requests.by_id
         self.stores.send_changes(now)
         self.promises.end_kept_promises(now)
+        self.advice.send_ended(now)
         self.exchange_messages(now)
         if self.session.is_connected:
             for message in self.events.take_requests(is_idle):
@@ -496,6 +515,7 @@ class SchedulerRole:
             self.session.queue_message(wire.Reserve(part_bytes, part_bytes, parts, count), now)
 
     def _flush(self, now: float) -> None:
+        self.advice.on_looked_up(self.lookups.queued, now)
         self.lookups.on_flush(now)
         self.session.link.flush(now)
 

@@ -162,8 +162,11 @@ class StorePlanner(Part):
 
     def is_storing(self, tracked: TrackedRequest) -> bool:
         """Return True while some store of a request is not over."""
-        runs = (*self.storing.values(), *self.unproven)
-        return any(run.tracked is tracked for run in runs)
+        return tracked in self.storing_requests()
+
+    def storing_requests(self) -> set[TrackedRequest]:
+        """Return the requests of which some store is not over."""
+        return {run.tracked for run in (*self.storing.values(), *self.unproven)}
 
     def has_settled(self, tracked: TrackedRequest) -> bool:
         """Return True if no attention object of a request's prompt waits for a later step."""
@@ -172,6 +175,17 @@ class StorePlanner(Part):
         )
         indices = (*self._windowed_groups, *self._full_groups)
         return all(tracked.progress.next_chunk[index] >= chunks for index in indices)
+
+    def tail_name(self, tracked: TrackedRequest) -> bytes:
+        """Return the name of the last tail whose store has begun. Empty = none has.
+
+        Only for a request that `has_hashes`.
+        """
+        tokens = tracked.progress.tail
+        if not tokens:
+            return b""
+        name = tracked.request.block_hashes[tokens // self._geometry.hash_tokens - 1]
+        return tracked.tail_hashes([name], [tokens])
 
     def withdraw_stores(self) -> None:
         """Let no object be committed that is being written now."""
@@ -214,7 +228,7 @@ class StorePlanner(Part):
                 if state_tokens < tokens:
                     self._shed(tracked, Shed.UNPROVEN, state_tokens, tokens)
                 tokens = min(tokens, tracked.drafted.storable)
-            if not tracked.wishes.writes:
+            if not tracked.hints.writes:
                 self._shed(tracked, Shed.UNWANTED, 0, tokens)
                 continue
             chunks = self._geometry.whole_chunks(tokens)
@@ -340,6 +354,8 @@ class StorePlanner(Part):
         """Return the EvictionClass of each object of a run, a byte each."""
         geometry, objects, span = self._geometry, storing.run.objects, storing.run.span
         tracked = storing.tracked
+        if tracked.hints.low_priority:
+            return bytes([EvictionClass.UNLIKELY]) * objects
         prompt_tokens = tracked.request.num_prompt_tokens
         if storing.tail_tokens:
             is_prompt = storing.tail_tokens <= prompt_tokens
