@@ -7,6 +7,7 @@ import os
 import select
 import stat
 import time
+from collections.abc import Iterator
 from typing import TypeVar
 
 from hybridkv.client.link import Link
@@ -17,6 +18,10 @@ logger = logging.getLogger("vllm.hybridkv")
 
 ANSWER_SECONDS = 1.0
 """The limit of one greeting. A busy machine is slow, and another attempt costs more."""
+
+PAGE_SECONDS = 60.0
+"""The time that a tier has for each page of its records."""
+POLL_SECONDS = 0.005  # The pause before a page is asked for that a tier had not read yet.
 
 _Answer = TypeVar("_Answer", bound=wire.Reply)
 
@@ -125,6 +130,25 @@ class ControlClient:
         if tiers:
             self.call(wire.Clear(next(self._ids), tiers=True))
         return dropped
+
+    def list_objects(self, place: int) -> Iterator[wire.ObjectPage]:
+        """Yield pages of what a place holds: 0 is RAM, n the n-th tier.
+
+        The `error` of the last one is why there are no more. A page may be empty.
+        """
+        cursor: int | None = 0
+        heard_at = time.monotonic()
+        while cursor is not None:
+            page = self._ask(wire.ListObjects(next(self._ids), place, cursor), wire.ObjectPage)
+            is_next, cursor = page.cursor != cursor, page.cursor
+            if page.objects or is_next:
+                heard_at = time.monotonic()
+                yield page
+            elif time.monotonic() > heard_at + PAGE_SECONDS:
+                yield wire.ObjectPage(0, [], None, f"it does not answer within {PAGE_SECONDS:g} s")
+                return
+            else:
+                time.sleep(POLL_SECONDS)
 
     def _ask(self, request: wire.Request, kind: type[_Answer]) -> _Answer:
         reply = self.call(request)

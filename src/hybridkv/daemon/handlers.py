@@ -67,6 +67,7 @@ class Daemon(DaemonState):
             wire.Stats: self._stats,
             wire.ListEngines: self._list_engines,
             wire.Clear: partial(slot_requests.clear, self),
+            wire.ListObjects: self.inventory.read_page,
         }
 
     # Events
@@ -76,6 +77,7 @@ class Daemon(DaemonState):
         self.promotion.cancel(connection_id)
         self.promotion.node_waits.on_disconnect(connection_id)
         self.promises.on_disconnect(connection_id)
+        self.inventory.on_disconnect(connection_id)
         self.subscriptions.on_disconnect(connection_id)
         self.sessions.on_disconnect(connection_id)
 
@@ -123,6 +125,8 @@ class Daemon(DaemonState):
                 self.demotion.on_write_done(tier, job, outcome)
             case JobKind.USE:
                 self.demotion.on_use_done(tier, job, outcome)
+            case JobKind.LIST:
+                self.inventory.on_page_read(job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
                 self.demotion.queue_all(self.sessions.stored_slots())
                 self.subscriptions.on_tier_opened()

@@ -417,6 +417,8 @@ class DaemonServer:
         )
         self.daemon = Daemon(store, welcome, self._make_tiers(memory))
         self.daemon.sessions.is_locked = self.arena.is_locked
+        self.daemon.inventory.has_user_tenants = options.user_quota_bytes is not None
+        self.daemon.inventory.started_at = time.monotonic()
         if not opened.is_earlier:
             return True
         try:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridkv.core.junctions import Branches
+from hybridkv.daemon.inventory import Inventory
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.daemon.subscriptions import OutgoingMessage, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
@@ -42,6 +43,7 @@ class DaemonState:
         self.promotion = Promotion(store, tiers, self.promises)
         self.subscriptions = Subscriptions(tiers, self.sessions)
         store.on_change = self.subscriptions.on_object_changed
+        self.inventory = Inventory(store, self.sessions, tiers)
         self.branches = Branches()
         self.history = RequestHistory()
         self.ceiling = HitRateCeiling()
@@ -51,4 +53,12 @@ class DaemonState:
         self.metrics_url = ""  # The URL of /metrics. Empty where no pages are served.
         self.outgoing: deque[OutgoingMessage] = deque()
         """Messages that are to be sent beside the replies to requests, in order."""
-        self.now = 0.0  # The time of the last event, by the daemon's clock.
+
+    @property
+    def now(self) -> float:
+        """The time of the last event, by the daemon's clock."""
+        return self.store.now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self.store.now = value

@@ -103,10 +103,14 @@ class Trailer:
         """Remove the slot at `offset`, if there is one, from the page table."""
         self._entries[offset // SLOT_ALIGN] = 0
 
-    def slots(self) -> Iterator[tuple[int, int]]:
-        """Yield (offset, size in bytes) of every slot of the page table, by offset."""
-        at = 0
-        while found := _USED.search(self._table, at):
+    def slots(self, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield (offset, size in bytes) of every slot that starts in [start, end), by offset.
+
+        Without `end` these are all slots from `start` on. Both are multiples of SLOT_ALIGN.
+        """
+        at = start // SLOT_ALIGN * _PAGES
+        stop = len(self._table) if end is None else end // SLOT_ALIGN * _PAGES
+        while found := _USED.search(self._table, at, stop):
             page = found.start() // _PAGES
             yield page * SLOT_ALIGN, self._entries[page] * SLOT_ALIGN
             at = (page + 1) * _PAGES

@@ -34,6 +34,8 @@ class Slot:
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.
     queued_in: int = 0  # A bit for each tier to which the object waits to be written.
     used_at: float = 0.0  # The last time that a write or a use of the object went to tiers.
+    written_at: float | None = None  # When it became an object of RAM. None = a daemon before knew.
+    read_at: float | None = None  # When a lookup hit it last. None = not in this daemon's life.
     packed: bytes = field(init=False)  # Its offset and generation, as in `core.packed.pack_slots`.
 
     def __post_init__(self) -> None:

@@ -71,6 +71,7 @@ class Store:
         self.objects = 0  # The number of slots that `committed_bytes` counts.
         self.due_when_unpinned: set[Slot] = set()
         """Pinned slots that are freed or offered for eviction at their last `unpin`."""
+        self.now = 0.0  # The time of the last event, by the daemon's clock.
         self.evicted = 0
         self.duplicates = 0
         self.over_quota = 0  # Objects not stored, or evicted, for their tenant's bound.
@@ -224,6 +225,7 @@ class Store:
             eviction_class = EvictionClass.INTERIOR
         slot.tenant, slot.eviction_class = tenant, eviction_class
         slot.parent_short = short_hash(parent) if parent else 0
+        slot.written_at = self.now
         self._enter(slot, namespace, group_index, chunk_hash, parent)
         if self.on_change is not None:
             self.on_change(slot, True)
@@ -257,9 +259,10 @@ class Store:
         """
         interior = [slot for slot in superseded_tails if not slot.is_read]
         self.due_when_unpinned.update(self.queue.mark_used(slots), interior)
-        prompt = EvictionClass.PROMPT
+        prompt, now = EvictionClass.PROMPT, self.now
         for slot in slots:
             slot.pins += 1
+            slot.read_at = now
             if not slot.is_read or slot.eviction_class is not prompt:
                 slot.is_read, slot.eviction_class = True, prompt
                 layout.write_use(self._memory, slot.offset, layout.USE_READ)

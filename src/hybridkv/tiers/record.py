@@ -181,6 +181,22 @@ def read_encoded(start: bytes | memoryview) -> EncodedHeader | None:
     return EncodedHeader(_unpack(start), encoding)
 
 
+def read_start(start: bytes, key: bytes) -> Record | None:
+    """Returns the header at the start of the record of `key`, plain or encoded.
+
+    None where it is not a sound header of that record. The checksum of a plain one is proven as far
+    as `start` has all that it covers.
+    """
+    if is_encoded(start):
+        header = read_encoded(start)
+        record = header.record if header is not None else None
+    else:
+        parts = parts_of(start)
+        is_cut = parts > 0 and payload_offset(parts) > len(start)
+        record = _unpack(start) if is_cut else read_head(memoryview(start))
+    return record if record is not None and record.name.key == key else None
+
+
 def stored_bytes(start: memoryview) -> int:
     """Returns the bytes of a record in its tier, as its header claims. 0 = no header."""
     if header := read_encoded(start[:HEADER_BYTES]):

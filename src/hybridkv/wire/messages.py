@@ -17,6 +17,7 @@ from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, Group
 from hybridkv.core.junctions import JUNCTIONS_MAX
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SLOT_BYTES, U64
+from hybridkv.core.selection import HeldObject
 from hybridkv.wire.status import Status, TierStatus
 
 PROTOCOL_VERSION = 14
@@ -432,6 +433,17 @@ class Clear(_Numbered, frozen=True, tag="clear"):
     tiers: bool = False
 
 
+class ListObjects(_Numbered, frozen=True, tag="list_objects"):
+    """Ask for a page of the objects that one place holds: 0 is RAM, n the n-th tier below it.
+
+    `cursor` 0 begins with the first page. Further pages are asked for with the cursor of the answer
+    before, at most CHANGES_MAX objects each. A page of a tier that is not read yet is empty.
+    """
+
+    place: Count
+    cursor: Count = 0
+
+
 class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
     """Drop objects whose bytes were proven wrong, also those under leases."""
 
@@ -567,6 +579,21 @@ class Report(_Numbered, frozen=True, tag="report"):
     status: Status | None = None
 
 
+class ObjectPage(_Numbered, frozen=True, tag="object_page"):
+    """The answer to ListObjects. `cursor` asks for the next page. None = this was the last one."""
+
+    objects: list[HeldObject]
+    cursor: Count | None
+    error: Fact = ""
+    """The reason why the place cannot be listed further, for people."""
+    models: dict[bytes, Text] = {}
+    """With the first page: the model of each identity of which an engine named it."""
+    has_user_tenants: bool = False
+    """The tenant of an object is its engine's user, and not a salt."""
+    up_seconds: float = 0.0
+    """The time for which the daemon has run. What it found in RAM is older, if its age is None."""
+
+
 class Engines(_Numbered, frozen=True, tag="engines"):
     """The answer to ListEngines: a WireEngine for each session."""
 
@@ -604,7 +631,7 @@ EngineMessage = (
     SessionMessage | AnnouncingMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
 )
 """The messages of an engine's connections. Control connections send the rest."""
-Request = EngineMessage | Stats | ListEngines | Clear | Explain
+Request = EngineMessage | Stats | ListEngines | Clear | Explain | ListObjects
 UnaskedReply = Removed | Announced
 """The messages that a session gets without a request of their own."""
 Reply = (
@@ -615,6 +642,7 @@ Reply = (
     | UnaskedReply
     | Report
     | Engines
+    | ObjectPage
     | Done
     | Explained
     | Error

@@ -43,6 +43,7 @@ class ErrorCode(StrEnum):
     SESSIONS = "sessions", "there are as many sessions as a daemon keeps"
     ROLE = "role", "a connection of this role may not say this"
     HASHES = "hashes", "the bytes of `hashes` are no whole number of hashes"
+    PLACE = "place", "there is no such tier"
     LEASE = "lease", "the lease's number is taken, or too many leases are open"
     PART_BYTES = "part_bytes", "no group of this engine has objects of that many parts of that size"
     PACKED = "packed", "packed arrays that belong together are broken or differ in length"
@@ -72,6 +73,7 @@ class MessageRule:
 _NEW = frozenset((ConnectionState.NEW,))
 _ENGINE = frozenset((ConnectionState.ENGINE,))
 _WORKER = frozenset((ConnectionState.WORKER,))
+_CONTROL = frozenset((ConnectionState.CONTROL,))
 _GREETED = frozenset((ConnectionState.ENGINE, ConnectionState.WORKER, ConnectionState.CONTROL))
 
 RULES: Mapping[type[Request], MessageRule] = {
@@ -98,6 +100,7 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.Stats: MessageRule(_GREETED, wire.Report),
     wire.ListEngines: MessageRule(_GREETED, wire.Engines),
     wire.Clear: MessageRule(_GREETED, wire.Done),
+    wire.ListObjects: MessageRule(_CONTROL, wire.ObjectPage),
 }
 
 

@@ -28,6 +28,7 @@ from hybridkv.wire.messages import (
     Identify,
     IdentityDifference,
     ListEngines,
+    ListObjects,
     Lookup,
     OtherIdentity,
     ReadAnnouncements,
@@ -91,7 +92,9 @@ MINIMAL: dict[type[Request], Request] = {
         ReportStale(True),
         Explain(1, "r"),
         Stats(1),
+        Clear(1),
         ListEngines(1),
+        ListObjects(1, 0),
         Clear(1),
     )
 }

@@ -10,6 +10,7 @@ import pytest
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.refusals import Refusal
+from hybridkv.core.selection import HeldObject
 from hybridkv.wire.codec import Frames, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -34,7 +35,9 @@ from hybridkv.wire.messages import (
     Identify,
     IdentityDifference,
     ListEngines,
+    ListObjects,
     Lookup,
+    ObjectPage,
     OtherIdentity,
     Pending,
     ReadAnnouncements,
@@ -338,6 +341,7 @@ REQUESTS = [
     Example(Stats(id=6), "0a00000094a5737461747306c2c3"),
     Example(ListEngines(id=7), "0f00000092ac6c6973745f656e67696e657307"),
     Example(Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
+    Example(ListObjects(id=9, place=1, cursor=2), "1100000094ac6c6973745f6f626a65637473090102"),
 ]
 
 REPLIES = [
@@ -454,6 +458,30 @@ REPLIES = [
         "20cf0000000200000000cd040007c2cc8020100202c0",
     ),
     Example(Done(id=8, count=12), "0800000093a4646f6e65080c"),
+    Example(
+        ObjectPage(
+            id=9,
+            objects=[
+                HeldObject(
+                    key=NAME,
+                    size_bytes=4096,
+                    tenant=(1 << 64) - 1,
+                    parent=3,
+                    written_seconds=1.5,
+                    used_seconds=None,
+                )
+            ],
+            cursor=3,
+            error="e",
+            models={NAME: "m"},
+            has_user_tenants=True,
+            up_seconds=2.0,
+        ),
+        "7b00000098ab6f626a6563745f70616765099196c420000102030405060708090a0b0c0d0e0f10111213"
+        "1415161718191a1b1c1d1e1fcd1000cfffffffffffffffff03cb3ff8000000000000c003a16581c42000"
+        "0102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa16dc3cb40000000000000"
+        "00",
+    ),
     Example(
         Explained(
             id=5,

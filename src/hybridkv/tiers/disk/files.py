@@ -185,6 +185,12 @@ def set_aside(root: Path, path: str) -> None:
         old.unlink(missing_ok=True)
 
 
+def empty_quarantine(root: Path) -> None:
+    """Remove all files of the quarantine. Raises OSError."""
+    for path in (root / "quarantine").glob("*"):
+        path.unlink(missing_ok=True)
+
+
 class FileDamage(StrEnum):
     """The kinds of damage of a file, as people read them."""
 
