@@ -37,6 +37,7 @@ def check_daemon(daemon: Daemon) -> None:
     pins.update(check_demotion(daemon.demotion, len(daemon.store)))
     assert all(slot.pins == count for slot, count in pins.items())
     writing |= {read.slot for read in daemon.promotion.reads.running.values()}
+    writing |= {slot for slot in daemon.store.to_wipe if slot.state is SlotState.WRITING}
     assert sum(slot.size_bytes for slot in writing) == daemon.store.writing_bytes
 
 
@@ -145,7 +146,9 @@ def _check_slots(store: Store) -> None:
         assert slot.pins >= 0
         assert slot.packed == pack_slots([(slot.offset, slot.generation)])
         is_dropped = slot.state is SlotState.COMMITTED and slot.entry is None
-        assert not is_dropped or slot in store.due_when_unpinned
+        assert not is_dropped or slot in store.due_when_unpinned or slot in store.to_wipe
+    assert all(slot.is_forgotten and not slot.pins for slot in store.to_wipe)
+    assert store.to_wipe_bytes == sum(slot.size_bytes for slot in store.to_wipe)
     assert all(slot.pins for slot in store.due_when_unpinned)
     assert held[SlotState.WRITING] == store.writing_bytes
     assert held[SlotState.COMMITTED] == store.committed_bytes

@@ -66,7 +66,7 @@ SHARED_NAMES = (
     SharedNames(
         "The daemon's loop calls its parts, and sleeps until the first of them has work.",
         "tick wakes_at",
-        "Daemon DaemonView Demotion Promotion TierState",
+        "Daemon DaemonView Demotion Forgetting Promotion TierState",
     ),
     SharedNames("An EvictionQueue evicts only what may go.", "is_evictable", "FileIndex Slot"),
     SharedNames("An object gives back what it holds, and is used no more.", "close"),

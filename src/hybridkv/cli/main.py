@@ -51,6 +51,9 @@ COMMANDS = {
     ),
     "import": CommandEntry("bundle", "put the objects of an exported file into a directory"),
     "ls": CommandEntry("ls", "list what is held in RAM and below, by identity and tenant"),
+    "forget": CommandEntry(
+        "forget", "delete a tenant's, an identity's, a family's or old objects everywhere"
+    ),
     "clear": CommandEntry("control", "drop everything that the daemon holds"),
     "plan": CommandEntry(
         "plan", "say what a model costs in the cache, and from which prompt on it helps"

@@ -7,7 +7,7 @@ import os
 import select
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from hybridkv.client.link import Link
@@ -149,6 +149,16 @@ class ControlClient:
                 return
             else:
                 time.sleep(POLL_SECONDS)
+
+    def forget_objects(
+        self, place: int, keys: Sequence[bytes] = (), rest: bool = False
+    ) -> wire.Forgotten:
+        """Forget at most CHANGES_MAX objects in one place, by their keys, as in wire.Forget.
+
+        Of a tier it returns what was done since the last call, which may be some of it.
+        """
+        request = wire.Forget(next(self._ids), place, b"".join(keys), rest)
+        return self._ask(request, wire.Forgotten)
 
     def _ask(self, request: wire.Request, kind: type[_Answer]) -> _Answer:
         reply = self.call(request)

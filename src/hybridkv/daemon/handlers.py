@@ -68,6 +68,7 @@ class Daemon(DaemonState):
             wire.ListEngines: self._list_engines,
             wire.Clear: partial(slot_requests.clear, self),
             wire.ListObjects: self.inventory.read_page,
+            wire.Forget: self.forgetting.forget_keys,
         }
 
     # Events
@@ -78,6 +79,7 @@ class Daemon(DaemonState):
         self.promotion.node_waits.on_disconnect(connection_id)
         self.promises.on_disconnect(connection_id)
         self.inventory.on_disconnect(connection_id)
+        self.forgetting.on_disconnect(connection_id)
         self.subscriptions.on_disconnect(connection_id)
         self.sessions.on_disconnect(connection_id)
 
@@ -89,6 +91,7 @@ class Daemon(DaemonState):
         self._answer_waiting(self.promotion.tick(now))
         if self.tiers:
             self.demotion.tick(now)
+        self.forgetting.tick()
         self.outgoing.extend(self.subscriptions.take_due(now))
         self.view.tick(now)
 
@@ -97,6 +100,7 @@ class Daemon(DaemonState):
         return min(
             self.promotion.wakes_at(),
             self.demotion.wakes_at(),
+            self.forgetting.wakes_at(),
             self.view.wakes_at(),
             *(tier.wakes_at() for tier in self.tiers),
         )
@@ -127,6 +131,8 @@ class Daemon(DaemonState):
                 self.demotion.on_use_done(tier, job, outcome)
             case JobKind.LIST:
                 self.inventory.on_page_read(job, outcome)
+            case JobKind.ERASE:
+                self.forgetting.on_erased(job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
                 self.demotion.queue_all(self.sessions.stored_slots())
                 self.subscriptions.on_tier_opened()

@@ -466,16 +466,24 @@ class DaemonServer:
                 break
         subscriptions = self.daemon.subscriptions
         subscriptions.on_described = self._keep_described
-        return BookFile(
+        subscriptions.on_forgotten = self._rewrite_book
+        file = BookFile(
             path, key, lambda chunks: self.run_in_loop(lambda: subscriptions.on_book_read(chunks))
         )
+        self.daemon.forgetting.book_is_settled = lambda: file.is_settled
+        self.daemon.forgetting.book_error = lambda: file.error
+        return file
 
     def _keep_described(self, chunks: list[DescribedChunk]) -> None:
         """Write descriptions to the file, or all of them where much of the file is of no use."""
         book, file = self.daemon.subscriptions.book, self._book_file
         file.append_chunks(chunks)
         if file.size_bytes > 2 * book.held_bytes + GROWTH_BYTES:
-            file.rewrite_file(list(book.described()), book.held_bytes)
+            self._rewrite_book()
+
+    def _rewrite_book(self) -> None:
+        book = self.daemon.subscriptions.book
+        self._book_file.rewrite_file(list(book.described()), book.held_bytes)
 
     def _start_exporter(self) -> Any:
         """Export spans from now on. Raises ConfigError where the library for it is missing."""

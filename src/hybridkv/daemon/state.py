@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybridkv.core.junctions import Branches
+from hybridkv.daemon.forgetting import Forgetting
 from hybridkv.daemon.inventory import Inventory
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.daemon.subscriptions import OutgoingMessage, Subscriptions
@@ -46,6 +47,9 @@ class DaemonState:
         self.inventory = Inventory(store, self.sessions, tiers)
         self.branches = Branches()
         self.history = RequestHistory()
+        self.forgetting = Forgetting(
+            store, self.sessions, self.demotion, self.promotion, self.subscriptions, self.history
+        )
         self.ceiling = HitRateCeiling()
         self.waits = Histogram()  # Seconds that lookups waited for tiers.
         self.spans: SpanExporter | None = None  # None where no spans are exported.

@@ -115,6 +115,20 @@ class Trailer:
             yield page * SLOT_ALIGN, self._entries[page] * SLOT_ALIGN
             at = (page + 1) * _PAGES
 
+    def end_before(self, offset: int, slot_bytes_max: int) -> int:
+        """Return the end of the last slot that starts before `offset`, or 0.
+
+        It may be 0 too where that slot ends before `offset`. No slot has more than
+        `slot_bytes_max`.
+        """
+        last = offset // SLOT_ALIGN
+        first = max(0, last - slot_bytes_max // SLOT_ALIGN)
+        used = bytes(self._table[first * _PAGES : last * _PAGES]).rstrip(b"\0")
+        if not used:
+            return 0
+        page = first + (len(used) - 1) // _PAGES
+        return (page + self._entries[page]) * SLOT_ALIGN
+
     def add_process(self, process: WorkerProcess) -> bool:
         """Note a process for the next daemon. Returns False where there is no room."""
         rows = self._process_rows()

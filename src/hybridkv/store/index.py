@@ -31,6 +31,8 @@ class Slot:
     is_read: bool = False  # True once a lookup hit the object. Interior ones begin anew as unread.
     replace_on_store: bool = False
     """True after a load failed in which the object took part. The next store of it replaces it."""
+    is_forgotten: bool = False
+    """True from `Store.forget_object` on. Its bytes are overwritten before the slot is free."""
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.
     queued_in: int = 0  # A bit for each tier to which the object waits to be written.
     used_at: float = 0.0  # The last time that a write or a use of the object went to tiers.

@@ -1,11 +1,12 @@
 """The RAM tier: objects in the slots of an arena, and their eviction where room is needed.
 
-The store writes headers of slots, the arena's trailer and empty signatures, and never payload.
-Wherever the daemon is killed, the next one can take the arena over. A page table entry is set after
-the slot's header is whole and cleared before the slot is free. A torn header has a wrong checksum.
+The store writes headers of slots, the arena's trailer and empty signatures. It writes no payload,
+and overwrites with zeros what is gone for ever (`Store.forget_object`). Wherever the daemon is
+killed, the next one can take the arena over. A page table entry is set after the slot's header is
+whole, and cleared before the slot is free. A torn header has a wrong checksum.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +15,14 @@ from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.shm import slots as layout
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, short_hash, slot_bytes
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SLOT_ALIGN,
+    SlotHeader,
+    SlotState,
+    short_hash,
+    slot_bytes,
+)
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.eviction import EvictionQueue
 from hybridkv.store.extents import Extents, FreeRun
@@ -71,6 +79,13 @@ class Store:
         self.objects = 0  # The number of slots that `committed_bytes` counts.
         self.due_when_unpinned: set[Slot] = set()
         """Pinned slots that are freed or offered for eviction at their last `unpin`."""
+        self.to_wipe: deque[Slot] = deque()
+        """Slots of forgotten objects that nobody reads. They are free once they are overwritten."""
+        self.to_wipe_bytes = 0  # The bytes of `to_wipe`.
+        self._largest_bytes = 0  # Of any slot so far.
+        self._wiped_bytes = 0  # Of the first of `to_wipe`, the bytes that are overwritten.
+        self._wipe_at: int | None = None
+        """Before this offset, what is free is overwritten. None = nobody asked, or all is."""
         self.now = 0.0  # The time of the last event, by the daemon's clock.
         self.evicted = 0
         self.duplicates = 0
@@ -232,9 +247,16 @@ class Store:
         self._write_header(slot)
         return True
 
-    def free_slot(self, slot: Slot) -> FreeRun:
-        """Free a slot that holds no object of the index. Returns the free run that contains it."""
+    def free_slot(self, slot: Slot) -> FreeRun | None:
+        """Free a slot that holds no object of the index. Returns the free run that contains it.
+
+        A forgotten one is overwritten before, in later calls of `wipe`. Then None is returned.
+        """
         assert slot.entry is None
+        if slot.is_forgotten:
+            self.to_wipe.append(slot)
+            self.to_wipe_bytes += slot.size_bytes
+            return None
         if slot.state is SlotState.WRITING:
             self.writing_bytes -= slot.size_bytes
         else:
@@ -310,11 +332,78 @@ class Store:
             queue.remove(slot)
         for parent_slot in filter(None, parent.slots if parent is not None else ()):
             self._offer(parent_slot)
+        if slot.pins or slot.is_forgotten:
+            self._write_header(slot)
         if not slot.pins:
             return self.free_slot(slot)
         self.due_when_unpinned.add(slot)
-        self._write_header(slot)
         return None
+
+    def forget_object(self, slot: Slot) -> None:
+        """Drop an object as somebody asked for its deletion: its bytes are overwritten."""
+        slot.is_forgotten = True
+        self.drop(slot)
+
+    def begin_wipe(self) -> None:
+        """Overwrite everything that is free, as it may have bytes of objects that are gone.
+
+        Calls of `wipe` do it. Objects that were dropped before and are still read go the same way.
+        """
+        self._wipe_at = 0
+        for slot in self.due_when_unpinned:
+            slot.is_forgotten |= slot.entry is None
+
+    @property
+    def wiping_bytes(self) -> int:
+        """Bytes of the arena that are still to be looked through and overwritten."""
+        limit = self.extents.limit_bytes
+        return self.to_wipe_bytes + (0 if self._wipe_at is None else limit - self._wipe_at)
+
+    def wipe(self, bytes_max: int) -> None:
+        """Overwrite slots of forgotten objects, and then what is free, within so many bytes."""
+        while self.to_wipe and bytes_max > 0:
+            slot = self.to_wipe[0]
+            start = slot.offset + max(HEADER_BYTES, self._wiped_bytes)
+            end = min(slot.offset + slot.size_bytes, start + bytes_max)
+            self._zero(start, end)
+            bytes_max -= end - start
+            self._wiped_bytes = end - slot.offset
+            if self._wiped_bytes == slot.size_bytes:
+                self.to_wipe.popleft()
+                self.to_wipe_bytes -= slot.size_bytes
+                self._wiped_bytes = 0
+                slot.is_forgotten = False
+                self.free_slot(slot)
+        if not self.to_wipe and bytes_max > 0 and self._wipe_at is not None:
+            end = (
+                min(self._wipe_at + bytes_max, self.extents.limit_bytes) // SLOT_ALIGN * SLOT_ALIGN
+            )
+            self._wipe_free(self._wipe_at, end)
+            self._wipe_at = end if end < self.extents.limit_bytes else None
+
+    def _wipe_free(self, start: int, end: int) -> None:
+        """Zero what is free of [start, end), and what is around the payload of slots there.
+
+        ::
+
+            ----slot----]      free      [header|checksums| |payload| ]    free    [----slot----
+                  start |zeroed         |                  |zeroed   |zeroed      | end
+        """
+        at = max(start, self.trailer.end_before(start, self._largest_bytes))
+        for offset, size in self.trailer.slots(start, end):
+            self._zero(at, offset)
+            slot = self.slots[offset]
+            if slot.state is SlotState.COMMITTED or slot.owner:
+                # Else it is read from a tier, and gets all bytes of a record.
+                payload = offset + layout.payload_offset(slot.parts)
+                self._zero(offset + layout.checksum_offset(slot.parts), payload)
+                self._zero(payload + slot.part_bytes * slot.parts, offset + size)
+            at = offset + size
+        self._zero(at, end)
+
+    def _zero(self, start: int, end: int) -> None:
+        if start < end:
+            self._memory[start:end] = bytes(end - start)
 
     def _evict(self, slot: Slot) -> FreeRun:
         """Drop an object and those of its chunk that are of no use without it.
@@ -411,6 +500,7 @@ class Store:
         self.slots[slot.offset] = slot
         self.by_end[slot.offset + slot.size_bytes] = slot
         self.writing_bytes += slot.size_bytes
+        self._largest_bytes = max(self._largest_bytes, slot.size_bytes)
 
     def _write_header(self, slot: Slot) -> None:
         """Write the slot's header into shared memory, as the slot is now."""

@@ -36,7 +36,6 @@ from hybridkv.store.index import Slot
 
 RECORD_VERSION = 2  # The same under the name that the disk tier uses.
 ENCODED_VERSION = 3  # Of records with a body.
-KEY_BYTES = 2 * HASH_BYTES + 2
 _MAGIC = 0x6365527633766B68  # "hkv3vRec" read as little-endian
 # The fields of the header are those that `_pack` packs, in its order.
 _HEADER = struct.Struct(f"<QHHHHQ{HASH_BYTES}s{HASH_BYTES}s{SHORT_HASH_BYTES}sQQ")

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
 from hybridkv.core.junctions import JUNCTIONS_MAX
-from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.keys import HASH_BYTES, KEY_BYTES
 from hybridkv.core.packed import SLOT_BYTES, U64
 from hybridkv.core.selection import HeldObject
 from hybridkv.wire.status import Status, TierStatus
@@ -56,6 +56,7 @@ Hashes = Annotated[bytes, Meta(max_length=CHUNKS_MAX * HASH_BYTES)]
 Changed = Annotated[bytes, Meta(max_length=CHANGES_MAX * U64)]
 ChangedSlots = Annotated[bytes, Meta(max_length=CHANGES_MAX * SLOT_BYTES)]
 ChangedHashes = Annotated[bytes, Meta(max_length=CHANGES_MAX * HASH_BYTES)]
+ForgottenKeys = Annotated[bytes, Meta(max_length=CHANGES_MAX * KEY_BYTES)]
 Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
 Descriptions = Annotated[list[Description], Meta(max_length=CHANGES_MAX)]
 Mask = Annotated[bytes, Meta(max_length=CHUNKS_MAX)]
@@ -444,6 +445,20 @@ class ListObjects(_Numbered, frozen=True, tag="list_objects"):
     cursor: Count = 0
 
 
+class Forget(_Numbered, frozen=True, tag="forget"):
+    """Forget objects in one place (as in ListObjects) for ever, and ask how far that is.
+
+    `keys` are KEY_BYTES each: identity, chunk hash, and the group's id, big-endian. In RAM they are
+    dropped at once. Objects under leases, and those that a tier is reading or writing, go when that
+    ends. With `rest` all free memory is overwritten as well, and a tier removes what it has put
+    aside as damaged. Without either it only asks.
+    """
+
+    place: Count
+    keys: ForgottenKeys = b""
+    rest: bool = False
+
+
 class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
     """Drop objects whose bytes were proven wrong, also those under leases."""
 
@@ -594,6 +609,25 @@ class ObjectPage(_Numbered, frozen=True, tag="object_page"):
     """The time for which the daemon has run. What it found in RAM is older, if its age is None."""
 
 
+class Forgotten(_Numbered, frozen=True, tag="forgotten"):
+    """The answer to Forget."""
+
+    count: Count
+    """Objects that RAM has dropped by this message, or the tier has erased since the last one."""
+    failed: Count = 0
+    """Objects that the tier could not erase since the last answer."""
+    error: Fact = ""
+    """The first reason for that, or that the token book's file cannot be written, for people."""
+    pending: Count = 0
+    """What is asked for and not done."""
+    in_use: Count = 0
+    """Objects of RAM that are forgotten and still read or written. They go when that ends."""
+    wiping_bytes: Count = 0
+    """Bytes of RAM that are still to be looked through and overwritten."""
+    unwritten_bytes: Count = 0
+    """Bytes of slots that engines may write into. What was in them before is there until then."""
+
+
 class Engines(_Numbered, frozen=True, tag="engines"):
     """The answer to ListEngines: a WireEngine for each session."""
 
@@ -631,7 +665,7 @@ EngineMessage = (
     SessionMessage | AnnouncingMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
 )
 """The messages of an engine's connections. Control connections send the rest."""
-Request = EngineMessage | Stats | ListEngines | Clear | Explain | ListObjects
+Request = EngineMessage | Stats | ListEngines | Clear | Explain | ListObjects | Forget
 UnaskedReply = Removed | Announced
 """The messages that a session gets without a request of their own."""
 Reply = (
@@ -643,6 +677,7 @@ Reply = (
     | Report
     | Engines
     | ObjectPage
+    | Forgotten
     | Done
     | Explained
     | Error

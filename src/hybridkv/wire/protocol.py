@@ -101,6 +101,7 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.ListEngines: MessageRule(_GREETED, wire.Engines),
     wire.Clear: MessageRule(_GREETED, wire.Done),
     wire.ListObjects: MessageRule(_CONTROL, wire.ObjectPage),
+    wire.Forget: MessageRule(_CONTROL, wire.Forgotten),
 }
 
 

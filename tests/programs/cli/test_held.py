@@ -1,20 +1,28 @@
-"""`hybridkv ls` of a real daemon with a directory and a real Valkey server."""
+"""`hybridkv ls` and `forget` of a real daemon with a directory and a real Valkey server."""
 
+import io
 import json
+import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import valkey as library
 
+from hybridkv.cli import forget
 from hybridkv.cli.main import main
+from hybridkv.client.control import ControlClient
+from hybridkv.core.coverage import part_bytes
 from hybridkv.core.keys import tenant_of
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.forked_daemon import ForkedDaemon
 from tests.programs.tiers.servers import ValkeyServer
-from tests.unit.daemon.tierclient import Client, hashes, stats
+from tests.unit.daemon.tierclient import GEOMETRY, Client, content, hashes, object_files, stats
 from tests.waiting import until
 
-ALICE, BOB = 1, 2  # Prompts.
+ALICE, BOB, EARLIER = 1, 2, 3  # Prompts.
 
 
 @pytest.fixture
@@ -42,6 +50,39 @@ def held(tmp_path: Path, valkey: ValkeyServer) -> Iterator[DaemonProcess]:
             client.store(BOB, 2, tenant=tenant_of("bob"))
         until(lambda: is_below(daemon.socket_path), "both tiers have everything")
         yield daemon
+
+
+def marks(prompt: int, chunks: int) -> list[bytes]:
+    """A part of each of a prompt's objects, that nothing else has."""
+    return [
+        content(name, index, size)[size // 2 :][:48]
+        for index, group in enumerate(GEOMETRY.groups)
+        for chunk, name in enumerate(hashes(prompt, chunks))
+        if (size := part_bytes(GEOMETRY, group, chunk))
+    ]
+
+
+class Places(NamedTuple):
+    """Every byte that is stored anywhere."""
+
+    arena: bytes
+    files: dict[str, bytes]  # By path.
+    values: dict[bytes, bytes]  # By key.
+
+    def present(self, parts: list[bytes]) -> list[int]:
+        """How many of the parts are in the arena, in files and in the server's values."""
+        wholes = self.arena, b"".join(self.files.values()), b"".join(self.values.values())
+        return [sum(part in whole for part in parts) for whole in wholes]
+
+
+def stored_bytes(daemon: DaemonProcess, tier: Path, valkey: ValkeyServer) -> Places:
+    with ControlClient(daemon.socket_path) as control:
+        arena = Path(control.welcome.arena_path).read_bytes()
+    files = {str(path): path.read_bytes() for path in tier.rglob("*") if path.is_file()}
+    with closing(library.Valkey.from_url(valkey.url)) as server:
+        keys: list[bytes] = [*server.scan_iter()]
+        values: dict[bytes, Any] = {key: server.get(key) for key in keys}
+    return Places(arena, files, values)
 
 
 def is_below(socket_path: str) -> bool:
@@ -80,3 +121,79 @@ def test_ls_tells_tenants_families_and_places_apart(
     assert f"{tenant_of('bob'):016x}" not in output
     assert "1 more groups" in output
     assert main(["ls", "--identity", "xyz", *where]) == 2
+
+
+def test_forget_leaves_nothing_of_a_tenant_and_everything_of_the_other(
+    held: DaemonProcess,
+    valkey: ValkeyServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    where, tier = ["--socket", held.socket_path], tmp_path / "tier"
+    with Client(held.socket_path) as client:
+        # RAM has bytes of what it holds no longer, and tiers have more of the tenant than RAM.
+        client.store(EARLIER, 1, tenant=tenant_of("alice"))
+        until(lambda: is_below(held.socket_path), "both tiers have everything")
+        assert main(["clear", *where]) == 0
+        client.store(ALICE, 3, tenant=tenant_of("alice"))
+        client.store(BOB, 2, tenant=tenant_of("bob"))
+        damaged = next(
+            path for path in object_files(tier) if hashes(ALICE, 1)[0].hex() in path.name
+        )
+        (tier / "quarantine").mkdir(exist_ok=True)
+        shutil.copy(damaged, tier / "quarantine" / f"{damaged.name}.ab")
+        alice, bob = marks(ALICE, 3) + marks(EARLIER, 1), marks(BOB, 2)
+        before = stored_bytes(held, tier, valkey)
+        assert before.present(alice) == [len(alice)] * 3
+        assert before.present(bob) == [len(bob)] * 3
+        assert main(["forget", "--salt", "alice", "--dry-run", *where]) == 0
+        assert stored_bytes(held, tier, valkey).present(alice) == [len(alice)] * 3
+        capsys.readouterr()
+        monkeypatch.setattr("sys.stdin", io.StringIO("alice\n"))
+        assert main(["forget", "--salt", "-", "--json", *where]) == 0
+        outcome = json.loads(capsys.readouterr().out)
+        assert outcome["is_proven"]
+        places = outcome["places"]
+        assert places["disk"]["removed"] == places["valkey"]["removed"] == len(alice)
+        assert places["RAM"]["removed"] == len(marks(ALICE, 3))
+        after = stored_bytes(held, tier, valkey)
+        assert after.present(alice) == [0, 0, 0]
+        assert after.present(bob) == [len(bob)] * 3
+        of_bob = {key: value for key, value in before.values.items() if key in after.values}
+        assert of_bob == after.values
+        assert len(of_bob) == len(bob)
+        assert {path: before.files[path] for path in map(str, object_files(tier))} == {
+            path: after.files[path] for path in map(str, object_files(tier))
+        }
+        assert client.look_up(BOB, 2).found.depth == 2
+        assert client.look_up(ALICE, 3, wait_ms=500).found.depth == 0
+
+
+def test_forget_says_what_is_not_proven(
+    held: DaemonProcess,
+    valkey: ValkeyServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(forget, "READ_SECONDS", 0.1)
+    where = ["--socket", held.socket_path]
+    assert main(["forget", *where]) == 2, "all is what `clear` is for"
+    assert main(["forget", "--older-than", "1h", *where]) == 1
+    assert "valkey: of 15 objects it is unknown" in capsys.readouterr().out
+    with Client(held.socket_path) as client:
+        number = client.ask(ALICE, 3)
+        assert client.answer(number).depth == 3
+        assert main(["forget", "--family", hashes(ALICE, 1)[0].hex()[:9], *where]) == 1
+        assert "objects are still read or written" in capsys.readouterr().out
+        client.release(number)
+        assert main(["forget", "--salt", "alice", *where]) == 0
+    valkey.kill()
+    assert main(["forget", "--salt", "bob", *where]) == 1
+    output = capsys.readouterr().out
+    assert "valkey: " in output
+    assert "it is not proven" in output
+    assert main(["ls", "--json", "--salt", "bob", *where]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["groups"] == []
+    assert list(document["errors"]) == ["valkey"]

@@ -23,6 +23,7 @@ from hybridkv.wire.messages import (
     Error,
     Explain,
     Explained,
+    Forget,
     Free,
     Hello,
     Identify,
@@ -93,9 +94,9 @@ MINIMAL: dict[type[Request], Request] = {
         Explain(1, "r"),
         Stats(1),
         Clear(1),
-        ListEngines(1),
         ListObjects(1, 0),
-        Clear(1),
+        ListEngines(1),
+        Forget(1, 0),
     )
 }
 

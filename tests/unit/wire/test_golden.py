@@ -28,6 +28,8 @@ from hybridkv.wire.messages import (
     Error,
     Explain,
     Explained,
+    Forget,
+    Forgotten,
     Found,
     Free,
     GroupPresence,
@@ -341,6 +343,11 @@ REQUESTS = [
     Example(Stats(id=6), "0a00000094a5737461747306c2c3"),
     Example(ListEngines(id=7), "0f00000092ac6c6973745f656e67696e657307"),
     Example(Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
+    Example(
+        Forget(id=9, place=1, keys=NAME + NAME + b"\0\1", rest=True),
+        "4f00000095a6666f726765740901c442000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0001c3",
+    ),
     Example(ListObjects(id=9, place=1, cursor=2), "1100000094ac6c6973745f6f626a65637473090102"),
 ]
 
@@ -458,6 +465,19 @@ REPLIES = [
         "20cf0000000200000000cd040007c2cc8020100202c0",
     ),
     Example(Done(id=8, count=12), "0800000093a4646f6e65080c"),
+    Example(
+        Forgotten(
+            id=9,
+            count=1,
+            failed=2,
+            error="e",
+            pending=3,
+            in_use=4,
+            wiping_bytes=5,
+            unwritten_bytes=6,
+        ),
+        "1400000099a9666f72676f7474656e090102a16503040506",
+    ),
     Example(
         ObjectPage(
             id=9,

@@ -39,6 +39,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.option_parsers import choice
 from hybridkv.core.refusals import Refusal
 from hybridkv.core.sizes import format_size, parse_size
@@ -47,7 +48,6 @@ from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers import contract
 from hybridkv.tiers.contract import ReadRequest, RecordStart, Tier, TierError, WriteRequest
 from hybridkv.tiers.isolated import ITEMS_MAX, DeadChildError, IsolatedProcess, Lane, LaneSizes
-from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.remote import KEY_DIGITS, Deadline, Item, copy_steps, dial, in_batches, sizes_of
 
 LIBRARY = "hybridkv.tiers.mooncake.library:MooncakeLibrary"

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
 from hybridkv.tiers.contract import ReadRequest, RecordStart, Tier, TierError, WriteRequest
-from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.remote import FIND_SHARE, KEY_DIGITS, Deadline, batches, sizes_of
 from hybridkv.tiers.valkey.pool import IDLE_SECONDS_MAX, ConnectionPool, LostConnectionError
 from hybridkv.tiers.valkey.resp import RefusedCommand, Reply, command
