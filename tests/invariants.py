@@ -128,8 +128,18 @@ def check_store(store: Store) -> None:
     assert set(entries) == {slot for namespace in namespaces for slot in namespace.slots_by_chunk()}
     check_queue(store.queue, Slot.is_evictable, entries)
     for tenant, queue in store.tenant_queues.items():
-        check_queue(queue, Slot.is_evictable, [slot for slot in entries if slot.tenant == tenant])
-        theirs = [slot for slot in store.slots.values() if slot.tenant == tenant]
+        counted = [slot for slot in entries if slot.is_counted and slot.tenant == tenant]
+        check_queue(queue, Slot.is_evictable, counted)
+        theirs = [s for s in store.slots.values() if s.is_counted and s.tenant == tenant]
+        assert (
+            store.has_quota_work
+            or store.quota_of(tenant) is None
+            or len(theirs)
+            == sum(
+                slot.tenant == tenant and slot.state is SlotState.COMMITTED
+                for slot in store.slots.values()
+            )
+        )
         assert 0 < store.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
 
 

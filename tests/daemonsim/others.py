@@ -24,8 +24,10 @@ from hybridkv.wire.messages import (
     ListObjects,
     Lookup,
     ObjectPage,
+    QuotaReport,
     Release,
     Report,
+    SetQuota,
     Stats,
 )
 from hybridkv.wire.protocol import ConnectionState
@@ -73,9 +75,14 @@ class Operator(Client):
             self.scene.counts["clears"] += 1
 
     def _list_or_forget(self) -> None:
-        """Ask for a page of some place, or have objects forgotten that were listed."""
+        """Ask for a page of some place, have objects forgotten that were listed, or set a bound."""
         server = self.scene.system.server
         place = self.rng.randrange(1 + (len(server.daemon.tiers) if server is not None else 0))
+        if self._clears and self.rng.random() < 0.3:
+            bound = self.rng.choice((None, 1 << 14, 1 << 16, 1 << 30))
+            tenant, is_default = self.rng.randrange(3), self.rng.random() < 0.2
+            self.calls.ask(lambda number: SetQuota(number, tenant, bound, is_default), QuotaReport)
+            return
         if not self._clears or not self._listed or self.rng.random() < 0.5:
             self.calls.ask(lambda number: ListObjects(number, place), ObjectPage)
             return

@@ -30,6 +30,7 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.daemon import clients, loop
+from hybridkv.daemon.quota_file import StoredQuotas
 from hybridkv.daemon.sessions import Process
 from hybridkv.daemon.token_book import DescribedChunk
 from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN
@@ -267,6 +268,8 @@ class System:
         self.listener: Listener | None = None
         self.server: loop.DaemonServer | None = None
         self._book: list[DescribedChunk] = []
+        self.quotas: list[StoredQuotas] = []
+        """What commands have set at run time, the latest last."""
         self.server_process = self.current
         self.lives = 0
         self.life_starts_ms: list[int] = []
@@ -685,6 +688,18 @@ class System:
             close=lambda seconds: None,
         )
 
+    def _open_quotas(self, path: Path, on_read: Callable[[StoredQuotas], None]) -> SimpleNamespace:
+        """The file of quotas, which daemons leave to each other."""
+        if self.quotas:
+            on_read(self.quotas[-1])
+        return SimpleNamespace(
+            path=path,
+            error="",
+            is_settled=True,
+            save_quotas=self.quotas.append,
+            close=lambda seconds: None,
+        )
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Stand for the operating system of the daemon's loop and of clients' links."""
@@ -727,6 +742,7 @@ class System:
             "make_tier": self.make_tier,
             "TierThreads": self.make_threads,
             "BookFile": self._open_book,
+            "QuotaFile": self._open_quotas,
             "process_of": self.process_of,
             "open_arena": self.open_arena,
             "ServedSocket": lambda path, group: SimpleNamespace(

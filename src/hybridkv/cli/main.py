@@ -54,6 +54,7 @@ COMMANDS = {
     "forget": CommandEntry(
         "forget", "delete a tenant's, an identity's, a family's or old objects everywhere"
     ),
+    "quota": CommandEntry("quota", "show or set the most that a tenant may take of RAM"),
     "clear": CommandEntry("control", "drop everything that the daemon holds"),
     "plan": CommandEntry(
         "plan", "say what a model costs in the cache, and from which prompt on it helps"

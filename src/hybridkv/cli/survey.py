@@ -36,17 +36,21 @@ OnSelected = Callable[[int, HeldObject, str | None], None]
 
 def selection_of(arguments: argparse.Namespace) -> Selection:
     """Returns the choice that the options of SELECTION make. Raises ConfigError."""
-    salt, older = arguments.salt, arguments.older_than
-    if salt == "-":
-        salt = sys.stdin.readline().rstrip("\r\n")
-    if salt == "":
-        raise ConfigError("salt: it is empty", "the cache_salt of a tenant's requests works")
+    salt, older = read_salt(arguments.salt), arguments.older_than
     return Selection(
         tenant=None if salt is None else tenant_of(salt),
         identity=_digits(arguments.identity, "identity"),
         family=_digits(arguments.family, "family"),
         unused_seconds=None if older is None else parse_duration(older, "older-than"),
     )
+
+
+def read_salt(given: str | None) -> str | None:
+    """Returns the salt that --salt names, from standard input for "-". Raises ConfigError."""
+    salt = sys.stdin.readline().rstrip("\r\n") if given == "-" else given
+    if salt == "":
+        raise ConfigError("salt: it is empty", "the cache_salt of a tenant's requests works")
+    return salt
 
 
 def _digits(text: str | None, name: str) -> str:

@@ -160,6 +160,17 @@ class ControlClient:
         request = wire.Forget(next(self._ids), place, b"".join(keys), rest)
         return self._ask(request, wire.Forgotten)
 
+    def quotas(self) -> wire.QuotaReport:
+        """Return the bounds of tenants."""
+        return self._ask(wire.ReadQuotas(next(self._ids)), wire.QuotaReport)
+
+    def set_quota(
+        self, tenant: int, bound_bytes: int | None, is_default: bool = False
+    ) -> wire.QuotaReport:
+        """Change a bound, as wire.SetQuota has it. Returns all bounds."""
+        request = wire.SetQuota(next(self._ids), tenant, bound_bytes, is_default)
+        return self._ask(request, wire.QuotaReport)
+
     def _ask(self, request: wire.Request, kind: type[_Answer]) -> _Answer:
         reply = self.call(request)
         assert isinstance(reply, kind)

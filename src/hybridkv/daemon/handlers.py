@@ -69,6 +69,8 @@ class Daemon(DaemonState):
             wire.Clear: partial(slot_requests.clear, self),
             wire.ListObjects: self.inventory.read_page,
             wire.Forget: self.forgetting.forget_keys,
+            wire.ReadQuotas: self.quotas.read_quotas,
+            wire.SetQuota: self.quotas.change_quota,
         }
 
     # Events
@@ -92,6 +94,7 @@ class Daemon(DaemonState):
         if self.tiers:
             self.demotion.tick(now)
         self.forgetting.tick()
+        self.quotas.tick()
         self.outgoing.extend(self.subscriptions.take_due(now))
         self.view.tick(now)
 
@@ -101,6 +104,7 @@ class Daemon(DaemonState):
             self.promotion.wakes_at(),
             self.demotion.wakes_at(),
             self.forgetting.wakes_at(),
+            self.quotas.wakes_at(),
             self.view.wakes_at(),
             *(tier.wakes_at() for tier in self.tiers),
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hybridkv.core.junctions import Branches
 from hybridkv.daemon.forgetting import Forgetting
 from hybridkv.daemon.inventory import Inventory
+from hybridkv.daemon.quotas import Quotas
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.daemon.subscriptions import OutgoingMessage, Subscriptions
 from hybridkv.observe.ceiling import HitRateCeiling
@@ -45,6 +46,7 @@ class DaemonState:
         self.subscriptions = Subscriptions(tiers, self.sessions)
         store.on_change = self.subscriptions.on_object_changed
         self.inventory = Inventory(store, self.sessions, tiers)
+        self.quotas = Quotas(store)
         self.branches = Branches()
         self.history = RequestHistory()
         self.forgetting = Forgetting(

@@ -31,6 +31,7 @@ class Slot:
     is_read: bool = False  # True once a lookup hit the object. Interior ones begin anew as unread.
     replace_on_store: bool = False
     """True after a load failed in which the object took part. The next store of it replaces it."""
+    is_counted: bool = False  # True where it counts against its tenant's bound (`Store.tenants`).
     is_forgotten: bool = False
     """True from `Store.forget_object` on. Its bytes are overwritten before the slot is free."""
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.

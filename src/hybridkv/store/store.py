@@ -8,7 +8,6 @@ whole, and cleared before the slot is free. A torn header has a wrong checksum.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
@@ -30,6 +29,11 @@ from hybridkv.store.index import Namespace, NewObject, Slot
 
 EVICTION_WASTE_MAX = 8
 """To grant one slot, at most 8 times its size is evicted. Then the grant ends without it."""
+
+
+QUOTA_EVICTIONS_MAX = 256
+"""Objects that one commit, or one turn of the loop, counts or evicts for a tenant's bound."""
+SCAN_BYTES = 1 << 30  # Of the arena's slots, looked through for that in one turn.
 
 
 class RecoveredSlot(NamedTuple):
@@ -69,10 +73,16 @@ class Store:
         self.by_end: dict[int, Slot] = {}  # The same slots, by the offset of their end.
         self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
         self.tenant_bytes = tenant_bytes
-        new_queue = partial(EvictionQueue[Slot], policy, tenant_bytes or 0)
-        self.tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
+        """The bound of every tenant that has none of its own. None = no bound."""
+        self.own_quotas: dict[int, int | None] = {}
+        """By tenant, a bound of its own. None = none, whatever `tenant_bytes` is."""
+        self._policy = policy
+        self.tenant_queues: dict[int, EvictionQueue[Slot]] = {}
         self.tenants: Counter[int] = Counter()
-        """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
+        """By tenant the bytes of its counted objects, also of those that are dropped and read."""
+        self._count_from: int | None = None
+        """From this offset on, objects may not be counted whose tenant was bounded meanwhile."""
+        self._maybe_over: deque[int] = deque()  # Tenants that may have more than their bound.
         self.writing_bytes = 0  # Bytes in slots that are granted and not yet committed.
         self.committed_bytes = 0
         """Bytes in slots of objects, also of those that are dropped and still read."""
@@ -262,7 +272,7 @@ class Store:
         else:
             self.committed_bytes -= slot.size_bytes
             self.objects -= 1
-            if slot.tenant in self.tenants:
+            if slot.is_counted:
                 self.tenants[slot.tenant] -= slot.size_bytes
                 if not self.tenants[slot.tenant]:
                     del self.tenants[slot.tenant], self.tenant_queues[slot.tenant]
@@ -289,7 +299,7 @@ class Store:
                 slot.is_read, slot.eviction_class = True, prompt
                 layout.write_use(self._memory, slot.offset, layout.USE_READ)
         for slot in slots if self.tenants else ():
-            if slot.tenant in self.tenants:
+            if slot.is_counted:
                 moved = self.tenant_queues[slot.tenant].mark_used((slot,))
                 self.due_when_unpinned.update(moved)
         for slot in interior:
@@ -454,20 +464,99 @@ class Store:
 
         Returns False where it never has.
         """
-        if not tenant or self.tenant_bytes is None:
+        bound = self.quota_of(tenant)
+        if bound is None:
             return True
-        while self.tenants[tenant] + size > self.tenant_bytes:
-            queue = self.tenant_queues.get(tenant)
-            victim = queue.victim(self._may_go) if queue is not None else None
-            if victim is None:
+        for _ in range(QUOTA_EVICTIONS_MAX):
+            if self.tenants[tenant] + size <= bound:
+                return True
+            if not self._evict_of(tenant):
                 return False
-            self.over_quota += 1
-            self._evict(victim)
+        return False
+
+    def _evict_of(self, tenant: int) -> bool:
+        """Evict an object of a tenant for its bound. Returns False where none may go."""
+        queue = self.tenant_queues.get(tenant)
+        victim = queue.victim(self._may_go) if queue is not None else None
+        if victim is None:
+            return False
+        self.over_quota += 1
+        self._evict(victim)
         return True
+
+    def quota_of(self, tenant: int) -> int | None:
+        """Return the most bytes that a tenant's objects may take. None = no bound of its own."""
+        return self.own_quotas.get(tenant, self.tenant_bytes) if tenant else None
+
+    def set_default_quota(self, bound_bytes: int | None) -> None:
+        """Change the bound of all tenants without one of their own. None = no bound."""
+        self.tenant_bytes = bound_bytes
+        self._begin_quotas()
+
+    def set_own_quota(self, tenant: int, bound_bytes: int | None) -> None:
+        """Give a tenant a bound of its own. None = no bound."""
+        self.own_quotas[tenant] = bound_bytes
+        self._begin_quotas()
+
+    def forget_own_quota(self, tenant: int) -> None:
+        """Take a tenant's own bound away, so that the default counts."""
+        self.own_quotas.pop(tenant, None)
+        self._begin_quotas()
+
+    @property
+    def has_quota_work(self) -> bool:
+        """True while objects are to be counted or evicted for bounds that were changed."""
+        return self._count_from is not None or bool(self._maybe_over)
+
+    def keep_quotas(self) -> None:
+        """Count or evict the next QUOTA_EVICTIONS_MAX objects for bounds that were changed."""
+        if self._count_from is not None:
+            self._count_slots(self._count_from)
+            return
+        for _ in range(QUOTA_EVICTIONS_MAX):
+            if not self._maybe_over:
+                return
+            tenant = self._maybe_over[0]
+            bound = self.quota_of(tenant)
+            is_over = bound is not None and self.tenants[tenant] > bound
+            if not (is_over and self._evict_of(tenant)):
+                self._maybe_over.popleft()
+
+    def _begin_quotas(self) -> None:
+        for tenant, queue in self.tenant_queues.items():
+            queue.bound_bytes = self.quota_of(tenant) or 0
+        self._count_from = 0
+
+    def _count_slots(self, start: int) -> None:
+        """Count the next objects of bounded tenants, by offset."""
+        limit = self.extents.limit_bytes
+        end = min(start + SCAN_BYTES, limit)
+        for looked, (offset, size) in enumerate(self.trailer.slots(start, end)):
+            if looked == QUOTA_EVICTIONS_MAX:
+                end = offset
+                break
+            slot = self.slots[offset]
+            if slot.entry is not None and not slot.is_counted:
+                self._count(slot, size)
+        self._count_from = end if end < limit else None
+        if self._count_from is None:
+            self._maybe_over.extend(self.tenants)
+
+    def _count(self, slot: Slot, size: int) -> None:
+        """Count an object against the bound of its tenant, if there is one."""
+        bound = self.quota_of(slot.tenant)
+        if bound is None:
+            return
+        slot.is_counted = True
+        self.tenants[slot.tenant] += size
+        queue = self.tenant_queues.get(slot.tenant)
+        if queue is None:
+            queue = self.tenant_queues[slot.tenant] = EvictionQueue(self._policy, bound)
+        queue.add_item(slot, size, slot.eviction_class, _ghost_key(slot))
 
     def _queues_of(self, slot: Slot) -> Iterator[EvictionQueue[Slot]]:
         yield self.queue
-        if slot.tenant in self.tenants:
+        if slot.is_counted:
             yield self.tenant_queues[slot.tenant]
 
     def _enter(
@@ -479,10 +568,8 @@ class Store:
         self.committed_bytes += slot.size_bytes
         self.objects += 1
         namespace.insert(slot, chunk_hash, index, parent)
-        if slot.tenant and self.tenant_bytes is not None:
-            self.tenants[slot.tenant] += slot.size_bytes
-        for queue in self._queues_of(slot):
-            queue.add_item(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))
+        self.queue.add_item(slot, slot.size_bytes, slot.eviction_class, _ghost_key(slot))
+        self._count(slot, slot.size_bytes)
 
     def _may_go(self, slot: Slot) -> bool:
         """Return True where the object may be evicted. A pinned one is offered later."""

@@ -44,6 +44,10 @@ WAIT_MS_MAX = 30_000
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 TEXT_MAX = 256
+Tenant = Annotated[int, Meta(ge=0)]
+"""As in core.keys.tenant_of, below 2**64."""
+QUOTAS_MAX = 4096
+"""The most tenants with a bound of their own."""
 Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 FACT_MAX = 512
 Fact = Annotated[str, Meta(max_length=FACT_MAX)]
@@ -459,6 +463,21 @@ class Forget(_Numbered, frozen=True, tag="forget"):
     rest: bool = False
 
 
+class ReadQuotas(_Numbered, frozen=True, tag="read_quotas"):
+    """Ask for the bounds of tenants."""
+
+
+class SetQuota(_Numbered, frozen=True, tag="set_quota"):
+    """Change the bound of a tenant, or of all that have none of their own (`tenant` 0).
+
+    `bound_bytes` None is no bound. With `is_default` the tenant has none of its own any more.
+    """
+
+    tenant: Tenant
+    bound_bytes: Count | None = None
+    is_default: bool = False
+
+
 class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
     """Drop objects whose bytes were proven wrong, also those under leases."""
 
@@ -628,6 +647,33 @@ class Forgotten(_Numbered, frozen=True, tag="forgotten"):
     """Bytes of slots that engines may write into. What was in them before is there until then."""
 
 
+class TenantQuota(Struct, frozen=True, array_like=True):
+    """The bound of one tenant in bytes, and what counts against it. None = no bound."""
+
+    tenant: Tenant
+    bound_bytes: Count | None
+    held_bytes: Count
+    is_own: bool = False
+
+
+class QuotaReport(_Numbered, frozen=True, tag="quotas"):
+    """The answer to ReadQuotas and SetQuota."""
+
+    default: Count | None
+    """The bound of tenants without one of their own."""
+    served_default: Count | None
+    """The one that `serve` was given, which counts again from the next start on."""
+    quotas: list[TenantQuota]
+    """All bounds of single tenants, and of others those that were found first."""
+    has_user_tenants: bool = False
+    is_settled: bool = True
+    """False while objects are counted or evicted for a bound, or the file is written."""
+    path: Annotated[str, Meta(max_length=4096)] = ""
+    """The file that keeps what was set at run time."""
+    error: Fact = ""
+    """Why it cannot be used, for people."""
+
+
 class Engines(_Numbered, frozen=True, tag="engines"):
     """The answer to ListEngines: a WireEngine for each session."""
 
@@ -665,7 +711,17 @@ EngineMessage = (
     SessionMessage | AnnouncingMessage | SlotMessage | ReportRequest | ReportIdentity | ReportAudit
 )
 """The messages of an engine's connections. Control connections send the rest."""
-Request = EngineMessage | Stats | ListEngines | Clear | Explain | ListObjects | Forget
+Request = (
+    EngineMessage
+    | Stats
+    | ListEngines
+    | Clear
+    | Explain
+    | ListObjects
+    | Forget
+    | ReadQuotas
+    | SetQuota
+)
 UnaskedReply = Removed | Announced
 """The messages that a session gets without a request of their own."""
 Reply = (
@@ -678,6 +734,7 @@ Reply = (
     | Engines
     | ObjectPage
     | Forgotten
+    | QuotaReport
     | Done
     | Explained
     | Error

@@ -43,6 +43,7 @@ class ErrorCode(StrEnum):
     SESSIONS = "sessions", "there are as many sessions as a daemon keeps"
     ROLE = "role", "a connection of this role may not say this"
     HASHES = "hashes", "the bytes of `hashes` are no whole number of hashes"
+    QUOTAS = "quotas", "there are as many bounds of single tenants as a daemon keeps"
     PLACE = "place", "there is no such tier"
     LEASE = "lease", "the lease's number is taken, or too many leases are open"
     PART_BYTES = "part_bytes", "no group of this engine has objects of that many parts of that size"
@@ -102,6 +103,8 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.Clear: MessageRule(_GREETED, wire.Done),
     wire.ListObjects: MessageRule(_CONTROL, wire.ObjectPage),
     wire.Forget: MessageRule(_CONTROL, wire.Forgotten),
+    wire.ReadQuotas: MessageRule(_CONTROL, wire.QuotaReport),
+    wire.SetQuota: MessageRule(_CONTROL, wire.QuotaReport),
 }
 
 

@@ -197,3 +197,77 @@ def test_forget_says_what_is_not_proven(
     document = json.loads(capsys.readouterr().out)
     assert document["groups"] == []
     assert list(document["errors"]) == ["valkey"]
+
+
+@pytest.mark.parametrize("is_beside_disk", [True, False], ids=["disk", "home"])
+def test_bounds_are_set_at_run_time_and_kept_over_a_restart(
+    is_beside_disk: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    disk = ["--tier", f"disk://{tmp_path / 'tier'}?bytes=64MiB"] if is_beside_disk else []
+    kept = tmp_path / ("tier" if is_beside_disk else "state/hybridkv") / "quotas" / "here.json"
+    alice, bob = f"{tenant_of('alice'):016x}", f"{tenant_of('bob'):016x}"
+
+    def bounds(*words: str, status: int = 0) -> Any:
+        capsys.readouterr()
+        where = ["--json", "--socket", daemon.socket_path]
+        assert main(["quota", *words, *where]) == status
+        return json.loads(capsys.readouterr().out)
+
+    with ForkedDaemon(
+        str(tmp_path / "d.sock"), "16MiB", options=["--node", "here", *disk]
+    ) as daemon:
+        assert bounds()["tenants"] == {}
+        with Client(daemon.socket_path) as client:
+            client.store(ALICE, 8, tenant=tenant_of("alice"))
+            client.store(BOB, 2, tenant=tenant_of("bob"))
+            held = bounds("--salt", "alice", "300KiB")["tenants"][alice]
+            assert held["is_own"]
+            assert 200 << 10 < held["held"] <= held["bound"] == 300 << 10
+            assert client.look_up(BOB, 2).found.depth == 2
+        bounds("--default", "4MiB")
+        monkeypatch.setattr("sys.stdin", io.StringIO("bob\n"))
+        before = bounds("--salt", "-", "none")
+        assert before["path"] == str(kept)
+        assert before["tenants"][bob]["bound"] is None
+        daemon.stop()
+        daemon.start()
+        after = bounds()
+        assert after["default"] == 4 << 20
+        assert after["tenants"][alice] == before["tenants"][alice]
+        assert after["tenants"][bob]["bound"] is None
+        assert not bounds("--salt", "alice", "default")["tenants"][alice]["is_own"]
+        daemon.stop()
+        kept.write_text("{")
+        daemon.start()
+        assert bounds()["error"]
+        assert bounds("--salt", "alice", "1MiB")["error"] == "", "a new file replaces a broken one"
+    assert main(["quota", "--salt", "a", "--socket", str(tmp_path / "d.sock")]) == 2
+
+
+def test_what_serve_is_given_wins_at_each_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    options = ["--node", "here", "--salt-quota", "2MiB"]
+    with ForkedDaemon(str(tmp_path / "d.sock"), "16MiB", options=options) as daemon:
+        where = ["--socket", daemon.socket_path]
+        assert main(["quota", "--default", "1MiB", *where]) == 0
+        output = capsys.readouterr().out
+        assert "every other tenant has the bound: 1MiB" in output
+        assert "the next start has its --salt-quota of 2MiB again" in output
+        daemon.stop()
+        daemon.start()
+        assert main(["quota", *where]) == 0
+        assert "every other tenant has the bound: 2MiB" in capsys.readouterr().out
+        log = Path(daemon.socket_path).with_suffix(".log").read_text()
+        assert "salt-quota: 2MiB of this start wins over 1MiB" in log
+    options = ["--node", "here", "--user-quota", "2MiB"]
+    with ForkedDaemon(str(tmp_path / "u.sock"), "16MiB", options=options) as daemon:
+        where = ["--socket", daemon.socket_path]
+        for words in (["quota", "--salt", "a", "1MiB"], ["forget", "--salt", "a"]):
+            assert main([*words, *where]) == 2
+            assert "--user-quota" in capsys.readouterr().err

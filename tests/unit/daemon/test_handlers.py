@@ -33,6 +33,7 @@ from hybridkv.wire.messages import (
     Lookup,
     OtherIdentity,
     ReadAnnouncements,
+    ReadQuotas,
     Release,
     ReportAudit,
     ReportCorrupt,
@@ -43,6 +44,7 @@ from hybridkv.wire.messages import (
     Request,
     RequestExplanation,
     Reserve,
+    SetQuota,
     Stats,
     Subscribe,
     Welcome,
@@ -97,6 +99,8 @@ MINIMAL: dict[type[Request], Request] = {
         ListObjects(1, 0),
         ListEngines(1),
         Forget(1, 0),
+        ReadQuotas(1),
+        SetQuota(1, 0),
     )
 }
 

@@ -42,7 +42,9 @@ from hybridkv.wire.messages import (
     ObjectPage,
     OtherIdentity,
     Pending,
+    QuotaReport,
     ReadAnnouncements,
+    ReadQuotas,
     Release,
     Removed,
     Reply,
@@ -57,8 +59,10 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     Reserve,
     Reserved,
+    SetQuota,
     Stats,
     Subscribe,
+    TenantQuota,
     Welcome,
     WireEngine,
     WireGeometry,
@@ -348,6 +352,11 @@ REQUESTS = [
         "4f00000095a6666f726765740901c442000102030405060708090a0b0c0d0e0f10111213141516171819"
         "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0001c3",
     ),
+    Example(ReadQuotas(id=9), "0e00000092ab726561645f71756f74617309"),
+    Example(
+        SetQuota(id=9, tenant=(1 << 64) - 1, bound_bytes=4096, is_default=True),
+        "1900000095a97365745f71756f746109cfffffffffffffffffcd1000c3",
+    ),
     Example(ListObjects(id=9, place=1, cursor=2), "1100000094ac6c6973745f6f626a65637473090102"),
 ]
 
@@ -477,6 +486,19 @@ REPLIES = [
             unwritten_bytes=6,
         ),
         "1400000099a9666f72676f7474656e090102a16503040506",
+    ),
+    Example(
+        QuotaReport(
+            id=9,
+            default=None,
+            served_default=1,
+            quotas=[TenantQuota(tenant=2, bound_bytes=3, held_bytes=4, is_own=True)],
+            has_user_tenants=True,
+            is_settled=False,
+            path="/p",
+            error="e",
+        ),
+        "1800000099a671756f74617309c0019194020304c3c3c2a22f70a165",
     ),
     Example(
         ObjectPage(
