@@ -42,6 +42,7 @@ def check_daemon(daemon: Daemon) -> None:
     pins.update(check_demotion(daemon.demotion, len(daemon.store)))
     assert all(slot.pins == count for slot, count in pins.items())
     writing |= {read.slot for read in daemon.promotion.reads.running.values()}
+    writing |= {slot for slot in daemon.store.to_wipe if slot.state is SlotState.WRITING}
     assert sum(slot.size_bytes for slot in writing) == daemon.store.writing_bytes
 
 
@@ -164,8 +165,18 @@ def check_store(store: Store) -> None:
     assert store.expected_bytes == sum(slot.size_bytes for slot in store.expected)
     assert not any(slot.is_read for slot in store.expected)
     for tenant, queue in store.tenant_queues.items():
-        check_queue(queue, Slot.is_evictable, [slot for slot in entries if slot.tenant == tenant])
-        theirs = [slot for slot in store.slots.values() if slot.tenant == tenant]
+        counted = [slot for slot in entries if slot.is_counted and slot.tenant == tenant]
+        check_queue(queue, Slot.is_evictable, counted)
+        theirs = [s for s in store.slots.values() if s.is_counted and s.tenant == tenant]
+        assert (
+            store.has_quota_work
+            or store.quota_of(tenant) is None
+            or len(theirs)
+            == sum(
+                slot.tenant == tenant and slot.state is SlotState.COMMITTED
+                for slot in store.slots.values()
+            )
+        )
         assert 0 < store.tenants[tenant] == sum(slot.size_bytes for slot in theirs)
     check_retention(store, entries)
 
@@ -222,7 +233,9 @@ def _check_slots(store: Store) -> None:
         assert slot.pins >= 0
         assert slot.packed == pack_slots([(slot.offset, slot.generation)])
         is_dropped = slot.state is SlotState.COMMITTED and slot.entry is None
-        assert not is_dropped or slot in store.due_when_unpinned
+        assert not is_dropped or slot in store.due_when_unpinned or slot in store.to_wipe
+    assert all(slot.is_forgotten and not slot.pins for slot in store.to_wipe)
+    assert store.to_wipe_bytes == sum(slot.size_bytes for slot in store.to_wipe)
     assert all(slot.pins for slot in store.due_when_unpinned)
     assert held[SlotState.WRITING] == store.writing_bytes
     assert held[SlotState.COMMITTED] == store.committed_bytes

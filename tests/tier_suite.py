@@ -26,6 +26,7 @@ from hybridkv.tiers.contract import (
     FullError,
     MissingError,
     ReadRequest,
+    RecordStart,
     Tier,
     TierError,
     WriteRequest,
@@ -36,6 +37,7 @@ from hybridkv.tiers.record import (
     head_bytes,
     proven_digests,
     read_head,
+    read_start,
     write_head,
 )
 from tests.waiting import DEADLINE_SECONDS, until
@@ -271,11 +273,46 @@ class TierSuite(ABC):
         assert read(tier, damaged) is None
         self.close([tier])
 
+    def test_the_start_of_a_record_says_what_it_is(self) -> None:
+        tier = self.opened()
+        shapes = [(100, 3), (9000, 2), (300_000, 4)]
+        samples = [make_sample(n, *shape) for n, shape in enumerate(shapes)]
+        missing = make_sample(9)
+        assert tier.put([sample.write_request() for sample in samples]) == [None] * len(samples)
+        *starts, absent = tier.read_starts([sample.key for sample in (*samples, missing)])
+        for sample, found in zip(samples, starts, strict=True):
+            assert isinstance(found, RecordStart)
+            assert read_start(found.start, sample.key) == sample.record
+            assert read_start(found.start, missing.key) is None
+            assert self.encoded or found.size_bytes == len(sample.memory)
+        assert isinstance(absent, MissingError)
+        self.close([tier])
+
+    def test_what_is_erased_is_found_by_nobody(self) -> None:
+        tier = self.opened()
+        erased, kept, damaged = make_sample(1), make_sample(2), make_sample(3)
+        tier.put([sample.write_request() for sample in (erased, kept, damaged)])
+        tier.discard([damaged.key], damaged=True)
+        others = [self.opened()] if self.shared else []
+        assert tier.erase([erased.key, make_sample(9).key]) == [None, None]
+        tier.empty_quarantine()
+        for reader in (tier, *others):
+            reader.tend()
+            assert reader.find_again([FindRequest(erased.key)]) == [False]
+            assert isinstance(read(reader, erased), MissingError)
+            assert read(reader, kept) is None
+        assert list(tier.keys()) == [kept.key]
+        assert tier.put([erased.write_request()]) == [None]
+        assert read(tier, erased) is None
+        self.close([tier, *others])
+
     def test_nothing_is_asked_of_an_empty_list(self) -> None:
         tier = self.opened()
         assert tier.put([]) == []
         assert tier.get([]) == []
         assert tier.find([]) == []
+        assert tier.read_starts([]) == []
+        assert tier.erase([]) == []
         tier.discard([])
         tier.tend()
         self.close([tier])

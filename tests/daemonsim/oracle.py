@@ -227,7 +227,8 @@ class Books:
         if server is None:
             return ("down", self._system.lives)
         daemon = server.daemon
-        counts = (daemon.counters["objects_condemned"], daemon.requests["clear"])
+        deletions = daemon.requests["clear"] + daemon.requests["forget"]
+        counts = (daemon.counters["objects_condemned"], deletions)
         wrong = sum(line.counters["objects_wrong_in_ram"] for line in daemon.tiers)
         return (self._system.lives, daemon.store.evicted, daemon.store.over_quota, *counts, wrong)
 
@@ -632,8 +633,8 @@ def _drops(server: Any, namespace: object) -> tuple[object, ...]:
     """Return facts that change whenever an object that is held may be lost."""
     state = server.daemon
     wrong = sum(line.counters["objects_wrong_in_ram"] for line in server.daemon.tiers)
-    condemned, cleared = state.counters["objects_condemned"], state.requests["clear"]
-    return namespace, condemned, cleared, wrong
+    deletions = state.requests["clear"] + state.requests["forget"]
+    return namespace, state.counters["objects_condemned"], deletions, wrong
 
 
 def shape_of(geometry: Geometry, index: int, chunk: int) -> SlotShape:

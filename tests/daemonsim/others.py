@@ -2,9 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hybridkv.core.coverage import largest_hit
 from hybridkv.core.geometry import Geometry
+from hybridkv.core.selection import HeldObject
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Clear,
@@ -13,14 +15,20 @@ from hybridkv.wire.messages import (
     Error,
     Explain,
     Explained,
+    Forget,
+    Forgotten,
     Found,
     Hello,
     Identify,
     ListEngines,
+    ListObjects,
     Lookup,
+    ObjectPage,
     Prefetch,
+    QuotaReport,
     Release,
     Report,
+    SetQuota,
     Stats,
 )
 from hybridkv.wire.protocol import ConnectionState
@@ -38,29 +46,52 @@ PIECES_MAX = 5
 
 
 class Operator(Client):
-    """A person with `hybridkv stats`, `explain` and `clear`."""
+    """A person with `hybridkv stats`, `explain`, `ls`, `forget` and `clear`."""
 
     def __init__(self, scene: Scene, process: SimProcess, clears: bool) -> None:
         super().__init__(scene, process)
         self._clears = clears
         self.calls = Caller(scene, Hello(1, PROTOCOL_VERSION, "control"), lambda: None)
+        self._listed: tuple[HeldObject, ...] = ()
 
     def step(self) -> None:
         """Send a request, in some steps."""
-        self.calls.poll()
+        for reply in self.calls.poll():
+            if isinstance(reply, ObjectPage) and reply.objects:
+                self._listed = tuple(reply.objects)
         if self.scene.calm or self.rng.random() < 0.8:
             return
-        choice = self.rng.randrange(8)
+        choice = self.rng.randrange(9)
         if choice < 2:
             self.calls.ask(Stats, Report)
         elif choice < 4:
             self.calls.ask(ListEngines, Engines)
-        elif choice < 7 or not self._clears:
+        elif choice < 5:
+            self._list_or_forget()
+        elif choice < 8 or not self._clears:
             self.calls.ask(
                 lambda number: Explain(number, f"request {self.rng.randrange(9)}"), Explained
             )
         elif self.calls.ask(Clear, Done):
             self.scene.counts["clears"] += 1
+
+    def _list_or_forget(self) -> None:
+        """Ask for a page of some place, have objects forgotten that were listed, or set a bound."""
+        server = self.scene.system.server
+        place = self.rng.randrange(1 + (len(server.daemon.tiers) if server is not None else 0))
+        if self._clears and self.rng.random() < 0.3:
+            bound = self.rng.choice((None, 1 << 14, 1 << 16, 1 << 30))
+            tenant, is_default = self.rng.randrange(3), self.rng.random() < 0.2
+            self.calls.ask(lambda number: SetQuota(number, tenant, bound, is_default), QuotaReport)
+            return
+        if not self._clears or not self._listed or self.rng.random() < 0.5:
+            self.calls.ask(lambda number: ListObjects(number, place), ObjectPage)
+            return
+        keys = [held.key for held in self._listed if self.rng.random() < 0.2]
+        rest = self.rng.random() < 0.3
+        forget = partial(Forget, place=place, keys=b"".join(keys), rest=rest)
+        if self.calls.ask(forget, Forgotten):
+            self.scene.counts["forgets"] += 1
 
 
 class Seeker(Client):

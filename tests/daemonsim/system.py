@@ -30,9 +30,10 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.daemon import clients, loop
+from hybridkv.daemon.quota_file import StoredQuotas
 from hybridkv.daemon.sessions import Process
 from hybridkv.daemon.token_book import DescribedChunk
-from hybridkv.shm.slots import CHECKSUM_BYTES, HEADER_BYTES, SLOT_ALIGN, payload_offset
+from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.tiers import demotion, object_search
 from hybridkv.tiers.encryption import TierKey
@@ -162,7 +163,10 @@ class Strand:
 
 
 class SlotsMemory:
-    """The slots as the daemon's store sees them. It writes headers only, and may die within one."""
+    """The slots as the daemon's store sees them.
+
+    It writes headers and zeros only, and may die within a header.
+    """
 
     def __init__(self, system: "System", view: memoryview) -> None:
         self._system = system
@@ -175,13 +179,11 @@ class SlotsMemory:
         return self._view[at]
 
     def __setitem__(self, at: slice, data: bytes) -> None:
-        if at.start % SLOT_ALIGN == HEADER_BYTES:
-            assert not any(data), "the daemon signs nothing by itself"
-            assert (
-                at.stop - at.start
-                == len(data)
-                <= payload_offset(len(data) // CHECKSUM_BYTES) - HEADER_BYTES
-            )
+        if at.start % SLOT_ALIGN and len(data) > 1:
+            assert not any(data), "the daemon signs nothing by itself, and overwrites with zeros"
+        if len(data) > 1 and not any(data):
+            # Loads prove that it overwrites nothing that lives.
+            assert at.stop - at.start == len(data)
             self._view[at] = data
             return
         if len(data) == 1:
@@ -266,6 +268,8 @@ class System:
         self.listener: Listener | None = None
         self.server: loop.DaemonServer | None = None
         self._book: list[DescribedChunk] = []
+        self.quotas: list[StoredQuotas] = []
+        """What commands have set at run time, the latest last."""
         self.server_process = self.current
         self.lives = 0
         self.life_starts_ms: list[int] = []
@@ -676,9 +680,23 @@ class System:
             self._book[:] = chunks
 
         return SimpleNamespace(
+            error="",
+            is_settled=True,
             size_bytes=0,
             append_chunks=self._book.extend,
             rewrite_file=rewrite,
+            close=lambda seconds: None,
+        )
+
+    def _open_quotas(self, path: Path, on_read: Callable[[StoredQuotas], None]) -> SimpleNamespace:
+        """The file of quotas, which daemons leave to each other."""
+        if self.quotas:
+            on_read(self.quotas[-1])
+        return SimpleNamespace(
+            path=path,
+            error="",
+            is_settled=True,
+            save_quotas=self.quotas.append,
             close=lambda seconds: None,
         )
 
@@ -724,6 +742,7 @@ class System:
             "make_tier": self.make_tier,
             "TierThreads": self.make_threads,
             "BookFile": self._open_book,
+            "QuotaFile": self._open_quotas,
             "process_of": self.process_of,
             "open_arena": self.open_arena,
             "ServedSocket": lambda path, group: SimpleNamespace(

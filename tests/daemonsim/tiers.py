@@ -10,11 +10,13 @@ from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import part_digests, payload_offset, sign, slot_bytes
 from hybridkv.tiers.contract import (
+    START_BYTES,
     DamagedError,
     FindRequest,
     FullError,
     MissingError,
     ReadRequest,
+    RecordStart,
     Tier,
     TierError,
     WriteRequest,
@@ -211,6 +213,16 @@ class SimTier(Tier):
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         self._call("get")
         return [self._get(item) for item in items]
+
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        self._call("read_starts")
+        records = (self._vault.records.get(key) for key in keys)
+        return [
+            MissingError("it is not there")
+            if image is None
+            else RecordStart(bytes(image[:START_BYTES]), len(image))
+            for image in records
+        ]
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         self._call("put")

@@ -408,6 +408,7 @@ class World:
         system, rng = self._system, self._rng
         self._draw = dataclasses.replace(self._draw, faults=frozenset())
         system.has_quotas, system.pages_end = False, 1 << 60
+        system.quotas.clear()
         self._ail("tier_shut", 1, 4 * SECOND)
         system.stop_server(keep_arena=False)
         deadline = system.now + QUIET_SECONDS * SECOND

@@ -1,5 +1,6 @@
 """What outlives restarts and reaches other nodes through tiers below RAM, on the real engine."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +261,40 @@ def test_a_tier_that_hangs_costs_the_hit_and_nothing_else(tmp_path: Path) -> Non
             until(is_hit, "RAM goes on")
         assert hanging.stop() == 0
         hanging.__exit__()
+
+
+@pytest.mark.soak
+def test_what_is_forgotten_is_computed_and_the_rest_is_a_hit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "qwen3next"
+    chunk = MODELS[model]
+    forgotten, kept = (prompt(number, CHUNKS * chunk + 20) for number in (1, 2))
+    with (
+        serve(
+            tmp_path, "first", "--disk", str(tmp_path / "disk"), "--disk-bytes", "1GiB"
+        ) as daemon,
+        engine(model, tmp_path / "a.log", daemon.socket_path, extra=LOAD) as running,
+    ):
+        running.generate(forgotten, max_tokens=6)
+        families = listed_families(daemon, capsys)
+        assert len(families) == 1
+        running.generate(kept, max_tokens=6)
+        (first,) = running.generate(forgotten, max_tokens=6)
+        (second,) = running.generate(kept, max_tokens=6)
+        is_written(daemon, "disk")
+        running.reset_caches()
+        where = ["--socket", daemon.socket_path]
+        assert main(["forget", "--family", families.pop(), *where]) == 0
+        (computed,) = running.generate(forgotten, max_tokens=6)
+        assert computed["cached_tokens"] == 0
+        assert answer(computed) == answer(first)
+        hits(running, kept, second, chunk)
+
+
+def listed_families(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The families that RAM holds."""
+    capsys.readouterr()
+    assert main(["ls", "--families", "--json", "--socket", daemon.socket_path]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    return {group["family"] for group in groups if "RAM" in group["places"]}

@@ -68,7 +68,12 @@ SHARED_NAMES = (
     SharedNames(
         "The daemon's loop calls its parts, and sleeps until the first of them has work.",
         "tick wakes_at",
-        "AdviceQueue Daemon DaemonView Demotion Prefetches Promotion TierState",
+        "AdviceQueue Daemon DaemonView Demotion Forgetting Prefetches Promotion Quotas TierState",
+    ),
+    SharedNames(
+        "The thread of a file has written everything, or has failed.",
+        "is_settled",
+        "BookFile QuotaFile",
     ),
     SharedNames("An EvictionQueue evicts only what may go.", "is_evictable", "FileIndex Slot"),
     SharedNames("An object gives back what it holds, and is used no more.", "close"),

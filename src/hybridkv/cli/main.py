@@ -55,6 +55,11 @@ COMMANDS = {
         "bundle", "write objects to one file, from a directory or a daemon's memory"
     ),
     "import": CommandEntry("bundle", "put the objects of an exported file into a directory"),
+    "ls": CommandEntry("ls", "list what is held in RAM and below, by identity and tenant"),
+    "forget": CommandEntry(
+        "forget", "delete a tenant's, an identity's, a family's or old objects everywhere"
+    ),
+    "quota": CommandEntry("quota", "show or set the most that a tenant may take of RAM"),
     "clear": CommandEntry("control", "drop everything that the daemon holds"),
     "plan": CommandEntry(
         "plan", "say what a model costs in the cache, and from which prompt on it helps"

@@ -73,6 +73,22 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
+@contextlib.contextmanager
+def counting(what: str) -> Iterator[Callable[[int], None]]:
+    """Show how many things are done on standard error, if that is a terminal.
+
+    Yields a function to be called with the number. What is shown disappears at the end.
+    """
+    with Progress(
+        TextColumn("{task.completed:,.0f} {task.description}"),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda number: bar.update(task, completed=number)
+
+
 def waiting(seconds: float) -> None:
     """Say on standard error that vLLM is at work, which takes half a minute or more."""
     print(f"vLLM reads the configuration, since {seconds:.0f} s", file=sys.stderr)

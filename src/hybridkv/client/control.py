@@ -7,7 +7,7 @@ import os
 import select
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from msgspec import structs
@@ -20,6 +20,10 @@ logger = logging.getLogger("vllm.hybridkv")
 
 ANSWER_SECONDS = 1.0
 """The limit of one greeting. A busy machine is slow, and another attempt costs more."""
+
+PAGE_SECONDS = 60.0
+"""The time that a tier has for each page of its records."""
+POLL_SECONDS = 0.005  # The pause before a page is asked for that a tier had not read yet.
 
 _Answer = TypeVar("_Answer", bound=wire.Reply)
 
@@ -146,6 +150,46 @@ class ControlClient:
         if tiers:
             self.call(wire.Clear(next(self._ids), tiers=True))
         return dropped
+
+    def list_objects(self, place: int) -> Iterator[wire.ObjectPage]:
+        """Yield pages of what a place holds: 0 is RAM, n the n-th tier.
+
+        The `error` of the last one is why there are no more. A page may be empty.
+        """
+        cursor: int | None = 0
+        heard_at = time.monotonic()
+        while cursor is not None:
+            page = self._ask(wire.ListObjects(next(self._ids), place, cursor), wire.ObjectPage)
+            is_next, cursor = page.cursor != cursor, page.cursor
+            if page.objects or is_next:
+                heard_at = time.monotonic()
+                yield page
+            elif time.monotonic() > heard_at + PAGE_SECONDS:
+                yield wire.ObjectPage(0, [], None, f"it does not answer within {PAGE_SECONDS:g} s")
+                return
+            else:
+                time.sleep(POLL_SECONDS)
+
+    def forget_objects(
+        self, place: int, keys: Sequence[bytes] = (), rest: bool = False
+    ) -> wire.Forgotten:
+        """Forget at most CHANGES_MAX objects in one place, by their keys, as in wire.Forget.
+
+        Of a tier it returns what was done since the last call, which may be some of it.
+        """
+        request = wire.Forget(next(self._ids), place, b"".join(keys), rest)
+        return self._ask(request, wire.Forgotten)
+
+    def quotas(self) -> wire.QuotaReport:
+        """Return the bounds of tenants."""
+        return self._ask(wire.ReadQuotas(next(self._ids)), wire.QuotaReport)
+
+    def set_quota(
+        self, tenant: int, bound_bytes: int | None, is_default: bool = False
+    ) -> wire.QuotaReport:
+        """Change a bound, as wire.SetQuota has it. Returns all bounds."""
+        request = wire.SetQuota(next(self._ids), tenant, bound_bytes, is_default)
+        return self._ask(request, wire.QuotaReport)
 
     def _ask(self, request: wire.Request, kind: type[_Answer]) -> _Answer:
         reply = self.call(request)

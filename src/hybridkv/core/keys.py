@@ -16,6 +16,7 @@ from itertools import chain
 from struct import Struct
 
 HASH_BYTES = 32  # Length of a chunk hash and of a namespace fingerprint.
+KEY_BYTES = 2 * HASH_BYTES + 2  # Of an object's name: namespace, chunk hash, and gid in 2 bytes.
 _HASH = Struct(f"{HASH_BYTES}s")
 _HASHES = Struct(_HASH.format * 16)  # A row of hashes, because a tuple for each takes longer.
 

@@ -59,8 +59,10 @@ class BookFile:
         self.size_bytes = 0  # About the bytes of the file, with what is to be written.
         self._key, self._on_read = key, on_read
         self._is_hung = False  # True while descriptions are left out.
+        self.error = ""  # Why it could not be written, until it is written anew.
+        self._begun = self._done = 0  # Pieces of work. Only the thread changes `_done`.
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._work.put(self._read)
+        self._put(self._read)
         self._thread = threading.Thread(target=self._run, name="hybridkv-book", daemon=True)
         self._thread.start()
 
@@ -73,24 +75,35 @@ class BookFile:
             return
         self._is_hung = False
         self.size_bytes += sum(len(chunk.description.content) for chunk in chunks)
-        self._work.put(lambda: self._write(chunks, is_whole=False))
+        self._put(lambda: self._write(chunks, is_whole=False))
 
     def rewrite_file(self, chunks: list[DescribedChunk], held_bytes: int) -> None:
         """Write the file anew with these descriptions, which have `held_bytes` in all."""
         self.size_bytes = held_bytes
-        self._work.put(lambda: self._write(chunks, is_whole=True))
+        self._put(lambda: self._write(chunks, is_whole=True))
+
+    @property
+    def is_settled(self) -> bool:
+        """Returns whether everything is written, or has failed."""
+        return self._done == self._begun
 
     def close(self, seconds: float) -> None:
         """Write what is to be written, for so many seconds at most."""
         self._work.put(None)
         self._thread.join(seconds)
 
+    def _put(self, work: Callable[[], None]) -> None:
+        self._begun += 1
+        self._work.put(work)
+
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             try:
                 work()
             except OSError as error:
+                self.error = error.strerror or str(error)
                 logger.warning(_UNUSABLE, self.path, error.strerror)
+            self._done += 1
 
     def _read(self) -> None:
         chunks: list[DescribedChunk] = []
@@ -128,6 +141,7 @@ class BookFile:
                 file.write(_FRAME.pack(len(frame), zlib.crc32(frame)) + frame)
         if is_whole:
             os.replace(path, self.path)
+            self.error = ""
 
     def _encode(self, chunks: Iterable[DescribedChunk]) -> bytes:
         rows = [_Chunk(*chunk.name, *chunk.description) for chunk in chunks]

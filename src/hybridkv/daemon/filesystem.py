@@ -476,6 +476,12 @@ def node_name(socket_path: Path) -> str:
     return f"{host}-{hashlib.sha256(str(socket_path).encode()).hexdigest()[:8]}"
 
 
+def state_directory() -> Path:
+    """Return the directory of what this user's daemons keep over a reboot. It may not exist."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return Path(base if base.startswith("/") else os.path.expanduser("~/.local/state")) / "hybridkv"
+
+
 def fleeting_host_name(environment: Mapping[str, str]) -> str | None:
     """Returns this host's name where it is a container's, which the next container may not have.
 

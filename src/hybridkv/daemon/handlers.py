@@ -80,6 +80,10 @@ class Daemon(DaemonState):
             wire.ListEngines: self._list_engines,
             wire.Clear: partial(slot_requests.clear, self),
             wire.Pin: self._pin,
+            wire.ListObjects: self.inventory.read_page,
+            wire.Forget: self.forgetting.forget_keys,
+            wire.ReadQuotas: self.quotas.read_quotas,
+            wire.SetQuota: self.quotas.change_quota,
         }
 
     # Events
@@ -89,6 +93,8 @@ class Daemon(DaemonState):
         self.promotion.cancel(connection_id)
         self.promotion.node_waits.on_disconnect(connection_id)
         self.promises.on_disconnect(connection_id)
+        self.inventory.on_disconnect(connection_id)
+        self.forgetting.on_disconnect(connection_id)
         self.subscriptions.on_disconnect(connection_id)
         self.sessions.on_disconnect(connection_id)
 
@@ -102,6 +108,8 @@ class Daemon(DaemonState):
         self.prefetches.tick(now)
         if self.tiers:
             self.demotion.tick(now)
+        self.forgetting.tick()
+        self.quotas.tick()
         self.outgoing.extend(self.subscriptions.take_due(now))
         self.view.tick(now)
 
@@ -112,6 +120,8 @@ class Daemon(DaemonState):
             self.advice.wakes_at(),
             self.prefetches.wakes_at(),
             self.demotion.wakes_at(),
+            self.forgetting.wakes_at(),
+            self.quotas.wakes_at(),
             self.view.wakes_at(),
             *(tier.wakes_at() for tier in self.tiers),
         )
@@ -140,6 +150,10 @@ class Daemon(DaemonState):
                 self.demotion.on_write_done(tier, job, outcome)
             case JobKind.USE:
                 self.demotion.on_use_done(tier, job, outcome)
+            case JobKind.LIST:
+                self.inventory.on_page_read(job, outcome)
+            case JobKind.ERASE:
+                self.forgetting.on_erased(job, outcome)
             case JobKind.OPEN if tier.is_open and not was_open:
                 self.demotion.queue_all(self.sessions.stored_slots())
                 self.subscriptions.on_tier_opened()

@@ -33,9 +33,11 @@ from hybridkv.daemon.filesystem import (
     ServedSocket,
     open_arena,
     remove_unused_arenas,
+    state_directory,
 )
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.daemon.orphan import leave_waiter
+from hybridkv.daemon.quota_file import QuotaFile
 from hybridkv.daemon.sessions import Process
 from hybridkv.daemon.token_book import DescribedChunk
 from hybridkv.observe.history import Snapshot
@@ -249,6 +251,7 @@ class DaemonServer:
         self._running = True
         self._keeps_arena = True
         self._book_file = self._open_book()
+        self._quota_file = self._open_quotas()
         self._await_tiers()
         self.reserver = ArenaReserver(
             self.arena, self.daemon.store, self._waker.wake, self.daemon.counters
@@ -417,6 +420,8 @@ class DaemonServer:
         )
         self.daemon = Daemon(store, welcome, self._make_tiers(memory))
         self.daemon.sessions.is_locked = self.arena.is_locked
+        self.daemon.inventory.has_user_tenants = options.user_quota_bytes is not None
+        self.daemon.inventory.started_at = time.monotonic()
         if not opened.is_earlier:
             return True
         try:
@@ -456,16 +461,42 @@ class DaemonServer:
     def _open_book(self) -> BookFile:
         """Open the token book's file: in the first directory that this daemon writes to, if any."""
         path, key = book_beside(self.arena.path), None
-        for spec in self._options.tiers:
-            if spec.kind == "disk" and spec.write is not WritePolicy.OFF:
-                root = Path(spec.location.removeprefix("disk://"))
-                path = book_of(root, self._options.node)
-                key = read_key(spec.key_path, f"tier {spec.shown}") if spec.key_path else None
-                break
+        if (spec := self._own_directory()) is not None:
+            path = book_of(_root_of(spec), self._options.node)
+            key = read_key(spec.key_path, f"tier {spec.shown}") if spec.key_path else None
         subscriptions = self.daemon.subscriptions
         subscriptions.on_described = self._keep_described
-        return BookFile(
+        subscriptions.on_forgotten = self._rewrite_book
+        file = BookFile(
             path, key, lambda chunks: self.run_in_loop(lambda: subscriptions.on_book_read(chunks))
+        )
+        self.daemon.forgetting.book_is_settled = lambda: file.is_settled
+        self.daemon.forgetting.book_error = lambda: file.error
+        return file
+
+    def _open_quotas(self) -> QuotaFile:
+        """Open the file of quotas: beside the token book, or else in the user's directory."""
+        quotas, options = self.daemon.quotas, self._options
+        quotas.of_users = options.user_quota_bytes is not None
+        quotas.served_default = options.salt_quota_bytes or options.user_quota_bytes
+        spec, name = self._own_directory(), f"{options.node}.json"
+        path = state_directory() / "quotas" / name
+        if spec is not None:
+            path = _root_of(spec) / "quotas" / name
+        quotas.file = QuotaFile(
+            path, lambda stored: self.run_in_loop(lambda: quotas.on_file_read(stored))
+        )
+        return quotas.file
+
+    def _own_directory(self) -> TierSpec | None:
+        """Return the first directory tier that this daemon writes to, if any."""
+        return next(
+            (
+                spec
+                for spec in self._options.tiers
+                if spec.kind == "disk" and spec.write is not WritePolicy.OFF
+            ),
+            None,
         )
 
     def _keep_described(self, chunks: list[DescribedChunk]) -> None:
@@ -473,7 +504,11 @@ class DaemonServer:
         book, file = self.daemon.subscriptions.book, self._book_file
         file.append_chunks(chunks)
         if file.size_bytes > 2 * book.held_bytes + GROWTH_BYTES:
-            file.rewrite_file(list(book.described()), book.held_bytes)
+            self._rewrite_book()
+
+    def _rewrite_book(self) -> None:
+        book = self.daemon.subscriptions.book
+        self._book_file.rewrite_file(list(book.described()), book.held_bytes)
 
     def _start_exporter(self) -> Any:
         """Export spans from now on. Raises ConfigError where the library for it is missing."""
@@ -506,6 +541,7 @@ class DaemonServer:
             os.close(fd)
         ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
         self._book_file.close(CLOSE_SECONDS)
+        self._quota_file.close(CLOSE_SECONDS)
         if self._exporter is not None:
             self._exporter.close(CLOSE_SECONDS)
         self.selector.close()
@@ -520,6 +556,10 @@ class DaemonServer:
         # Otherwise a thread may still read into the arena, which stays locked until the storage
         # answers and this process ends. The next daemon makes an arena of its own.
         self._socket.close()
+
+
+def _root_of(spec: TierSpec) -> Path:
+    return Path(spec.location.removeprefix("disk://"))
 
 
 def serve(

@@ -93,6 +93,10 @@ _STORES: Mapping[str, MetricFamily] = {
         recoveries_failed=counter("Arenas of an earlier daemon that could not be taken over."),
         commits_unknown=counter("Committed slots that the session did not hold; they are ignored."),
         slots_granted=counter("Write slots given to engines."),
+        objects_forgotten=counter(
+            "Objects that `hybridkv forget` dropped from RAM.",
+            lambda daemon: daemon.forgetting.objects,
+        ),
         bytes_held=gauge(
             "Bytes of slots that an engine of an earlier daemon may still write.",
             lambda daemon: sum(

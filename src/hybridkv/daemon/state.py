@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 from hybridkv.core.junctions import Branches
 from hybridkv.daemon.advice import AdviceQueue
+from hybridkv.daemon.forgetting import Forgetting
+from hybridkv.daemon.inventory import Inventory
 from hybridkv.daemon.pins import PinList
+from hybridkv.daemon.quotas import Quotas
 from hybridkv.daemon.recent_prompts import RecentPrompts
 from hybridkv.daemon.sessions import Sessions
 from hybridkv.daemon.subscriptions import OutgoingMessage, Subscriptions
@@ -49,9 +52,14 @@ class DaemonState:
         self.recent_prompts = RecentPrompts()
         self.subscriptions = Subscriptions(tiers, self.sessions)
         store.on_change = self.subscriptions.on_object_changed
+        self.inventory = Inventory(store, self.sessions, tiers)
+        self.quotas = Quotas(store)
         self.branches = Branches()
         self.history = RequestHistory()
         self.pins = PinList(store, self.sessions, self.history, self.advice)
+        self.forgetting = Forgetting(
+            store, self.sessions, self.demotion, self.promotion, self.subscriptions, self.history
+        )
         self.ceiling = HitRateCeiling()
         self.waits = Histogram()  # Seconds that lookups waited for tiers.
         self.spans: SpanExporter | None = None  # None where no spans are exported.
@@ -59,4 +67,12 @@ class DaemonState:
         self.metrics_url = ""  # The URL of /metrics. Empty where no pages are served.
         self.outgoing: deque[OutgoingMessage] = deque()
         """Messages that are to be sent beside the replies to requests, in order."""
-        self.now = 0.0  # The time of the last event, by the daemon's clock.
+
+    @property
+    def now(self) -> float:
+        """The time of the last event, by the daemon's clock."""
+        return self.store.now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self.store.now = value

@@ -75,6 +75,9 @@ class Subscriptions:
         self.book = TokenBook()
         self.on_described: Callable[[list[DescribedChunk]], None] = lambda chunks: None
         """Called with chunks that are new in the book."""
+        self.on_forgotten: Callable[[], None] = lambda: None
+        """Called where chunks of the book were forgotten, so that its file forgets them too."""
+        self._has_forgotten = False
         self._look_at = 0.0  # When tiers are looked at next.
         self.overflows = 0
         self.unreported = 0  # Objects that a tier has, and that were reported as being in none.
@@ -125,6 +128,18 @@ class Subscriptions:
                     subscriber.unannounced[chunk_hash] = None
         if new:
             self.on_described(new)
+
+    def forget_description(self, name: ChunkName) -> None:
+        """Forget a chunk's description, as somebody asked for its deletion."""
+        known = self.book.chunks_of(name.identity)
+        self._has_forgotten |= name.chunk_hash in known
+        self.book.forget_chunk(name)
+
+    def finish_forgetting(self) -> None:
+        """Have the file forget what was forgotten since the last call."""
+        if self._has_forgotten:
+            self._has_forgotten = False
+            self.on_forgotten()
 
     def on_book_read(self, chunks: Iterable[DescribedChunk]) -> None:
         """Take what an earlier daemon had described. Those that are lost are forgotten in time."""

@@ -150,6 +150,12 @@ class RequestHistory:
             unused = (known for known in self._identities if known not in in_use)
             self._identities.pop(next(unused, b""), None)
 
+    def forget_chunks(self, chunks: Container[tuple[bytes, bytes]]) -> None:
+        """Forget the requests whose first chunk, (identity, hash), is one of `chunks`."""
+        for request_id, outcome in list(self._requests.items()):
+            if (outcome.identity, outcome.explanation.first_chunk) in chunks:
+                del self._requests[request_id]
+
     def known(self, request_id: str) -> RequestOutcome | None:
         """Returns the request with exactly this id."""
         return self._requests.get(request_id)

@@ -103,13 +103,31 @@ class Trailer:
         """Remove the slot at `offset`, if there is one, from the page table."""
         self._entries[offset // SLOT_ALIGN] = 0
 
-    def slots(self) -> Iterator[tuple[int, int]]:
-        """Yield (offset, size in bytes) of every slot of the page table, by offset."""
-        at = 0
-        while found := _USED.search(self._table, at):
+    def slots(self, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield (offset, size in bytes) of every slot that starts in [start, end), by offset.
+
+        Without `end` these are all slots from `start` on. Both are multiples of SLOT_ALIGN.
+        """
+        at = start // SLOT_ALIGN * _PAGES
+        stop = len(self._table) if end is None else end // SLOT_ALIGN * _PAGES
+        while found := _USED.search(self._table, at, stop):
             page = found.start() // _PAGES
             yield page * SLOT_ALIGN, self._entries[page] * SLOT_ALIGN
             at = (page + 1) * _PAGES
+
+    def end_before(self, offset: int, slot_bytes_max: int) -> int:
+        """Return the end of the last slot that starts before `offset`, or 0.
+
+        It may be 0 too where that slot ends before `offset`. No slot has more than
+        `slot_bytes_max`.
+        """
+        last = offset // SLOT_ALIGN
+        first = max(0, last - slot_bytes_max // SLOT_ALIGN)
+        used = bytes(self._table[first * _PAGES : last * _PAGES]).rstrip(b"\0")
+        if not used:
+            return 0
+        page = first + (len(used) - 1) // _PAGES
+        return (page + self._entries[page]) * SLOT_ALIGN
 
     def add_process(self, process: WorkerProcess) -> bool:
         """Note a process for the next daemon. Returns False where there is no room."""

@@ -32,9 +32,14 @@ class Slot:
     is_read: bool = False  # True once a lookup hit the object. Interior ones begin anew as unread.
     replace_on_store: bool = False
     """True after a load failed in which the object took part. The next store of it replaces it."""
+    is_counted: bool = False  # True where it counts against its tenant's bound (`Store.tenants`).
+    is_forgotten: bool = False
+    """True from `Store.forget_object` on. Its bytes are overwritten before the slot is free."""
     in_tiers: int = 0  # A bit for each tier below that has the object, as far as is known.
     queued_in: int = 0  # A bit for each tier to which the object waits to be written.
     used_at: float = 0.0  # The last time that a write or a use of the object went to tiers.
+    written_at: float | None = None  # When it became an object of RAM. None = a daemon before knew.
+    read_at: float | None = None  # When a lookup hit it last. None = not in this daemon's life.
     packed: bytes = field(init=False)  # Its offset and generation, as in `core.packed.pack_slots`.
 
     def __post_init__(self) -> None:

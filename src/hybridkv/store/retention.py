@@ -25,7 +25,7 @@ from hybridkv.store.index import IndexEntry, Namespace, RetainedChunk, Slot
 RAM_SHARE = 2  # At most 1/2 of RAM is retained.
 TENANT_SHARE = 4  # Of that and of the names, a tenant has at most what 1/4 of RAM is of RAM.
 QUOTA_SHARE = 2  # And at most 1/2 of its quota.
-NAMES_MAX = 1 << 18
+NAMES_MAX = 1 << 16
 """The most names that are remembered, of some 400 bytes each."""
 _STALE_MAX = 64
 _ENDS = (EvictionClass.PROMPT, EvictionClass.GENERATED)
@@ -45,14 +45,17 @@ class RetainedChunks:
     """The retained chunks of all namespaces, by their times, with what they are charged."""
 
     def __init__(
-        self, bound_bytes: int, tenant_bytes: int | None, set_retained: Callable[[Slot, bool], None]
+        self,
+        bound_bytes: int,
+        quota_of: Callable[[int], int | None],
+        set_retained: Callable[[Slot, bool], None],
     ) -> None:
-        """`bound_bytes` is the size of RAM, and `tenant_bytes` the quota of each tenant but 0.
+        """`bound_bytes` is the size of RAM, and `quota_of` returns the quota of a tenant, if any.
 
         `set_retained` is called with each object that is to be no victim (True), or one again.
         """
         self._bound_bytes = bound_bytes
-        self._tenant_bytes = tenant_bytes
+        self._quota_of = quota_of
         self._set_retained = set_retained
         self.due: list[tuple[float, int, RetainedChunk]] = []
         """A heap of (time, entry number, chunk). The chunk's time may be later by now.
@@ -78,10 +81,8 @@ class RetainedChunks:
 
     def share_bytes(self, tenant: int) -> int:
         """Return the most bytes that a tenant may retain."""
-        share = self._bound_bytes // TENANT_SHARE
-        if tenant and self._tenant_bytes is not None:
-            share = min(share, self._tenant_bytes // QUOTA_SHARE)
-        return share
+        share, quota = self._bound_bytes // TENANT_SHARE, self._quota_of(tenant)
+        return share if quota is None else min(share, quota // QUOTA_SHARE)
 
     def retain_chunk(
         self, namespace: Namespace, chunk_hash: bytes, tenant: int, until: float

@@ -1,20 +1,27 @@
 """The RAM tier: objects in the slots of an arena, and their eviction where room is needed.
 
-The store writes headers of slots, the arena's trailer and empty signatures, and never payload.
-Wherever the daemon is killed, the next one can take the arena over. A page table entry is set after
-the slot's header is whole and cleared before the slot is free. A torn header has a wrong checksum.
+The store writes headers of slots, the arena's trailer and empty signatures. It writes no payload,
+and overwrites with zeros what is gone for ever (`Store.forget_object`). Wherever the daemon is
+killed, the next one can take the arena over. A page table entry is set after the slot's header is
+whole, and cleared before the slot is free. A torn header has a wrong checksum.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.policies import EvictionClass, EvictionPolicy
 from hybridkv.shm import slots as layout
-from hybridkv.shm.slots import HEADER_BYTES, SlotHeader, SlotState, short_hash, slot_bytes
+from hybridkv.shm.slots import (
+    HEADER_BYTES,
+    SLOT_ALIGN,
+    SlotHeader,
+    SlotState,
+    short_hash,
+    slot_bytes,
+)
 from hybridkv.shm.trailer import Trailer, trailer_bytes
 from hybridkv.store.eviction import EvictionQueue
 from hybridkv.store.extents import Extents, FreeRun
@@ -24,6 +31,9 @@ from hybridkv.store.retention import RetainedChunks
 EVICTION_WASTE_MAX = 8
 """To grant one slot, at most 8 times its size is evicted. Then the grant ends without it."""
 RETAINED_WASTE = 4  # After 4 times its size, retained objects are evicted with their neighbours.
+QUOTA_EVICTIONS_MAX = 256
+"""Objects that one commit, or one turn of the loop, counts or evicts for a tenant's bound."""
+SCAN_BYTES = 1 << 30  # Of the arena's slots, looked through for that in one turn.
 
 
 class RecoveredSlot(NamedTuple):
@@ -63,11 +73,17 @@ class Store:
         self.by_end: dict[int, Slot] = {}  # The same slots, by the offset of their end.
         self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
         self.tenant_bytes = tenant_bytes
-        new_queue = partial(EvictionQueue[Slot], policy, tenant_bytes or 0)
-        self.tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
-        self.retention = RetainedChunks(len(memory), tenant_bytes, self._set_retained)
+        """The bound of every tenant that has none of its own. None = no bound."""
+        self.own_quotas: dict[int, int | None] = {}
+        """By tenant, a bound of its own. None = none, whatever `tenant_bytes` is."""
+        self._policy = policy
+        self.tenant_queues: dict[int, EvictionQueue[Slot]] = {}
+        self.retention = RetainedChunks(len(memory), self.quota_of, self._set_retained)
         self.tenants: Counter[int] = Counter()
-        """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
+        """By tenant the bytes of its counted objects, also of those that are dropped and read."""
+        self._count_from: int | None = None
+        """From this offset on, objects may not be counted whose tenant was bounded meanwhile."""
+        self._maybe_over: deque[int] = deque()  # Tenants that may have more than their bound.
         self.writing_bytes = 0  # Bytes in slots that are granted and not yet committed.
         self.committed_bytes = 0
         """Bytes in slots of objects, also of those that are dropped and still read."""
@@ -79,6 +95,14 @@ class Store:
         self.expected_bytes = 0  # Bytes of these slots.
         self.expected_hit = 0  # Objects that left `expected` because a lookup hit them.
         self.expected_evicted = 0  # Objects that left it because they were evicted.
+        self.to_wipe: deque[Slot] = deque()
+        """Slots of forgotten objects that nobody reads. They are free once they are overwritten."""
+        self.to_wipe_bytes = 0  # The bytes of `to_wipe`.
+        self._largest_bytes = 0  # Of any slot so far.
+        self._wiped_bytes = 0  # Of the first of `to_wipe`, the bytes that are overwritten.
+        self._wipe_at: int | None = None
+        """Before this offset, what is free is overwritten. None = nobody asked, or all is."""
+        self.now = 0.0  # The time of the last event, by the daemon's clock.
         self.evicted = 0
         self.duplicates = 0
         self.retained_evicted = 0
@@ -245,6 +269,7 @@ class Store:
         if is_expected:
             self.expected.add(slot)
             self.expected_bytes += slot.size_bytes
+        slot.written_at = self.now
         self._enter(slot, namespace, group_index, chunk_hash, parent)
         if namespace.retained:
             self.retention.on_object_stored(slot)
@@ -253,15 +278,22 @@ class Store:
         self._write_header(slot)
         return True
 
-    def free_slot(self, slot: Slot) -> FreeRun:
-        """Free a slot that holds no object of the index. Returns the free run that contains it."""
+    def free_slot(self, slot: Slot) -> FreeRun | None:
+        """Free a slot that holds no object of the index. Returns the free run that contains it.
+
+        A forgotten one is overwritten before, in later calls of `wipe`. Then None is returned.
+        """
         assert slot.entry is None
+        if slot.is_forgotten:
+            self.to_wipe.append(slot)
+            self.to_wipe_bytes += slot.size_bytes
+            return None
         if slot.state is SlotState.WRITING:
             self.writing_bytes -= slot.size_bytes
         else:
             self.committed_bytes -= slot.size_bytes
             self.objects -= 1
-            if slot.tenant in self.tenants:
+            if slot.is_counted:
                 self.tenants[slot.tenant] -= slot.size_bytes
                 if not self.tenants[slot.tenant]:
                     del self.tenants[slot.tenant], self.tenant_queues[slot.tenant]
@@ -284,14 +316,15 @@ class Store:
                 self.expected_hit += 1
         interior = [slot for slot in superseded_tails if not slot.is_read]
         self.due_when_unpinned.update(self.queue.mark_used(slots), interior)
-        prompt = EvictionClass.PROMPT
+        prompt, now = EvictionClass.PROMPT, self.now
         for slot in slots:
             slot.pins += 1
+            slot.read_at = now
             if not slot.is_read or slot.eviction_class is not prompt:
                 slot.is_read, slot.eviction_class = True, prompt
                 layout.write_use(self._memory, slot.offset, layout.USE_READ)
         for slot in slots if self.tenants else ():
-            if slot.tenant in self.tenants:
+            if slot.is_counted:
                 moved = self.tenant_queues[slot.tenant].mark_used((slot,))
                 self.due_when_unpinned.update(moved)
         for slot in interior:
@@ -347,11 +380,78 @@ class Store:
             queue.remove(slot)
         for parent_slot in filter(None, parent.slots if parent is not None else ()):
             self._offer(parent_slot)
+        if slot.pins or slot.is_forgotten:
+            self._write_header(slot)
         if not slot.pins:
             return self.free_slot(slot)
         self.due_when_unpinned.add(slot)
-        self._write_header(slot)
         return None
+
+    def forget_object(self, slot: Slot) -> None:
+        """Drop an object as somebody asked for its deletion: its bytes are overwritten."""
+        slot.is_forgotten = True
+        self.drop(slot)
+
+    def begin_wipe(self) -> None:
+        """Overwrite everything that is free, as it may have bytes of objects that are gone.
+
+        Calls of `wipe` do it. Objects that were dropped before and are still read go the same way.
+        """
+        self._wipe_at = 0
+        for slot in self.due_when_unpinned:
+            slot.is_forgotten |= slot.entry is None
+
+    @property
+    def wiping_bytes(self) -> int:
+        """Bytes of the arena that are still to be looked through and overwritten."""
+        limit = self.extents.limit_bytes
+        return self.to_wipe_bytes + (0 if self._wipe_at is None else limit - self._wipe_at)
+
+    def wipe(self, bytes_max: int) -> None:
+        """Overwrite slots of forgotten objects, and then what is free, within so many bytes."""
+        while self.to_wipe and bytes_max > 0:
+            slot = self.to_wipe[0]
+            start = slot.offset + max(HEADER_BYTES, self._wiped_bytes)
+            end = min(slot.offset + slot.size_bytes, start + bytes_max)
+            self._zero(start, end)
+            bytes_max -= end - start
+            self._wiped_bytes = end - slot.offset
+            if self._wiped_bytes == slot.size_bytes:
+                self.to_wipe.popleft()
+                self.to_wipe_bytes -= slot.size_bytes
+                self._wiped_bytes = 0
+                slot.is_forgotten = False
+                self.free_slot(slot)
+        if not self.to_wipe and bytes_max > 0 and self._wipe_at is not None:
+            end = (
+                min(self._wipe_at + bytes_max, self.extents.limit_bytes) // SLOT_ALIGN * SLOT_ALIGN
+            )
+            self._wipe_free(self._wipe_at, end)
+            self._wipe_at = end if end < self.extents.limit_bytes else None
+
+    def _wipe_free(self, start: int, end: int) -> None:
+        """Zero what is free of [start, end), and what is around the payload of slots there.
+
+        ::
+
+            ----slot----]      free      [header|checksums| |payload| ]    free    [----slot----
+                  start |zeroed         |                  |zeroed   |zeroed      | end
+        """
+        at = max(start, self.trailer.end_before(start, self._largest_bytes))
+        for offset, size in self.trailer.slots(start, end):
+            self._zero(at, offset)
+            slot = self.slots[offset]
+            if slot.state is SlotState.COMMITTED or slot.owner:
+                # Else it is read from a tier, and gets all bytes of a record.
+                payload = offset + layout.payload_offset(slot.parts)
+                self._zero(offset + layout.checksum_offset(slot.parts), payload)
+                self._zero(payload + slot.part_bytes * slot.parts, offset + size)
+            at = offset + size
+        self._zero(at, end)
+
+    def _zero(self, start: int, end: int) -> None:
+        if start < end:
+            self._memory[start:end] = bytes(end - start)
 
     def _evict(self, slot: Slot) -> FreeRun:
         """Drop an object and those of its chunk that are of no use without it.
@@ -436,20 +536,113 @@ class Store:
 
         Returns False where it never has.
         """
-        if not tenant or self.tenant_bytes is None:
+        bound = self.quota_of(tenant)
+        if bound is None:
             return True
-        while self.tenants[tenant] + size > self.tenant_bytes:
-            queue = self.tenant_queues.get(tenant)
-            victim = self._find_victim(queue, spares_protected) if queue is not None else None
-            if victim is None:
+        for _ in range(QUOTA_EVICTIONS_MAX):
+            if self.tenants[tenant] + size <= bound:
+                return True
+            if not self._evict_of(tenant, spares_protected):
                 return False
-            self.over_quota += 1
-            self._evict(victim)
+        return False
+
+    def _evict_of(self, tenant: int, spares_protected: bool = False) -> bool:
+        """Evict an object of a tenant for its bound. Returns False where none may go.
+
+        Retained ones go last. They take less than the bound, unless that was lowered.
+        """
+        queue = self.tenant_queues.get(tenant)
+        if queue is None:
+            return False
+        victim = self._find_victim(queue, spares_protected)
+        if victim is None and not spares_protected:
+            victim = queue.retained_victim(self._may_go)
+        if victim is None:
+            return False
+        self.over_quota += 1
+        self._evict(victim)
         return True
+
+    def quota_of(self, tenant: int) -> int | None:
+        """Return the most bytes that a tenant's objects may take. None = no bound of its own."""
+        return self.own_quotas.get(tenant, self.tenant_bytes) if tenant else None
+
+    def set_default_quota(self, bound_bytes: int | None) -> None:
+        """Change the bound of all tenants without one of their own. None = no bound."""
+        self.tenant_bytes = bound_bytes
+        self._begin_quotas()
+
+    def set_own_quota(self, tenant: int, bound_bytes: int | None) -> None:
+        """Give a tenant a bound of its own. None = no bound."""
+        self.own_quotas[tenant] = bound_bytes
+        self._begin_quotas()
+
+    def forget_own_quota(self, tenant: int) -> None:
+        """Take a tenant's own bound away, so that the default counts."""
+        self.own_quotas.pop(tenant, None)
+        self._begin_quotas()
+
+    @property
+    def has_quota_work(self) -> bool:
+        """True while objects are to be counted or evicted for bounds that were changed."""
+        return self._count_from is not None or bool(self._maybe_over)
+
+    def keep_quotas(self) -> None:
+        """Count or evict the next QUOTA_EVICTIONS_MAX objects for bounds that were changed."""
+        if self._count_from is not None:
+            self._count_slots(self._count_from)
+            return
+        for _ in range(QUOTA_EVICTIONS_MAX):
+            if not self._maybe_over:
+                return
+            tenant = self._maybe_over[0]
+            bound = self.quota_of(tenant)
+            is_over = bound is not None and self.tenants[tenant] > bound
+            if not (is_over and self._evict_of(tenant)):
+                self._maybe_over.popleft()
+
+    def _begin_quotas(self) -> None:
+        for tenant, queue in self.tenant_queues.items():
+            queue.bound_bytes = self.quota_of(tenant) or 0
+        self._count_from = 0
+
+    def _count_slots(self, start: int) -> None:
+        """Count the next objects of bounded tenants, by offset."""
+        limit = self.extents.limit_bytes
+        end = min(start + SCAN_BYTES, limit)
+        for looked, (offset, size) in enumerate(self.trailer.slots(start, end)):
+            if looked == QUOTA_EVICTIONS_MAX:
+                end = offset
+                break
+            slot = self.slots[offset]
+            if slot.entry is not None and not slot.is_counted:
+                self._count(slot, size)
+        self._count_from = end if end < limit else None
+        if self._count_from is None:
+            self._maybe_over.extend(self.tenants)
+
+    def _count(self, slot: Slot, size: int) -> None:
+        """Count an object against the bound of its tenant, if there is one."""
+        bound = self.quota_of(slot.tenant)
+        if bound is None:
+            return
+        slot.is_counted = True
+        self.tenants[slot.tenant] += size
+        queue = self.tenant_queues.get(slot.tenant)
+        if queue is None:
+            queue = self.tenant_queues[slot.tenant] = EvictionQueue(self._policy, bound)
+        self._add_to(queue, slot)
+        if slot.is_retained:
+            queue.retain_item(slot)
+            queue.offer(slot)
+
+    def _add_to(self, queue: EvictionQueue[Slot], slot: Slot) -> None:
+        key = b"" if slot in self.expected else _ghost_key(slot)
+        queue.add_item(slot, slot.size_bytes, slot.eviction_class, key)
 
     def _queues_of(self, slot: Slot) -> Iterator[EvictionQueue[Slot]]:
         yield self.queue
-        if slot.tenant in self.tenants:
+        if slot.is_counted:
             yield self.tenant_queues[slot.tenant]
 
     def _enter(
@@ -461,11 +654,8 @@ class Store:
         self.committed_bytes += slot.size_bytes
         self.objects += 1
         namespace.insert(slot, chunk_hash, index, parent)
-        if slot.tenant and self.tenant_bytes is not None:
-            self.tenants[slot.tenant] += slot.size_bytes
-        for queue in self._queues_of(slot):
-            key = b"" if slot in self.expected else _ghost_key(slot)
-            queue.add_item(slot, slot.size_bytes, slot.eviction_class, key)
+        self._add_to(self.queue, slot)
+        self._count(slot, slot.size_bytes)
 
     def _may_go(self, slot: Slot) -> bool:
         """Return True where the object may be evicted. A pinned one is offered later."""
@@ -498,6 +688,7 @@ class Store:
         self.slots[slot.offset] = slot
         self.by_end[slot.offset + slot.size_bytes] = slot
         self.writing_bytes += slot.size_bytes
+        self._largest_bytes = max(self._largest_bytes, slot.size_bytes)
 
     def _write_header(self, slot: Slot) -> None:
         """Write the slot's header into shared memory, as the slot is now."""

@@ -18,6 +18,9 @@ from hybridkv.core.errors import HybridKVError
 from hybridkv.core.refusals import Refusal
 from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
 
+START_BYTES = 512
+"""Of a record, to know what it is: its header, and the checksums after it of up to 48 parts."""
+
 
 class TierError(HybridKVError):
     """The tier failed. The breaker counts it."""
@@ -72,6 +75,15 @@ class ReadRequest(NamedTuple):
     key: bytes
     pieces: Sequence[memoryview]
     """Memory for its bytes, aligned as in WriteRequest. A record may be some pages shorter."""
+
+
+class RecordStart(NamedTuple):
+    """What `Tier.read_starts` tells of a record. None = the tier cannot tell."""
+
+    start: bytes  # The first START_BYTES. A record has more.
+    size_bytes: int | None = None  # Of the whole record, as the tier has it.
+    written_at: float | None = None  # Seconds since the epoch.
+    used_at: float | None = None  # When it was written or used last, some minutes early or late.
 
 
 def first_bytes(pieces: Sequence[memoryview], size: int) -> list[memoryview]:
@@ -158,6 +170,13 @@ class Tier(ABC):
         ends within a page, is damaged. The memory of an item with an error has any bytes.
         """
 
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        """Returns what the start of each record says, or its error. It counts as no use.
+
+        It may lack records that are there. Then nobody can tell whose they are.
+        """
+        return [TierError("this kind of tier reads no starts of records") for _ in keys]
+
     @abstractmethod
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         """Publish records, each as a whole or not at all. Returns each item's error, or None.
@@ -168,6 +187,19 @@ class Tier(ABC):
     @abstractmethod
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         """Remove records that are there. `damaged` ones go to quarantine where that is possible."""
+
+    def erase(self, keys: Sequence[bytes]) -> list[TierError | None]:
+        """Remove records, as somebody asked for their deletion. Returns each item's error, or None.
+
+        None = the storage says that no reader finds the record any more. That it was not there is
+        no error. Raises TierError where nobody answers.
+        """
+        self.discard(keys)
+        found = self.find_again([FindRequest(key) for key in keys])
+        return [TierError("it is still there") if is_there else None for is_there in found]
+
+    def empty_quarantine(self) -> None:  # noqa: B027  # most kinds put nothing aside
+        """Remove all damaged records that were put aside. Raises TierError."""
 
     @abstractmethod
     def keys(self) -> Iterator[bytes]:

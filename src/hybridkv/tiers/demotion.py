@@ -69,6 +69,8 @@ class Demotion:
         """Objects that are evicted first once they are in no queue, in the order of their wish."""
         self._looks_left = LOOKS_MAX  # Objects that may still be looked at in this turn.
         self.held_bytes: Counter[TierState] = Counter()
+        self.unwanted: list[deque[bytes]] = [deque() for _ in tiers]
+        """Per tier, the keys of records that were written while their objects were forgotten."""
         self._through = [tier for tier in tiers if tier.spec.write is WritePolicy.THROUGH]
         self._back = [tier for tier in tiers if tier.spec.write is WritePolicy.BACK]
         self._now = 0.0
@@ -168,6 +170,9 @@ class Demotion:
             error = outcome.error or outcome.errors[at]
             if isinstance(error, WrongBytesError):
                 self._store.drop(_slot(item))
+            if _slot(item).is_forgotten:
+                # Also after an error: a write that was given up may still come.
+                self.unwanted[tier.number].append(item.key)
             self._release(tier, item, is_written=error is None)
             if error is None and item.replaces:
                 tier.suspects.discard(item.key)
@@ -189,6 +194,15 @@ class Demotion:
                 queued.slot.in_tiers &= ~tier.bit
                 if tier in self._through:
                     self._queue((tier,), (queued.slot,), is_read=True)
+
+    def forget_leaving(self) -> None:
+        """Write no forgotten object that waits for it before its eviction."""
+        for tier in self.tiers:
+            leaving = self.leaving[tier.number]
+            forgotten = [item for item in leaving if _slot(item).is_forgotten]
+            for item in forgotten:
+                leaving.remove(item)
+                self._release(tier, item)
 
     def held_slots(self) -> Iterator[Slot]:
         """Yields the slots that are held, each as often as it is held."""

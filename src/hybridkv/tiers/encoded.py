@@ -14,6 +14,7 @@ from hybridkv.tiers.contract import (
     DamagedError,
     FindRequest,
     ReadRequest,
+    RecordStart,
     Tier,
     TierError,
     UndecodableError,
@@ -76,6 +77,9 @@ class EncodedTier(Tier):
                 errors[at] = self._decoded(item, page)
         return errors
 
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        return self._tier.read_starts(keys)
+
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         replaced = [item.key for item in items if item.key in self._undecodable]
         if replaced:
@@ -99,6 +103,12 @@ class EncodedTier(Tier):
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         self._tier.discard(keys, damaged)
+
+    def erase(self, keys: Sequence[bytes]) -> list[TierError | None]:
+        return self._tier.erase(keys)
+
+    def empty_quarantine(self) -> None:
+        self._tier.empty_quarantine()
 
     def keys(self) -> Iterator[bytes]:
         return self._tier.keys()

@@ -17,6 +17,7 @@ from hybridkv.tiers.contract import (
     FindRequest,
     MissingError,
     ReadRequest,
+    RecordStart,
     Tier,
     TierError,
     WriteRequest,
@@ -75,6 +76,13 @@ class InjectedTier(Tier):
                 piece[self._rng.randrange(len(piece))] ^= 1 << self._rng.randrange(8)
         return errors
 
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        self._delay(0)
+        failed = TierError("failed on purpose")
+        return [
+            failed if self._happens(self._fail) else start for start in self._tier.read_starts(keys)
+        ]
+
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         self._delay(sum(sizes_of(items)))
         if self._happens(self._fail):
@@ -83,6 +91,12 @@ class InjectedTier(Tier):
 
     def discard(self, keys: Sequence[bytes], damaged: bool = False) -> None:
         self._tier.discard(keys, damaged)
+
+    def erase(self, keys: Sequence[bytes]) -> list[TierError | None]:
+        return self._tier.erase(keys)
+
+    def empty_quarantine(self) -> None:
+        self._tier.empty_quarantine()
 
     def keys(self) -> Iterator[bytes]:
         return self._tier.keys()

@@ -41,8 +41,8 @@ HOUR_SECONDS = 3600.0
 BURST_SHARE = 4  # A quarter of an hour's bytes may be written at once.
 COLD_SHARE = 2  # Objects that nobody has read are written while half of the burst is left.
 
-_LONG = frozenset((JobKind.OPEN, JobKind.TEND, JobKind.CLEAR))
-"""Jobs on all records have no time limit. Every other job shows whether the tier hangs."""
+_LONG = frozenset((JobKind.OPEN, JobKind.TEND, JobKind.CLEAR, JobKind.LIST, JobKind.ERASE))
+"""Jobs on all records, or for people, have no time limit. Others show whether the tier hangs."""
 ERROR_COUNTERS: dict[type[TierError], str] = {
     MissingError: "objects_missing",
     DamagedError: "objects_damaged",

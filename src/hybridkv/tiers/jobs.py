@@ -8,6 +8,7 @@ hangs blocks no other.
 import contextlib
 import mmap
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,19 +17,30 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.selection import HeldObject
 from hybridkv.shm.slots import HEADER_BYTES, sign
 from hybridkv.store.index import Slot
 from hybridkv.tiers.contract import (
     DamagedError,
     FindRequest,
+    MissingError,
     ReadRequest,
+    RecordStart,
     Tier,
     TierError,
     WriteRequest,
 )
-from hybridkv.tiers.record import Record, head_bytes, proven_digests, read_head, write_head
+from hybridkv.tiers.record import (
+    Record,
+    head_bytes,
+    proven_digests,
+    read_head,
+    read_start,
+    write_head,
+)
 
 CLEAR_KEYS = 1024  # Records that are removed in one call.
+LIST_KEYS = 256  # Records whose starts are read in one call.
 
 
 class WrongBytesError(TierError):
@@ -46,11 +58,13 @@ class JobKind(StrEnum):
     WRITE = "write"
     DISCARD = "discard"  # Damaged records go to quarantine.
     CLEAR = "clear"
+    LIST = "list"  # The next records of a `Listing`, for people.
+    ERASE = "erase"  # Records are removed because somebody asked for their deletion.
 
 
 LIMITS = {JobKind.READ: 4, JobKind.WRITE: 4, JobKind.FIND: 2}
 """Jobs of a kind that may run at once. Of each other kind 1 may run."""
-THREADS = sum(LIMITS.values()) + 4
+THREADS = sum(LIMITS.values()) + 6
 """Threads of a tier: one for each job that may run at once, so that no job waits for a hung one."""
 
 
@@ -69,6 +83,13 @@ class JobItem(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class Listing:
+    """A walk over all records of a tier, a page at a time. Its jobs come one after the other."""
+
+    keys: Iterator[bytes] | None = None  # Those of the pages to come. None = it has not begun.
+
+
+@dataclass(eq=False, slots=True)
 class TierJob:
     """Work for a thread of a tier."""
 
@@ -78,6 +99,8 @@ class TierJob:
     submitted_at: float = 0.0
     is_late: bool = False  # It ran longer than the tier's timeout.
     is_again: bool = False  # Of FIND: the tier looks at its storage (`Tier.find_again`).
+    listing: Listing | None = None  # For LIST.
+    keys: Sequence[bytes] = ()  # For ERASE. Without any, damaged records that were put aside go.
 
     @property
     def size_bytes(self) -> int:
@@ -91,10 +114,11 @@ class JobOutcome:
 
     error: TierError | None = None  # The error of the whole job, which then did nothing.
     errors: Sequence[TierError | None] = field(default_factory=list)
-    """For READ and WRITE: the error of each item, or None."""
+    """For READ and WRITE: the error of each item, or None. For ERASE: that of each key."""
     found: Sequence[bool] = ()
     """For FIND and USE: whether each record is there. For WRITE: whether it was there already."""
     tenants: Sequence[int] = ()  # For READ: the tenant of each item.
+    page: Sequence[HeldObject] = ()  # For LIST: the next records. Empty = there are no more.
     config: ConfigError | None = None  # For OPEN: why the tier's settings can never work.
 
 
@@ -117,10 +141,8 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
                 return JobOutcome(found=tier.use([item.key for item in job.items]))
             case JobKind.DISCARD:
                 tier.discard([item.key for item in job.items], damaged=True)
-            case JobKind.CLEAR:
-                keys = tier.keys()
-                while batch := list(islice(keys, CLEAR_KEYS)):
-                    tier.discard(batch)
+            case JobKind.CLEAR | JobKind.LIST | JobKind.ERASE:
+                return _list_or_remove(tier, job)
             case JobKind.READ:
                 return _read(tier, job.items, memory)
             case JobKind.WRITE:
@@ -132,6 +154,55 @@ def execute(tier: Tier, job: TierJob, memory: memoryview) -> JobOutcome:
     except Exception as error:  # noqa: BLE001  # the boundary of all tiers: a fault is a miss
         return JobOutcome(error=TierError(f"{type(error).__name__}: {error}"))
     return JobOutcome()
+
+
+def _list_or_remove(tier: Tier, job: TierJob) -> JobOutcome:
+    """Do a job that people asked for. Raises TierError."""
+    if job.kind is JobKind.LIST:
+        assert job.listing is not None
+        return JobOutcome(page=_list(tier, job.listing))
+    if job.kind is JobKind.CLEAR:
+        keys = tier.keys()
+        while batch := list(islice(keys, CLEAR_KEYS)):
+            tier.discard(batch)
+    elif job.keys:
+        return JobOutcome(errors=tier.erase(job.keys))
+    else:
+        tier.empty_quarantine()
+    return JobOutcome()
+
+
+def _list(tier: Tier, listing: Listing) -> list[HeldObject]:
+    """Returns what the next records of a tier say. Raises TierError."""
+    if listing.keys is None:
+        tier.tend()  # It finds what other writers have put.
+        listing.keys = tier.keys()
+    page: list[HeldObject] = []
+    now = time.time()
+    # Where all records of a page are gone by now, the next page is read, as an empty one is the
+    # last.
+    while not page and (keys := list(islice(listing.keys, LIST_KEYS))):
+        for key, start in zip(keys, tier.read_starts(keys), strict=True):
+            if not isinstance(start, MissingError):
+                page.append(_held(key, start, now))
+    return page
+
+
+def _held(key: bytes, found: RecordStart | TierError, now: float) -> HeldObject:
+    if isinstance(found, TierError):
+        return HeldObject(key, None, None, None, None, None)
+    record = read_start(found.start, key)
+    written, used = (
+        None if at is None else max(0.0, now - at) for at in (found.written_at, found.used_at)
+    )
+    return HeldObject(
+        key=key,
+        size_bytes=found.size_bytes,
+        tenant=None if record is None else record.tenant,
+        parent=None if record is None else int.from_bytes(record.parent, "little"),
+        written_seconds=written,
+        used_seconds=used,
+    )
 
 
 class ItemMemory(NamedTuple):

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from hybridkv.core.coverage import Hit, LoadableHit, loadable_hits
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
-from hybridkv.tiers.contract import DamagedError, TierError
+from hybridkv.tiers.contract import DamagedError, MissingError, TierError
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, JobOutcome, TierJob
 from hybridkv.tiers.node_waits import NodeWait, NodeWaits
@@ -610,6 +610,8 @@ class Promotion:
         stored: list[Slot] = []
         for at, item in enumerate(job.items):
             error = outcome.error or outcome.errors[at]
+            if item.slot is not None and item.slot.is_forgotten:
+                error = MissingError("it was forgotten meanwhile")
             slot = self.reads.end_read(item, error, 0 if error else outcome.tenants[at])
             if slot is not None and slot is item.slot:
                 stored.append(slot)

@@ -36,7 +36,6 @@ from hybridkv.store.index import Slot
 
 RECORD_VERSION = 2  # The same under the name that the disk tier uses.
 ENCODED_VERSION = 3  # Of records with a body.
-KEY_BYTES = 2 * HASH_BYTES + 2
 _MAGIC = 0x6365527633766B68  # "hkv3vRec" read as little-endian
 # The fields of the header are those that `_pack` packs, in its order.
 _HEADER = struct.Struct(f"<QHHHHQ{HASH_BYTES}s{HASH_BYTES}s{SHORT_HASH_BYTES}sQQ")
@@ -179,6 +178,22 @@ def read_encoded(start: bytes | memoryview) -> EncodedHeader | None:
         return None
     encoding = Encoding._make(_ENCODING.unpack_from(start, _HEADER.size))
     return EncodedHeader(_unpack(start), encoding)
+
+
+def read_start(start: bytes, key: bytes) -> Record | None:
+    """Returns the header at the start of the record of `key`, plain or encoded.
+
+    None where it is not a sound header of that record. The checksum of a plain one is proven as far
+    as `start` has all that it covers.
+    """
+    if is_encoded(start):
+        header = read_encoded(start)
+        record = header.record if header is not None else None
+    else:
+        parts = parts_of(start)
+        is_cut = parts > 0 and payload_offset(parts) > len(start)
+        record = _unpack(start) if is_cut else read_head(memoryview(start))
+    return record if record is not None and record.name.key == key else None
 
 
 def stored_bytes(start: memoryview) -> int:

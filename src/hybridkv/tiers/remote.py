@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from hybridkv.core.keys import KEY_BYTES
 from hybridkv.tiers.contract import ReadRequest, TierError, WriteRequest
-from hybridkv.tiers.record import KEY_BYTES
 
 FIND_SHARE = 0.75
 """After this share of `timeout`, `find` returns what it knows, so that it is never late."""

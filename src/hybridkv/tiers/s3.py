@@ -27,14 +27,14 @@ from typing import Any, TypeAlias, TypeGuard, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, GenericError
 from obstore.store import S3Store
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
-from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.contract import ReadRequest, RecordStart, Tier, TierError, WriteRequest
 from hybridkv.tiers.remote import FIND_SHARE, KEY_DIGITS, Deadline, copy_steps, in_batches
 
 FLIGHT_BYTES_MAX = 64 << 20
@@ -179,6 +179,15 @@ class S3Tier(Tier):
 
         return in_batches(items, FLIGHT_BYTES_MAX, FLIGHT_REQUESTS_MAX, read)
 
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        deadline = Deadline(self.timeout_seconds)
+        answers: list[RecordStart | TierError] = []
+        while len(answers) < len(keys):
+            wave = keys[len(answers) : len(answers) + WAVE_REQUESTS]
+            requests = [partial(self._fetch_start, key) for key in wave]
+            answers += map(self._start_or_error, self._do_all(requests, deadline))
+        return answers
+
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         deadline = Deadline(self.timeout_seconds)
 
@@ -212,6 +221,11 @@ class S3Tier(Tier):
         delete = partial(obstore.delete_async, self._store, [_path(key) for key in keys])
         self._do_all_checked([delete], deadline)
 
+    def empty_quarantine(self) -> None:
+        names = [name for name in self._names(self._tier_error) if name.startswith(ASIDE)]
+        delete = partial(obstore.delete_async, self._store, names)
+        self._do_all_checked([delete] if names else [], Deadline(self.timeout_seconds))
+
     def keys(self) -> Iterator[bytes]:
         for name in self._names(self._tier_error):
             if ours := _OURS.fullmatch(name):
@@ -244,6 +258,22 @@ class S3Tier(Tier):
         if len(body) != found.meta["size"]:
             raise contract.DamagedError(f"{len(body)} bytes came, not {found.meta['size']}")
         return body
+
+    async def _fetch_start(self, key: bytes) -> RecordStart:
+        try:
+            part = (0, contract.START_BYTES)
+            found = await obstore.get_async(self._store, _path(key), options={"range": part})
+            start = bytes(await found.bytes_async())
+        except GenericError:
+            # Some servers, as rclone's, answer a range with a status that the library refuses.
+            found = await obstore.get_async(self._store, _path(key))
+            chunks = found.stream(min_chunk_size=contract.START_BYTES)
+            start = bytes(await anext(chunks, b""))[: contract.START_BYTES]
+        meta = found.meta
+        return RecordStart(start, meta["size"], meta["last_modified"].timestamp())
+
+    def _start_or_error(self, answer: RecordStart | Exception) -> RecordStart | TierError:
+        return answer if isinstance(answer, RecordStart) else self._tier_error(answer)
 
     def _names(self, translate: _Translate) -> Iterator[str]:
         """Yields the names below the prefix. Raises what `translate` makes of an error."""

@@ -117,6 +117,11 @@ class ObjectReads:
         slot.in_tiers |= tier.bit
         return slot
 
+    def forget_read(self, key: bytes) -> None:
+        """Keep nothing of the object if it is being read."""
+        if (read := self.running.get(key)) is not None:
+            read.slot.is_forgotten = True
+
     def discard_damaged(self, tier: TierState, now: float) -> None:
         """Put damaged records into quarantine, if there is a thread for it."""
         damaged = self.damaged[tier]

@@ -16,9 +16,10 @@ from hybridkv.core.audit import AuditOutcome
 from hybridkv.core.geometry import GROUPS_MAX, RANKS_MAX, Geometry, Group, GroupKind
 from hybridkv.core.hints import NO_HINTS, Hints
 from hybridkv.core.junctions import JUNCTIONS_MAX
-from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.keys import HASH_BYTES, KEY_BYTES
 from hybridkv.core.packed import SLOT_BYTES, U64
 from hybridkv.core.policies import Advice
+from hybridkv.core.selection import HeldObject
 from hybridkv.wire.status import Status, TierStatus
 
 PROTOCOL_VERSION = 14
@@ -53,9 +54,11 @@ RETENTION_MS_MAX = 24 * 3600 * 1000
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 TEXT_MAX = 256
-Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 Tenant = Annotated[int, Meta(ge=0)]
 """As core.keys.tenant_of returns it: up to 2**64 - 1, which is more than msgspec can check."""
+QUOTAS_MAX = 4096
+"""The most tenants with a bound of their own."""
+Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 FACT_MAX = 512
 Fact = Annotated[str, Meta(max_length=FACT_MAX)]
 FACTS_MAX = 256
@@ -67,6 +70,7 @@ Hashes = Annotated[bytes, Meta(max_length=CHUNKS_MAX * HASH_BYTES)]
 Changed = Annotated[bytes, Meta(max_length=CHANGES_MAX * U64)]
 ChangedSlots = Annotated[bytes, Meta(max_length=CHANGES_MAX * SLOT_BYTES)]
 ChangedHashes = Annotated[bytes, Meta(max_length=CHANGES_MAX * HASH_BYTES)]
+ForgottenKeys = Annotated[bytes, Meta(max_length=CHANGES_MAX * KEY_BYTES)]
 Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
 Descriptions = Annotated[list[Description], Meta(max_length=CHANGES_MAX)]
 Mask = Annotated[bytes, Meta(max_length=CHUNKS_MAX)]
@@ -591,6 +595,46 @@ class RetainedBytes(Struct, frozen=True, array_like=True):
     share_bytes: Count
 
 
+class ListObjects(_Numbered, frozen=True, tag="list_objects"):
+    """Ask for a page of the objects that one place holds: 0 is RAM, n the n-th tier below it.
+
+    `cursor` 0 begins with the first page. Further pages are asked for with the cursor of the answer
+    before, at most CHANGES_MAX objects each. A page of a tier that is not read yet is empty.
+    """
+
+    place: Count
+    cursor: Count = 0
+
+
+class Forget(_Numbered, frozen=True, tag="forget"):
+    """Forget objects in one place (as in ListObjects) for ever, and ask how far that is.
+
+    `keys` are KEY_BYTES each: identity, chunk hash, and the group's id, big-endian. In RAM they are
+    dropped at once. Objects under leases, and those that a tier is reading or writing, go when that
+    ends. With `rest` all free memory is overwritten as well, and a tier removes what it has put
+    aside as damaged. Without either it only asks.
+    """
+
+    place: Count
+    keys: ForgottenKeys = b""
+    rest: bool = False
+
+
+class ReadQuotas(_Numbered, frozen=True, tag="read_quotas"):
+    """Ask for the bounds of tenants."""
+
+
+class SetQuota(_Numbered, frozen=True, tag="set_quota"):
+    """Change the bound of a tenant, or of all that have none of their own (`tenant` 0).
+
+    `bound_bytes` None is no bound. With `is_default` the tenant has none of its own any more.
+    """
+
+    tenant: Tenant
+    bound_bytes: Count | None = None
+    is_default: bool = False
+
+
 class ReportCorrupt(_Message, frozen=True, tag="report_corrupt"):
     """Drop objects whose bytes were proven wrong, also those under leases."""
 
@@ -726,6 +770,67 @@ class Report(_Numbered, frozen=True, tag="report"):
     status: Status | None = None
 
 
+class ObjectPage(_Numbered, frozen=True, tag="object_page"):
+    """The answer to ListObjects. `cursor` asks for the next page. None = this was the last one."""
+
+    objects: list[HeldObject]
+    cursor: Count | None
+    error: Fact = ""
+    """The reason why the place cannot be listed further, for people."""
+    models: dict[bytes, Text] = {}
+    """With the first page: the model of each identity of which an engine named it."""
+    has_user_tenants: bool = False
+    """The tenant of an object is its engine's user, and not a salt."""
+    up_seconds: float = 0.0
+    """The time for which the daemon has run. What it found in RAM is older, if its age is None."""
+
+
+class Forgotten(_Numbered, frozen=True, tag="forgotten"):
+    """The answer to Forget."""
+
+    count: Count
+    """Objects that RAM has dropped by this message, or the tier has erased since the last one."""
+    failed: Count = 0
+    """Objects that the tier could not erase since the last answer."""
+    error: Fact = ""
+    """The first reason for that, or that the token book's file cannot be written, for people."""
+    pending: Count = 0
+    """What is asked for and not done."""
+    in_use: Count = 0
+    """Objects of RAM that are forgotten and still read or written. They go when that ends."""
+    wiping_bytes: Count = 0
+    """Bytes of RAM that are still to be looked through and overwritten."""
+    unwritten_bytes: Count = 0
+    """Bytes of slots that engines may write into. What was in them before is there until then."""
+
+
+class TenantQuota(Struct, frozen=True, array_like=True):
+    """The bound of one tenant in bytes, and what counts against it. None = no bound."""
+
+    tenant: Tenant
+    bound_bytes: Count | None
+    held_bytes: Count
+    is_own: bool = False
+
+
+class QuotaReport(_Numbered, frozen=True, tag="quotas"):
+    """The answer to ReadQuotas and SetQuota."""
+
+    default: Count | None
+    """The bound of tenants without one of their own."""
+    served_default: Count | None
+    """The one that `serve` was given, which counts again from the next start on."""
+    quotas: list[TenantQuota]
+    """All bounds of single tenants, and of others those that were found first."""
+    has_user_tenants: bool = False
+    is_settled: bool = True
+    """False while objects are counted or evicted for a bound, or the file is written."""
+    path: Annotated[str, Meta(max_length=4096)] = ""
+    """The file that keeps what was set at run time."""
+    error: Fact = ""
+    """Why it cannot be used, for people."""
+
+
 class Engines(_Numbered, frozen=True, tag="engines"):
     """The answer to ListEngines: a WireEngine for each session."""
 
@@ -774,7 +879,18 @@ EngineMessage = (
 )
 """The messages of an engine's connections. Control connections send the rest."""
 Request = (
-    EngineMessage | Stats | ListEngines | Clear | Pin | Explain | StartPrefetch | ReadPrefetches
+    EngineMessage
+    | Stats
+    | ListEngines
+    | Clear
+    | Pin
+    | Explain
+    | StartPrefetch
+    | ReadPrefetches
+    | ListObjects
+    | Forget
+    | ReadQuotas
+    | SetQuota
 )
 UnaskedReply = Removed | Announced
 """The messages that a session gets without a request of their own."""
@@ -786,6 +902,9 @@ Reply = (
     | UnaskedReply
     | Report
     | Engines
+    | ObjectPage
+    | Forgotten
+    | QuotaReport
     | Done
     | Pinned
     | Explained

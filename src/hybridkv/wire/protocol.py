@@ -43,6 +43,8 @@ class ErrorCode(StrEnum):
     SESSIONS = "sessions", "there are as many sessions as a daemon keeps"
     ROLE = "role", "a connection of this role may not say this"
     HASHES = "hashes", "the bytes of `hashes` are no whole number of hashes"
+    QUOTAS = "quotas", "there are as many bounds of single tenants as a daemon keeps"
+    PLACE = "place", "there is no such tier"
     LEASE = "lease", "the lease's number is taken, or too many leases are open"
     PART_BYTES = "part_bytes", "no group of this engine has objects of that many parts of that size"
     PACKED = "packed", "packed arrays that belong together are broken or differ in length"
@@ -73,6 +75,7 @@ class MessageRule:
 _NEW = frozenset((ConnectionState.NEW,))
 _ENGINE = frozenset((ConnectionState.ENGINE,))
 _WORKER = frozenset((ConnectionState.WORKER,))
+_CONTROL = frozenset((ConnectionState.CONTROL,))
 _GREETED = frozenset((ConnectionState.ENGINE, ConnectionState.WORKER, ConnectionState.CONTROL))
 
 RULES: Mapping[type[Request], MessageRule] = {
@@ -104,6 +107,10 @@ RULES: Mapping[type[Request], MessageRule] = {
     wire.ListEngines: MessageRule(_GREETED, wire.Engines),
     wire.Clear: MessageRule(_GREETED, wire.Done),
     wire.Pin: MessageRule(_GREETED, wire.Pinned),
+    wire.ListObjects: MessageRule(_CONTROL, wire.ObjectPage),
+    wire.Forget: MessageRule(_CONTROL, wire.Forgotten),
+    wire.ReadQuotas: MessageRule(_CONTROL, wire.QuotaReport),
+    wire.SetQuota: MessageRule(_CONTROL, wire.QuotaReport),
 }
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import valkey as library
 
+from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.tiers.contract import ReadRequest, WriteRequest
-from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.valkey.tier import ValkeyTier
 from tests.programs.tiers.servers import ValkeyServer
 from tests.tier_suite import pages

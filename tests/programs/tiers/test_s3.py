@@ -16,12 +16,12 @@ from obstore.exceptions import GenericError
 from obstore.store import S3Store
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.tiers import s3 as module
 from hybridkv.tiers.coding import coding_of
 from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.encoded import EncodedTier
-from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.s3 import S3Tier
 from tests.programs.tiers.outages import (
     SLACK_SECONDS,

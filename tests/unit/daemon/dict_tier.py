@@ -2,7 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 
-from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.contract import (
+    START_BYTES,
+    MissingError,
+    ReadRequest,
+    RecordStart,
+    Tier,
+    TierError,
+    WriteRequest,
+)
 
 
 class DictTier(Tier):
@@ -27,6 +35,16 @@ class DictTier(Tier):
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         return [self._get(item) for item in items]
+
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        self._call()
+        records = (self.records.get(key) for key in keys)
+        return [
+            MissingError("it is not there")
+            if image is None
+            else RecordStart(image[:START_BYTES], len(image))
+            for image in records
+        ]
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         return [self._put(item) for item in items]

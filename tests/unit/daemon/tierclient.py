@@ -109,7 +109,9 @@ class Client:
         reply = self._call(Stats(self.new_id()))
         return getattr(reply, "values", {})
 
-    def store(self, prompt: int, chunks: int, patience: float = DEADLINE_SECONDS) -> int:
+    def store(
+        self, prompt: int, chunks: int, patience: float = DEADLINE_SECONDS, tenant: int = 0
+    ) -> int:
         """Store a prompt. Returns the bytes of its objects. Fails without room in time."""
         names = hashes(prompt, chunks)
         stored = 0
@@ -127,6 +129,7 @@ class Client:
                         groups=pack_u64([index]),
                         hashes=name,
                         parents=names[chunk - 1] if chunk else bytes(HASH_BYTES),
+                        tenants=pack_u64([tenant]),
                     )
                 )
                 stored += slot_bytes(size, parts)

@@ -24,6 +24,7 @@ from hybridkv.shm.slots import (
     unpack_header,
 )
 from hybridkv.shm.trailer import Trailer, trailer_bytes
+from hybridkv.store import store as module
 from hybridkv.store.index import Namespace, NewObject, Slot
 from hybridkv.store.store import EVICTION_WASTE_MAX, Store
 from tests.chance import examples
@@ -634,3 +635,54 @@ def test_a_new_slot_has_no_signature_whatever_was_in_its_place() -> None:
         digests = part_digests(whole, slot.part_bytes, slot.parts)
         assert is_signed(whole, digests, slot.generation) is None
         assert set(whole[payload_offset(slot.parts) :]) == {0xFF}, "payload is the writer's alone"
+
+
+def test_bounds_change_at_run_time_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was stored before a bound is counted too, and a lower one evicts the tenant's own."""
+    monkeypatch.setattr(module, "QUOTA_EVICTIONS_MAX", 3)
+    store, space = store_of(32), full_and_window()
+    put(store, space, range(8), tenant=1)
+    put(store, space, range(10, 16), tenant=2)
+    put(store, space, range(20, 24), tenant=0)
+    assert not store.tenants, "without a bound nothing is counted"
+
+    def settle() -> int:
+        steps = 0
+        while store.has_quota_work:
+            before = store.objects
+            store.keep_quotas()
+            check_store(store)
+            assert before - store.objects <= 3
+            steps += 1
+        return steps
+
+    store.set_own_quota(1, 5 * SIZE)
+    assert settle() > 3
+    assert store.tenants == {1: 5 * SIZE}
+    assert kept(space) == [0, 1, 2, 3, 4, *range(10, 16), *range(20, 24)], "suffixes go first"
+    store.set_default_quota(4 * SIZE)
+    settle()
+    assert store.tenants == {1: 5 * SIZE, 2: 4 * SIZE}
+    store.forget_own_quota(1)
+    settle()
+    assert store.tenants == {1: 4 * SIZE, 2: 4 * SIZE}
+    store.set_own_quota(1, None)
+    settle()
+    put(store, space, range(30, 36), tenant=1)
+    assert sum(slot.tenant == 1 for slot in space.slots_by_chunk()) == 10, "none is no bound"
+    store.set_own_quota(1, 6 * SIZE)
+    settle()
+    assert store.tenants[1] == 6 * SIZE
+    assert [number for number in kept(space) if number in range(20, 24)] == [20, 21, 22, 23]
+
+
+def test_one_commit_evicts_few_for_a_bound_that_was_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "QUOTA_EVICTIONS_MAX", 2)
+    store, space = store_of(32, quota=16 * SIZE), full_and_window()
+    put(store, space, range(12), tenant=1)
+    store.set_own_quota(1, 2 * SIZE)
+    put(store, space, [20], tenant=1)
+    assert len(kept(space)) == 10, "the loop does the rest, and this one is not kept"
+    assert 20 not in kept(space)

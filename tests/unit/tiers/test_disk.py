@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
@@ -32,7 +33,6 @@ from hybridkv.tiers.disk.index import STUCK_MAX, FileIndex
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LAYOUT_FILE, QUIET_SECONDS, check_root
 from hybridkv.tiers.factory import make_tier
-from hybridkv.tiers.record import KEY_BYTES
 from tests.invariants import check_disk
 from tests.tier_suite import BOUND_BYTES, SampleObject, TierSuite, make_sample, read
 

@@ -11,7 +11,15 @@ import pytest
 
 from hybridkv.core.refusals import Refusal
 from hybridkv.tiers import contract
-from hybridkv.tiers.contract import FullError, ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.contract import (
+    START_BYTES,
+    FullError,
+    ReadRequest,
+    RecordStart,
+    Tier,
+    TierError,
+    WriteRequest,
+)
 from tests.tier_suite import BOUND_BYTES, TierSuite
 
 PAUSE_SECONDS = 0.002
@@ -58,6 +66,18 @@ class SqliteTier(Tier):
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         return [self._caught(self.read, item) for item in items]
+
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        return list(map(self.start, keys))
+
+    def start(self, key: bytes) -> RecordStart | TierError:
+        rows = self.ask("SELECT substr(v, 1, ?), length(v) FROM r WHERE k = ?", START_BYTES, key)
+        if not rows:
+            return contract.MissingError("it is not there")
+        start, size = rows[0]
+        assert isinstance(start, bytes)
+        assert isinstance(size, int)
+        return RecordStart(start, size)
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         errors = [self._caught(self.write, item) for item in items]
@@ -170,6 +190,16 @@ class NothingDiscarded(SqliteTier):
         """Keep all."""
 
 
+class NothingErased(SqliteTier):
+    def erase(self, keys: Sequence[bytes]) -> list[TierError | None]:
+        return [None for _ in keys]
+
+
+class StartsOfAnother(SqliteTier):
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        return super().read_starts([keys[0]] * len(keys))
+
+
 class AllFound(SqliteTier):
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         return [True for _ in keys]
@@ -280,6 +310,8 @@ WRONG = {
     PutInTwoSteps: TierSuite.test_many_threads_never_see_half_a_record,
     KeysTwice: TierSuite.test_putting_twice_changes_nothing,
     NothingDiscarded: TierSuite.test_discarded_is_missing_and_may_come_again,
+    NothingErased: TierSuite.test_what_is_erased_is_found_by_nobody,
+    StartsOfAnother: TierSuite.test_the_start_of_a_record_says_what_it_is,
     AllFound: TierSuite.test_what_is_not_there_is_missing,
     NoBound: TierSuite.test_the_bound_of_bytes_is_kept,
     NoBoundToBeSeen: TierSuite.test_the_bound_of_bytes_is_kept,

@@ -12,6 +12,7 @@ from hybridkv.core.geometry import GroupKind
 from hybridkv.core.hints import Hints
 from hybridkv.core.policies import Advice
 from hybridkv.core.refusals import Refusal
+from hybridkv.core.selection import HeldObject
 from hybridkv.wire.codec import Frames, decode_reply, decode_request, encode
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
@@ -30,6 +31,8 @@ from hybridkv.wire.messages import (
     Error,
     Explain,
     Explained,
+    Forget,
+    Forgotten,
     Found,
     Free,
     GroupPresence,
@@ -37,7 +40,9 @@ from hybridkv.wire.messages import (
     Identify,
     IdentityDifference,
     ListEngines,
+    ListObjects,
     Lookup,
+    ObjectPage,
     OtherIdentity,
     Pending,
     Pin,
@@ -46,8 +51,10 @@ from hybridkv.wire.messages import (
     Prefetching,
     PrefetchState,
     PrefetchStatus,
+    QuotaReport,
     ReadAnnouncements,
     ReadPrefetches,
+    ReadQuotas,
     Release,
     Removed,
     Reply,
@@ -63,9 +70,11 @@ from hybridkv.wire.messages import (
     Reserve,
     Reserved,
     RetainedBytes,
+    SetQuota,
     StartPrefetch,
     Stats,
     Subscribe,
+    TenantQuota,
     Welcome,
     WireEngine,
     WireGeometry,
@@ -379,6 +388,17 @@ REQUESTS = [
         "0d00000096a370696e0801a172a2616207",
     ),
     Example(Clear(id=8, tiers=True), "0900000093a5636c65617208c3"),
+    Example(
+        Forget(id=9, place=1, keys=NAME + NAME + b"\0\1", rest=True),
+        "4f00000095a6666f726765740901c442000102030405060708090a0b0c0d0e0f10111213141516171819"
+        "1a1b1c1d1e1f000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f0001c3",
+    ),
+    Example(ReadQuotas(id=9), "0e00000092ab726561645f71756f74617309"),
+    Example(
+        SetQuota(id=9, tenant=(1 << 64) - 1, bound_bytes=4096, is_default=True),
+        "1900000095a97365745f71756f746109cfffffffffffffffffcd1000c3",
+    ),
+    Example(ListObjects(id=9, place=1, cursor=2), "1100000094ac6c6973745f6f626a65637473090102"),
 ]
 
 REPLIES = [
@@ -504,6 +524,56 @@ REPLIES = [
         "1a00000095a670696e6e6564089196a172a26162070103029193070506c3",
     ),
     Example(Done(id=8, count=12), "0800000093a4646f6e65080c"),
+    Example(
+        Forgotten(
+            id=9,
+            count=1,
+            failed=2,
+            error="e",
+            pending=3,
+            in_use=4,
+            wiping_bytes=5,
+            unwritten_bytes=6,
+        ),
+        "1400000099a9666f72676f7474656e090102a16503040506",
+    ),
+    Example(
+        QuotaReport(
+            id=9,
+            default=None,
+            served_default=1,
+            quotas=[TenantQuota(tenant=2, bound_bytes=3, held_bytes=4, is_own=True)],
+            has_user_tenants=True,
+            is_settled=False,
+            path="/p",
+            error="e",
+        ),
+        "1800000099a671756f74617309c0019194020304c3c3c2a22f70a165",
+    ),
+    Example(
+        ObjectPage(
+            id=9,
+            objects=[
+                HeldObject(
+                    key=NAME,
+                    size_bytes=4096,
+                    tenant=(1 << 64) - 1,
+                    parent=3,
+                    written_seconds=1.5,
+                    used_seconds=None,
+                )
+            ],
+            cursor=3,
+            error="e",
+            models={NAME: "m"},
+            has_user_tenants=True,
+            up_seconds=2.0,
+        ),
+        "7b00000098ab6f626a6563745f70616765099196c420000102030405060708090a0b0c0d0e0f10111213"
+        "1415161718191a1b1c1d1e1fcd1000cfffffffffffffffff03cb3ff8000000000000c003a16581c42000"
+        "0102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fa16dc3cb40000000000000"
+        "00",
+    ),
     Example(
         Explained(
             id=5,

@@ -14,12 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple
 
-from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.keys import HASH_BYTES, KEY_BYTES
 from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SLOT_ALIGN
 from hybridkv.tiers.coding import BODY_BYTES_MAX, PLAIN, Coding
 from hybridkv.tiers.contract import DamagedError, UndecodableError
 from hybridkv.tiers.record import (
-    KEY_BYTES,
     Record,
     head_bytes,
     is_encoded,
@@ -183,6 +182,12 @@ def set_aside(root: Path, path: str) -> None:
     kept = sorted(where.iterdir(), key=lambda file: file.stat().st_mtime)
     for old in kept[:-QUARANTINE_MAX]:
         old.unlink(missing_ok=True)
+
+
+def empty_quarantine(root: Path) -> None:
+    """Remove all files of the quarantine. Raises OSError."""
+    for path in (root / "quarantine").glob("*"):
+        path.unlink(missing_ok=True)
 
 
 class FileDamage(StrEnum):

@@ -20,11 +20,10 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridkv.core.keys import HASH_BYTES
+from hybridkv.core.keys import HASH_BYTES, KEY_BYTES
 from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
 from hybridkv.tiers.disk.files import FileErrors, FileName, file_status, records
 from hybridkv.tiers.disk.order import FIRST_ROW, FileOrder
-from hybridkv.tiers.record import KEY_BYTES
 
 logger = logging.getLogger("hybridkv.daemon")
 

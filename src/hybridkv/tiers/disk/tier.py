@@ -35,6 +35,7 @@ from hybridkv.tiers import contract
 from hybridkv.tiers.contract import (
     FindRequest,
     ReadRequest,
+    RecordStart,
     Tier,
     TierError,
     WriteRequest,
@@ -46,8 +47,11 @@ from hybridkv.tiers.disk.files import (
     FAILED_IN_A_ROW_MAX,
     SYSTEM_ERRORS,
     FileName,
+    empty_quarantine,
     open_regular,
+    parse_name,
     set_aside,
+    taken_bytes,
 )
 from hybridkv.tiers.disk.index import FULL_ERRORS, FileIndex
 from hybridkv.tiers.disk.writers import TMP, TMP_DIRECTORIES, Writers, home_of, homes
@@ -173,6 +177,9 @@ class DiskTier(Tier):
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         return [self._get(item) for item in items]
 
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        return [self._read_start(key) for key in keys]
+
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         return [self._put(item) for item in items]
 
@@ -194,6 +201,15 @@ class DiskTier(Tier):
                         # No other record gets its room while the file is there.
                         index.add_stray(path, own_bytes)
                 index.drop_record(key)
+
+    def erase(self, keys: Sequence[bytes]) -> list[TierError | None]:
+        return [self._erase(key) for key in keys]
+
+    def empty_quarantine(self) -> None:
+        try:
+            empty_quarantine(self.writers.root)
+        except OSError as error:
+            raise _translated(error) from error
 
     def keys(self) -> Iterator[bytes]:
         return self.index.known_keys()
@@ -251,6 +267,39 @@ class DiskTier(Tier):
             self._failures.on_read(path)
             index.touch(key)
         return error
+
+    def _read_start(self, key: bytes) -> RecordStart | TierError:
+        path = self.index.path_of(key)
+        if path is None:
+            return contract.MissingError("it is not there")
+        try:
+            with open(open_regular(path), "rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                start = file.read(contract.START_BYTES)
+        except FileNotFoundError:
+            return contract.MissingError("it is not there any more")
+        except OSError as error:
+            return _translated(error)
+        # A file is touched when its record is used.
+        return RecordStart(start, taken_bytes(status), used_at=status.st_mtime)
+
+    def _erase(self, key: bytes) -> TierError | None:
+        """Remove a record's files, of this writer and of all others. Returns the error, or None."""
+        index = self.index
+        with index.lock:
+            path = index.path_of(key)
+            name = parse_name(os.path.basename(path)) if path is not None else None
+            names = (
+                [FileName(key, name.parent, interior) for interior in (False, True)] if name else []
+            )
+            try:
+                for home in homes(self.writers.root) if names else ():
+                    for file in names:
+                        (home / file.path).unlink(missing_ok=True)
+            except OSError as error:
+                return _translated(error)
+            index.drop_record(key)
+        return None
 
     def _read(self, path: str, pieces: Sequence[memoryview]) -> contract.DamagedError | None:
         wanted = sum(map(len, pieces))

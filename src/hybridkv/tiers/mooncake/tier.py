@@ -39,15 +39,15 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.option_parsers import choice
 from hybridkv.core.refusals import Refusal
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.shm.slots import SLOT_ALIGN
 from hybridkv.tiers import contract
-from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
+from hybridkv.tiers.contract import ReadRequest, RecordStart, Tier, TierError, WriteRequest
 from hybridkv.tiers.isolated import ITEMS_MAX, DeadChildError, IsolatedProcess, Lane, LaneSizes
-from hybridkv.tiers.record import KEY_BYTES
 from hybridkv.tiers.remote import KEY_DIGITS, Deadline, Item, copy_steps, dial, in_batches, sizes_of
 
 LIBRARY = "hybridkv.tiers.mooncake.library:MooncakeLibrary"
@@ -207,6 +207,11 @@ class MooncakeTier(Tier):
         }
         return self._transfer("get_objects", items, refused)
 
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        """Read whole records, one at a time: the library reads no part of one."""
+        deadline = self._deadline()
+        return [self._read_start(key, deadline) for key in keys]
+
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         """Write to a node of the master's choice. A record that is there already is kept."""
         damaged: list[bytes] = []
@@ -237,6 +242,12 @@ class MooncakeTier(Tier):
                 del self._discarded[key]
             self._forgotten += excess
         self.remove_keys(keys, self._deadline())
+
+    def erase(self, keys: Sequence[bytes]) -> list[TierError | None]:
+        """Remove records, in spite of readers' leases. Raises TierError without an answer."""
+        self.discard(keys, damaged=True)
+        kept = TierError("Mooncake's master has not removed it yet")
+        return [kept if key in self._discarded else None for key in keys]
 
     def keys(self) -> Iterator[bytes]:
         """Yields the keys that the master lists on its HTTP port. Raises TierError."""
@@ -386,6 +397,18 @@ class MooncakeTier(Tier):
             None if done else self._error(code, size)
             for done, size, code in zip(is_done, sizes, codes, strict=True)
         ]
+
+    def _read_start(self, key: bytes, deadline: float) -> RecordStart | TierError:
+        if key in self._discarded:
+            return contract.MissingError("it was discarded")
+        try:
+            with self._lane(deadline) as lane:
+                names, sizes = [_name(key)], [self._lane_bytes]
+                (code,) = self._call(lane, deadline, "get_objects", names, [lane.start], sizes)
+                start = bytes(lane.memory[: contract.START_BYTES])
+        except TierError as error:
+            return error
+        return RecordStart(start, code) if 0 < code <= self._lane_bytes else self._error(code)
 
     def remove_keys(self, keys: Sequence[bytes], deadline: float) -> None:
         """Remove those of `keys` that are discarded. Forget the keys that are removed."""

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers import contract
-from hybridkv.tiers.contract import ReadRequest, Tier, TierError, WriteRequest
-from hybridkv.tiers.record import KEY_BYTES
+from hybridkv.tiers.contract import ReadRequest, RecordStart, Tier, TierError, WriteRequest
 from hybridkv.tiers.remote import FIND_SHARE, KEY_DIGITS, Deadline, batches, sizes_of
 from hybridkv.tiers.valkey.pool import IDLE_SECONDS_MAX, ConnectionPool, LostConnectionError
 from hybridkv.tiers.valkey.resp import RefusedCommand, Reply, command
@@ -96,6 +96,19 @@ class ValkeyTier(Tier):
             if isinstance(answer, int) and contract.is_length(answer, size):
                 contract.zero_after(item.pieces, answer)
         return [self._get_error(size, answer) for size, answer in zip(sizes, answers, strict=True)]
+
+    def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
+        end = b"%d" % (contract.START_BYTES - 1)
+        asks = [
+            PendingCommand(ask)
+            for key in keys
+            for ask in (
+                command(b"GETRANGE", self._name(key), b"0", end),
+                command(b"STRLEN", self._name(key)),
+            )
+        ]
+        answers = self._ask(asks, Deadline(self._timeout_seconds))
+        return list(map(self._start_of, answers[::2], answers[1::2]))
 
     def put(self, items: Sequence[WriteRequest]) -> list[TierError | None]:
         sizes = sizes_of(items)
@@ -203,6 +216,13 @@ class ValkeyTier(Tier):
         if isinstance(answer, int) and not contract.is_length(answer, size):
             return contract.DamagedError(f"it has {answer} bytes instead of {size}")
         return self._error_of(answer)
+
+    def _start_of(self, start: _Answer, size: _Answer) -> RecordStart | TierError:
+        """Returns a record's start, from the answers to GETRANGE and STRLEN."""
+        if isinstance(start, bytes) and isinstance(size, int):
+            return RecordStart(start, size) if start else contract.MissingError("no such value")
+        error = self._get_error(0, start) or self._get_error(0, size)
+        return error or TierError(f"{self._place} answers with something else")
 
     def _error_of(self, answer: _Answer) -> TierError | None:
         if isinstance(answer, RefusedCommand):
