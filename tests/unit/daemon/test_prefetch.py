@@ -22,7 +22,7 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     StartPrefetch,
 )
-from tests.unit.daemon.harness import engine, hashes
+from tests.unit.daemon.harness import engine, grant, hashes
 from tests.unit.daemon.tier_node import FULL, Node, is_found, stored
 
 PROMPT = [1, 2, 3, 4]
@@ -137,19 +137,27 @@ def test_no_protected_object_is_evicted_for_a_prefetch(tmp_path: Path) -> None:
 
 
 def test_a_store_takes_the_room_that_a_prefetch_holds(tmp_path: Path) -> None:
-    arena = 1 << 20
-    node = stored(tmp_path, PROMPT, arena=arena)
+    stored(tmp_path, PROMPT)
+    node = Node(f"disk://{tmp_path}?bytes=64MiB", arena=SMALL)
+    engine(node.daemon, 1, FULL)
+    for number in range(20, 28):
+        node.store(FULL, [number])
+        node.work()
+        assert is_found(node.ask(number, lease=number)).chunks == 1
     expect(node, *PROMPT, in_ms=0)
-    jobs = [job for job in node.jobs if job.kind is JobKind.READ]
-    for job in jobs:
-        node.jobs.remove(job)
-        node.finish(job, execute(node.daemon.tiers[0].tier, job, node.memory))
-    assert node.daemon.promotion.prefetch is not None or value(node, "prefetches_ended_whole")
-    if node.daemon.promotion.prefetch is not None:
-        assert node.daemon.promotion.give_way()
-        node.tick()
-        assert value(node, "prefetches_ended_pressure") == 1
-    assert not any(slot.pins for slot in node.daemon.store.slots.values())
+    job = next(job for job in node.jobs if job.kind is JobKind.READ)
+    node.jobs.remove(job)
+    node.finish(job, execute(node.daemon.tiers[0].tier, job, node.memory))
+    prefetch = node.daemon.promotion.prefetch
+    assert prefetch is not None
+    assert len(prefetch.held) == len(job.items) > 0
+    free = node.daemon.store.extents.free_bytes // 4096
+    slots = grant(node.daemon, 1, FULL.groups[2].block_bytes, free + 1)
+    assert len(slots) == free + 1, "all other objects are under leases"
+    node.tick()
+    node.work()
+    assert value(node, "prefetches_ended_pressure") == 1
+    assert value(node, "prefetched_objects_wasted") > 0
 
 
 def test_a_prefetch_that_is_late_is_cut(tmp_path: Path) -> None:
@@ -181,10 +189,16 @@ def test_what_is_evicted_before_a_lookup_hits_it_is_wasted(tmp_path: Path) -> No
     expect(node, *PROMPT, in_ms=0)
     node.work()
     objects = len(node.daemon.store.expected)
-    for number in range(20, 60):
+    number = 20
+    while node.daemon.store.expected:
         node.store_if_room(FULL, [number])
+        number += 1
     assert value(node, "prefetched_objects_wasted") == objects
     assert value(node, "prefetched_objects_hit") == value(node, "prefetched_bytes") == 0
+    expect(node, *PROMPT, in_ms=0)
+    node.work()
+    assert len(node.daemon.store.expected) == objects
+    assert not node.daemon.store.queue.protected_bytes, "nobody asked a second time"
 
 
 def test_bounds_and_repeated_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
