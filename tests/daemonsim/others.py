@@ -18,6 +18,8 @@ from hybridkv.wire.messages import (
     Identify,
     ListEngines,
     Lookup,
+    Pin,
+    Pinned,
     Release,
     Report,
     Stats,
@@ -60,6 +62,9 @@ class Operator(Client):
             )
         elif self.calls.ask(Clear, Done):
             self.scene.counts["clears"] += 1
+        if self.scene.habits.advises and choice < 4:
+            tenant, ttl_ms = self.rng.choice((None, 0, 1, 2)), self.rng.choice((0, 200, 2000, 2000))
+            self.calls.ask(lambda number: Pin(number, ttl_ms, tenant=tenant), Pinned)
 
 
 class Seeker(Client):

@@ -45,9 +45,14 @@ class RetainedChunks:
     """The retained chunks of all namespaces, by their times, with what they are charged."""
 
     def __init__(
-        self, bound_bytes: int, tenant_bytes: int | None, set_retained: Callable[[Slot, bool], None]
+        self,
+        bound_bytes: Callable[[], int],
+        tenant_bytes: int | None,
+        set_retained: Callable[[Slot, bool], None],
     ) -> None:
-        """`bound_bytes` is the size of RAM, and `tenant_bytes` the quota of each tenant but 0.
+        """`bound_bytes` returns the size of RAM, which is less while shared memory is short.
+
+        `tenant_bytes` is the quota of each tenant but 0.
 
         `set_retained` is called with each object that is to be no victim (True), or one again.
         """
@@ -78,7 +83,7 @@ class RetainedChunks:
 
     def share_bytes(self, tenant: int) -> int:
         """Return the most bytes that a tenant may retain."""
-        share = self._bound_bytes // TENANT_SHARE
+        share = self._bound_bytes() // TENANT_SHARE
         if tenant and self._tenant_bytes is not None:
             share = min(share, self._tenant_bytes // QUOTA_SHARE)
         return share
@@ -233,7 +238,7 @@ class RetainedChunks:
     def _may_charge(self, chunk: RetainedChunk, size: int) -> bool:
         """Return True if the shares have room for `size` bytes. A refusal is counted."""
         tenant = chunk.tenant
-        if self.charged_bytes + size > self._bound_bytes // RAM_SHARE:
+        if self.charged_bytes + size > self._bound_bytes() // RAM_SHARE:
             self.refused[RetentionRefusal.RAM] += 1
         elif self.charged[tenant] + size > self.share_bytes(tenant):
             self.refused[RetentionRefusal.TENANT] += 1

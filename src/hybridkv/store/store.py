@@ -65,7 +65,7 @@ class Store:
         self.tenant_bytes = tenant_bytes
         new_queue = partial(EvictionQueue[Slot], policy, tenant_bytes or 0)
         self.tenant_queues: defaultdict[int, EvictionQueue[Slot]] = defaultdict(new_queue)
-        self.retention = RetainedChunks(len(memory), tenant_bytes, self._set_retained)
+        self.retention = RetainedChunks(lambda: self.bound_bytes, tenant_bytes, self._set_retained)
         self.tenants: Counter[int] = Counter()
         """By bounded tenant the bytes of its objects, also of those that are dropped and read."""
         self.writing_bytes = 0  # Bytes in slots that are granted and not yet committed.
