@@ -32,18 +32,114 @@ def _mamba2() -> None:
 
 
 def _mla() -> None:
-    """MLA kernels that read a cached prefix run on AVX-512 BF16 too, and are right there.
+    """Prefixes of MLA models are cached, which vLLM leaves off where there are no AMX tiles."""
+    if torch.cpu._is_avx512_bf16_supported():
+        _mla_without_tiles()
+    else:
+        _mla_without_avx512()
 
-    vLLM offers them where there are AMX tiles, and turns prefix caching off elsewhere. Only the
-    platform is told that there are tiles: kernels that do need them ask torch themselves.
+
+def _mla_without_tiles() -> None:
+    """Kernels that read a cached prefix run on AVX-512 BF16 too, and are right there.
+
+    Only the platform is told that there are tiles: kernels that do need them ask torch themselves.
     """
-    if not torch.cpu._is_avx512_bf16_supported():
-        return
     from vllm.platforms.cpu import CpuPlatform
 
     for name in ("check_and_update_config", "get_attn_backend_cls"):
         tiles = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True)
         setattr(CpuPlatform, name, classmethod(tiles(getattr(CpuPlatform, name).__func__)))
+
+
+def _mla_without_avx512() -> None:
+    """Attention over blocks of any size, in plain torch, which reads all tokens from the cache.
+
+    vLLM's backend of such processors decodes from blocks of 16 tokens, and computes prompts whole.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+
+    check, make_builder = CpuPlatform.check_and_update_config, CPUMLABackend.get_builder_cls
+
+    def check_and_keep(cls: Any, config: Any) -> None:
+        scheduler, cache = config.scheduler_config, config.cache_config
+        is_chunked, is_caching = scheduler.enable_chunked_prefill, cache.enable_prefix_caching
+        step_tokens = scheduler.max_num_batched_tokens
+        block_tokens = cache.block_size if cache.user_specified_block_size else _BLOCK_TOKENS
+        check(config)
+        scheduler.enable_chunked_prefill, cache.enable_prefix_caching = is_chunked, is_caching
+        scheduler.max_num_batched_tokens, cache.block_size = step_tokens, block_tokens
+
+    class BuilderWithLengths(make_builder()):  # type: ignore[misc]
+        """Says how many tokens each prompt has that is computed, with the cached ones."""
+
+        def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+            metadata = super().build(common_prefix_len, common, fast_build)
+            if metadata.prefill is not None:
+                metadata.prefill.seq_lens = common.seq_lens[metadata.num_decodes :]
+            return metadata
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_keep)
+    CPUMLABackend.get_builder_cls = staticmethod(lambda: BuilderWithLengths)
+    CPUMLABackend.get_supported_kernel_block_sizes = staticmethod(
+        lambda spec=None: [MultipleOf(16)]
+    )
+    CPUMLABackend.supports_block_size = classmethod(lambda cls, size: not (size or 0) % 16)
+    CPUMLAImpl.forward_mha, CPUMLAImpl.forward_mqa = _compute_prompts, _decode
+
+
+_BLOCK_TOKENS = 128  # As vLLM has it where there are AMX tiles.
+
+
+def _latents(cache: torch.Tensor, blocks: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the first `count` rows of the blocks of one request: (tokens, latent and rope)."""
+    rows = -(-count // cache.shape[1])
+    return cache[blocks[:rows].long()].flatten(0, 1)[:count]
+
+
+def _attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Returns the attention of the last tokens to all: all of shape (tokens, heads, size)."""
+    scores = torch.einsum("qhd,khd->hqk", queries.float(), keys.float()) * scale
+    positions = torch.arange(len(keys))
+    future = positions > positions[-len(queries) :, None]
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values.float()).to(queries.dtype)
+
+
+def _compute_prompts(
+    self: Any,
+    q: torch.Tensor,
+    _: Any,
+    rope: Any,
+    cache: torch.Tensor,
+    metadata: Any,
+    *scales: Any,
+    **outputs: Any,
+) -> None:
+    output, prefill = outputs["output"], metadata.prefill
+    starts = prefill.query_start_loc.tolist()
+    for number, total in enumerate(prefill.seq_lens.tolist()):
+        new = slice(starts[number], starts[number + 1])
+        known = _latents(cache, prefill.block_table[number], total)
+        latent, rope = known.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        heads = self.kv_b_proj(latent)[0].view(total, self.num_heads, -1)
+        keys, values = heads.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        keys = torch.cat([keys, rope[:, None].expand(-1, self.num_heads, -1)], dim=-1)
+        output[new] = _attention(q[new], keys, values, self.scale).flatten(1)
+
+
+def _decode(self: Any, q: Any, cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
+    queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+    decode, attended = metadata.decode, []
+    for query, blocks, total in zip(
+        queries, decode.block_table, decode.seq_lens.tolist(), strict=True
+    ):
+        keys = _latents(cache, blocks, total)[:, None].expand(-1, self.num_heads, -1)
+        attended += _attention(query[None], keys, keys[..., : self.kv_lora_rank], self.scale)
+    return torch.stack(attended), None
 
 
 def flat_heads() -> None:

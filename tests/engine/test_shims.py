@@ -55,7 +55,6 @@ print(CpuPlatform.check_and_update_config == before)
 def test_only_for_its_model_and_only_on_the_cpu_build(
     environment: dict[str, str], build: str, untouched: str
 ) -> None:
-    needs_avx512()
     child = subprocess.run(
         [sys.executable, "-c", SAYS, build],
         capture_output=True,
@@ -157,21 +156,15 @@ def test_a_gpu_build_lacks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not any(refusal(model, "-pp", "2") for model in bundled_models())
 
 
-def needs_avx512() -> None:
-    import torch
-
-    if not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip("MLA prefix hits need a processor with AVX-512 BF16")
-
-
 @pytest.mark.parametrize(("new", "cached"), [(300, 0), (40, 700), (1, 300)])
 def test_the_mla_kernels_are_right_without_tiles(new: int, cached: int) -> None:
     """Attention over a cached prefix and the new tokens, next to plain torch."""
-    needs_avx512()
     import torch
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 
+    if not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("these kernels need a processor with AVX-512 BF16")
     current_platform.import_kernels()
     torch.manual_seed(0)
     total = new + cached

@@ -26,9 +26,14 @@ def write_tiny_model(directory: Path) -> None:
     torch.manual_seed(0)
     config = Gemma3TextConfig.from_pretrained(bundled_models()["gemma3"], **WEIGHTS)
     Gemma3ForCausalLM(config).save_pretrained(directory)
+    write_tokenizer(directory, config.vocab_size)
+
+
+def write_tokenizer(directory: Path, vocabulary: int) -> None:
+    """Write a tokenizer of at most so many tokens, and a chat template, to a directory."""
     trained = ByteLevelBPETokenizer()
     text = english(_TEXT_TOKENS).splitlines()
-    trained.train_from_iterator(text, config.vocab_size, show_progress=False)
+    trained.train_from_iterator(text, vocabulary, show_progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)

@@ -11,7 +11,7 @@ import logging
 import re
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -106,6 +106,8 @@ class ModuleContent:
     matrices: tuple[PackedMatrix, ...]
     is_unread: bool
     """True if the module has weights that were not found."""
+    owners: frozenset[str] = frozenset()
+    """The names of the modules that have it as a child."""
 
 
 IsLeftOut = Callable[[torch.Tensor], bool]
@@ -121,15 +123,15 @@ def module_contents(
     """
     storage = _offloaded_storage()
     for role, model in models.items():
-        parents: dict[int, list[torch.nn.Module]] = {}
-        for module in model.modules():
+        parents: dict[int, dict[str, torch.nn.Module]] = {}
+        for path, module in model.named_modules():
             for child in module.children():
-                parents.setdefault(id(child), []).append(module)
+                parents.setdefault(id(child), {})[f"{role}.{path}"] = module
         for path, module in model.named_modules():
             name = f"{role}.{path}"
             try:
                 found = _FoundWeights(name, is_left_out)
-                yield _content(module, parents.get(id(module), []), found, storage)
+                yield _content(module, parents.get(id(module), {}), found, storage)
             except Exception:  # Modules and kernels are not ours, and may raise anything.
                 logger.debug("hybridkv: %s cannot be looked at", name, exc_info=True)
                 yield ModuleContent(name, type(module).__name__, (), (), is_unread=True)
@@ -143,13 +145,15 @@ def reached_tensors(
         yield from content.tensors
 
 
-def modules_on_one_buffer(contents: Iterable[ModuleContent]) -> frozenset[str]:
+def modules_on_one_buffer(contents: Sequence[ModuleContent]) -> frozenset[str]:
     """Return the names of modules whose parameters lie on those of other modules in memory.
 
     Then the memory is a buffer of somebody who keeps the weights elsewhere. Tied weights are one
     parameter in both modules, and SharedWeightParameter is vLLM's class for one tensor of many
-    layers.
+    layers. A module and its child are one layer: MLA's attention has its projection as a child, and
+    keeps both halves of its weight.
     """
+    owners = {content.name: content.owners for content in contents}
     extents = sorted(
         _extent(content.name, reached)
         for content in contents
@@ -162,8 +166,10 @@ def modules_on_one_buffer(contents: Iterable[ModuleContent]) -> frozenset[str]:
         if widest is None or widest.device != extent.device or widest.end <= extent.start:
             widest = extent
             continue
-        if extent.parameter != widest.parameter and extent.module != widest.module:
-            names.update((extent.module, widest.module))
+        modules = {extent.module, widest.module}
+        is_layer = any(modules & owners[name] for name in modules) or len(modules) == 1
+        if extent.parameter != widest.parameter and not is_layer:
+            names |= modules
         widest = max(widest, extent, key=lambda each: each.end)
     return frozenset(names)
 
@@ -228,11 +234,11 @@ def _offloaded_storage() -> Mapping[int, Place] | None:
 
 def _content(
     module: torch.nn.Module,
-    parents: list[torch.nn.Module],
+    parents: Mapping[str, torch.nn.Module],
     found: "_FoundWeights",
     storage: Mapping[int, Place] | None,
 ) -> ModuleContent:
-    """Return the content of one module, which the modules `parents` contain.
+    """Return the content of one module, which the modules `parents` contain, by name.
 
     `found` has nothing yet. `storage` is that of `_offloaded_storage`.
     """
@@ -251,7 +257,7 @@ def _content(
                 width = emptied.element_size()
                 found.add_matrix(PackedMatrix(f"{name}.{attribute}()", kept, places, width, probe))
     if emptied is not None and not found.suffices(sizes):
-        for parent in parents:
+        for parent in parents.values():
             # The attention of MLA has both halves of its layer's weight.
             for place in _attributes(seams.attention_kernel(parent)):
                 found.add_object(f"{name}.impl.{place.key}", (place,))
@@ -261,7 +267,12 @@ def _content(
     is_here = storage is not None and not seams.is_split_over_replicas(module)
     is_unread = not (is_here and is_whole and found.suffices(sizes))
     return ModuleContent(
-        name, kind_of(module), tuple(found.tensors), tuple(found.matrices), is_unread
+        name=name,
+        kind=kind_of(module),
+        tensors=tuple(found.tensors),
+        matrices=tuple(found.matrices),
+        is_unread=is_unread,
+        owners=frozenset(parents),
     )
 
 

@@ -46,7 +46,7 @@ from hybridkv.shm.slots import (
 from tests.engine.matrix.cases import CASES, Case
 from tests.engine.matrix.report import CaseReport, Compared, Served, Turn
 from tests.engine.ready import await_write_slots
-from tests.engine.support import LOOKUP_TIMEOUT_MS, arguments_of, is_served, prompt
+from tests.engine.support import LOOKUP_TIMEOUT_MS, arguments_of, is_served, prompt, stats
 from tests.waiting import DEADLINE_SECONDS, until
 
 RAM = "128MiB"
@@ -104,6 +104,7 @@ class Arms:
             blind=blind,
             detected=detected,
             turn=turn,
+            is_shared=not stats(self._socket_path)["engines_unread"],
         )
 
     def _second_turn(self, chunk: int) -> Turn:

@@ -39,6 +39,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     blind: dict[int, Compared]
     """The same where one byte of a group's last object is wrong and signed, by gid."""
     detected: Compared  # Where such a byte is not signed, next to the computed answer.
+    is_shared: bool  # Whether all weights were read, so that the next engine finds the same.
     turn: Turn | None = None
 
 
@@ -62,6 +63,8 @@ class CaseReport(msgspec.Struct, frozen=True, kw_only=True):
             yield f"the engine's own hit of {own} tokens proves little"
         if served.drafted_tokens == 0:
             yield "the drafter drafted nothing"
+        if not served.is_shared:
+            yield "weights were not read, so that no other engine finds what this one stored"
         if not served.hit.is_same:
             yield f"the hit answers otherwise than the engine's own: {served.hit}"
         if not served.hit.cached_tokens == served.hit.loaded_tokens == own:

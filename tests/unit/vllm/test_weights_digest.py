@@ -535,6 +535,26 @@ def test_a_buffer_of_layers_of_several_shapes_is_one_too() -> None:
     ]
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+def test_parts_of_a_layers_weight_beside_the_layer_are_read(layers: int) -> None:
+    """MLA has its projection as a module, and keeps both halves of its weight as parameters."""
+
+    def attention() -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.projection = torch.nn.Linear(8, 8, bias=False)
+        upper, lower = module.projection.weight.detach().T.view(8, 2, 4).split(2, dim=-1)
+        module.upper = torch.nn.Parameter(upper.transpose(0, 1))
+        module.lower = torch.nn.Parameter(lower.permute(1, 2, 0))
+        return module
+
+    model = torch.nn.Sequential(*(attention() for _ in range(layers)))
+    assert not digest_weights({"model": model}).unread
+    if layers > 1:
+        model[1].projection.weight.data = model[0].projection.weight.data
+        unread = {module.name for module in digest_weights({"model": model}).unread}
+        assert {"model.0.projection", "model.1.projection"} <= unread
+
+
 def test_tied_weights_and_weights_side_by_side_are_read() -> None:
     model = on_one_buffer(4, 4, 0)
     model.append(torch.nn.Linear(8, 8, bias=False))
