@@ -69,6 +69,8 @@ class Habits:
     """The times that lookups may wait for tiers, each as likely."""
     audits: bool = False
     """Whether every second lookup asks for a live audit."""
+    advises: bool = False
+    """Whether schedulers advise the daemon about chunks, and commands pin them."""
     consumers: bool = False
     """Whether lookups say that another engine computes the prompt."""
     expects: bool = False

@@ -12,10 +12,12 @@ from hybridkv.core.coverage import SlotShape, slot_shapes
 from hybridkv.core.errors import HybridKVError
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.packed import SLOT_BYTES, SlotRef, pack_slots, unpack_slots
+from hybridkv.core.policies import Advice
 from hybridkv.shm.arena import LOCKS_FROM
 from hybridkv.wire.messages import (
     GREETING_NEVER,
     PROTOCOL_VERSION,
+    Advise,
     AuditOffer,
     Computed,
     Computing,
@@ -255,6 +257,8 @@ class Scheduler(Client):
                 and self.rng.random() < 0.6
             ):
                 self._ask()
+            if self.scene.habits.advises and self.rng.random() < 0.3:
+                self._advise()
             for shape, count in self.credits.credit_requests(self.scene.system.seconds()):
                 size, parts = shape
                 self._want(size, parts, count)
@@ -302,6 +306,7 @@ class Scheduler(Client):
                 audit_lease=audit_lease,
                 promises=True,
                 computed_elsewhere=self.scene.habits.consumers,
+                is_scan=self.scene.habits.advises and lease % 3 == 0,
             )
 
         if self._calls.ask(make, Found):
@@ -313,6 +318,15 @@ class Scheduler(Client):
                 commits=self._commits,
                 audit_lease=audit_lease,
             )
+
+    def _advise(self) -> None:
+        """A prompt is retained for a time or for none, or its session has ended."""
+        hashes = prompt_hashes(self.rng.randrange(PROMPTS))[: self.rng.randrange(1, CHUNKS + 1)]
+        advice = self.rng.choice((*[Advice.RETAIN] * 8, Advice.RELEASE, Advice.DEMOTE))
+        ttl_ms = self.rng.choice((0, 5, 300, 3000, 3000, 3000))
+        self._calls.tell(
+            Advise(advice, b"".join(hashes), tenant=self.rng.randrange(3), ttl_ms=ttl_ms)
+        )
 
     def _give_up(self) -> None:
         """A request is aborted before its lookup is answered."""

@@ -17,6 +17,7 @@ from hybridkv.core.coverage import SlotShape, largest_hit, needed_chunks, part_b
 from hybridkv.core.geometry import Geometry
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import unpack_slots
+from hybridkv.core.policies import Advice
 from hybridkv.shm import slots as signatures
 from hybridkv.shm.slots import (
     CHECKSUM_BYTES,
@@ -30,17 +31,19 @@ from hybridkv.shm.slots import (
     slot_bytes,
     unpack_header,
 )
-from hybridkv.store.index import Slot
+from hybridkv.store.index import Namespace, Slot
 from hybridkv.tiers.jobs import JobKind
 from hybridkv.wire.codec import WireError, decode_reply, encode
 from hybridkv.wire.messages import (
     BATCH_MAX,
+    Advise,
     Error,
     Found,
     Hello,
     Identify,
     Lookup,
     Pending,
+    Pin,
     Release,
     Reply,
     Request,
@@ -627,6 +630,58 @@ class Waits(Witness):
         is_own = all(slot.entry.namespace is session.namespace for slot in slots)
         self._expect(is_own, "bytes of other weights are found")
         self.counts["waits_to_the_end"] += wait.deadline <= self._system.now / SECOND
+
+
+class RetainedObject(NamedTuple):
+    """An object that the daemon retains."""
+
+    namespace: Namespace
+    chunk_hash: bytes
+    group_index: int
+
+
+class Retained(Witness):
+    """Retained objects are there until their time. What readers and writers need is no excuse."""
+
+    def __init__(self, system: System) -> None:
+        super().__init__(system)
+        self._kept: dict[RetainedObject, float] = {}
+        """The ends of the times of those that the last check saw."""
+        self._losses: tuple[object, ...] = ()
+        self._ended = 0  # Messages that end a retention.
+        self.counts: Counter[str] = Counter()
+
+    def attend(self, server: Any) -> None:
+        """Watch a new life of the daemon."""
+        handle = server.daemon.handle
+
+        def on_request(number: int, request: Request, now: float) -> Reply | None:
+            is_advice = isinstance(request, Advise) and request.advice is not Advice.RETAIN
+            is_end = isinstance(request, Advise | Pin) and not request.ttl_ms
+            self._ended += is_advice or is_end
+            reply: Reply | None = handle(number, request, now)
+            return reply
+
+        server.daemon.handle = on_request
+
+    def check(self) -> None:
+        """Raise AssertionError where an object is gone before its time."""
+        server = self._system.server
+        assert server is not None
+        daemon = server.daemon
+        _, *losses = _drops(server, None)
+        found = (self._system.lives, self._ended, daemon.store.retained_evicted, *losses)
+        for kept, until in self._kept.items() if found == self._losses else ():
+            namespace, chunk_hash, group_index = kept
+            is_there = namespace.find_slot(chunk_hash, group_index) is not None
+            assert is_there or until <= daemon.now, "a retained object goes before its time"
+        self._losses, self._kept = found, {}
+        for namespace in daemon.sessions.namespaces.values():
+            for slot in namespace.slots_by_chunk():
+                if slot.is_retained and slot.entry is not None:
+                    kept = RetainedObject(namespace, slot.entry.chunk_hash, slot.group_index)
+                    self._kept[kept] = namespace.retained[kept.chunk_hash].until
+        self.counts["retained_seen"] += len(self._kept)
 
 
 def _drops(server: Any, namespace: object) -> tuple[object, ...]:

@@ -24,6 +24,8 @@ from hybridkv.wire.messages import (
     ListObjects,
     Lookup,
     ObjectPage,
+    Pin,
+    Pinned,
     Prefetch,
     QuotaReport,
     Release,
@@ -74,6 +76,9 @@ class Operator(Client):
             )
         elif self.calls.ask(Clear, Done):
             self.scene.counts["clears"] += 1
+        if self.scene.habits.advises and choice < 4:
+            tenant, ttl_ms = self.rng.choice((None, 0, 1, 2)), self.rng.choice((0, 200, 2000, 2000))
+            self.calls.ask(lambda number: Pin(number, ttl_ms, tenant=tenant), Pinned)
 
     def _list_or_forget(self) -> None:
         """Ask for a page of some place, have objects forgotten that were listed, or set a bound."""

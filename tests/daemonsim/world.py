@@ -25,6 +25,7 @@ from tests.daemonsim.oracle import (
     Books,
     Name,
     Protocol,
+    Retained,
     Waits,
     largest_slot,
     prompt_hashes,
@@ -180,6 +181,7 @@ class World:
             audits=seed % 4 == 1,
             consumers=seed % 3 == 1,
             expects=seed % 5 in (0, 3),
+            advises=seed % 5 == 2,
         )
         self._scene = Scene(system, self._books, habits, self.counts)
         models = rng.sample(sorted(GEOMETRIES), rng.choice((1, 1, 2, 3)))
@@ -211,6 +213,9 @@ class World:
         system.on_start = self._protocol.attend
         self._waits = Waits(system)
         self._prefetched = Prefetched(system)
+        self._retained = Retained(system)
+        if habits.advises:
+            system.on_start = self._attend_advice
         self._vaults: list[Vault] = []
         if draw.tiers:
             self._have_tiers()
@@ -246,6 +251,11 @@ class World:
         self._protocol.attend(server)
         self._waits.attend(server)
         self._prefetched.attend(server)
+        self._retained.attend(server)
+
+    def _attend_advice(self, server: loop.DaemonServer) -> None:
+        self._protocol.attend(server)
+        self._retained.attend(server)
 
     def run(self) -> dict[str, Any]:
         """Run the seed. Returns its counts, and the digest of all that happened."""
@@ -268,7 +278,11 @@ class World:
             logger.propagate = True
             for strand in self._system.strands:
                 strand.end()
-        for counts in (self._waits.counts, *(vault.counts for vault in self._vaults)):
+        for counts in (
+            self._waits.counts,
+            self._retained.counts,
+            *(vault.counts for vault in self._vaults),
+        ):
             self.counts.update(counts)
         return {**self.counts, "lives": self._system.lives, "digest": self._system.digest()}
 
@@ -475,6 +489,7 @@ class World:
         self._protocol.check()
         self._waits.check()
         self._prefetched.check()
+        self._retained.check()
         self._books.jobs()
         store = daemon.store
         assert (

@@ -46,11 +46,13 @@ class RetainedChunks:
 
     def __init__(
         self,
-        bound_bytes: int,
+        bound_bytes: Callable[[], int],
         quota_of: Callable[[int], int | None],
         set_retained: Callable[[Slot, bool], None],
     ) -> None:
-        """`bound_bytes` is the size of RAM, and `quota_of` returns the quota of a tenant, if any.
+        """`bound_bytes` returns the size of RAM, which is less while shared memory is short.
+
+        `quota_of` returns the quota of a tenant, None = it has none.
 
         `set_retained` is called with each object that is to be no victim (True), or one again.
         """
@@ -81,7 +83,7 @@ class RetainedChunks:
 
     def share_bytes(self, tenant: int) -> int:
         """Return the most bytes that a tenant may retain."""
-        share, quota = self._bound_bytes // TENANT_SHARE, self._quota_of(tenant)
+        share, quota = self._bound_bytes() // TENANT_SHARE, self._quota_of(tenant)
         return share if quota is None else min(share, quota // QUOTA_SHARE)
 
     def retain_chunk(
@@ -234,7 +236,7 @@ class RetainedChunks:
     def _may_charge(self, chunk: RetainedChunk, size: int) -> bool:
         """Return True if the shares have room for `size` bytes. A refusal is counted."""
         tenant = chunk.tenant
-        if self.charged_bytes + size > self._bound_bytes // RAM_SHARE:
+        if self.charged_bytes + size > self._bound_bytes() // RAM_SHARE:
             self.refused[RetentionRefusal.RAM] += 1
         elif self.charged[tenant] + size > self.share_bytes(tenant):
             self.refused[RetentionRefusal.TENANT] += 1

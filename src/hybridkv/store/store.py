@@ -78,7 +78,7 @@ class Store:
         """By tenant, a bound of its own. None = none, whatever `tenant_bytes` is."""
         self._policy = policy
         self.tenant_queues: dict[int, EvictionQueue[Slot]] = {}
-        self.retention = RetainedChunks(len(memory), self.quota_of, self._set_retained)
+        self.retention = RetainedChunks(lambda: self.bound_bytes, self.quota_of, self._set_retained)
         self.tenants: Counter[int] = Counter()
         """By tenant the bytes of its counted objects, also of those that are dropped and read."""
         self._count_from: int | None = None
