@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config import KVEventsConfig, KVTransferConfig, VllmConfig
+from vllm.config import CompilationConfig, KVEventsConfig, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -72,7 +72,8 @@ class _V2Config(VllmConfig):
 def base_config(name: str = "qwen3") -> Any:
     """vLLM's configuration of the bundled model `name`, as its command line makes it.
 
-    A layout without drafts takes the default: only speculation depends on the model.
+    A layout without drafts takes the default: only speculation depends on the model. Without the
+    CPU's kernel for rotary embeddings, MLA is stored too (`vllm.batch_faults`).
     """
     given = bundled_arguments(name)
     option = "--speculative-config"
@@ -86,6 +87,7 @@ def base_config(name: str = "qwen3") -> Any:
         max_model_len=4096,
         dtype="float32",
         async_scheduling=False,
+        compilation_config=CompilationConfig(custom_ops=["-rotary_embedding"]),
     )
     return arguments.create_engine_config()
 
