@@ -62,7 +62,7 @@ class AdviceQueue:
             steps = self._retain_chunks(namespace, hashes, tenant, until)
         else:
             is_demoted = request.advice is Advice.DEMOTE
-            steps = self._release_chunks(namespace, hashes, is_demoted)
+            steps = self.release_chunks(namespace, hashes, is_demoted)
         self.append_work(steps, chunks)
 
     @property
@@ -102,7 +102,7 @@ class AdviceQueue:
                 retention.retain_chunk(namespace, chunk_hash, tenant, until)
             yield
 
-    def _release_chunks(
+    def release_chunks(
         self, namespace: Namespace, hashes: bytes, is_demoted: bool
     ) -> Iterator[None]:
         """Let the chunks go first that no other prompt has, as far as RAM tells: from the end on.
