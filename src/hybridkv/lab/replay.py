@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Self
 
 import msgspec
 from msgspec import Meta
@@ -293,7 +293,7 @@ class TraceReplay:
             prefixes=tuple(group.kind is GroupKind.FULL for group in groups),
         )
 
-    def __enter__(self) -> "TraceReplay":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
