@@ -30,8 +30,8 @@ AT_ONCE = {"qwen3next": 1, "deepseekv2": 16 if FLOAT32 else 1}
 """Prompts at once, 16 elsewhere. vLLM itself rounds bfloat16 in another way where it computes
 several answers at once (docs/prefill-decode.md)."""
 ROUNDING, PRINTED = 1e-4, 1e-12
-"""Between log-probabilities of one prompt in batches of other sizes. Alone they are the same, as far
-as a router prints the digits that it has read."""
+"""Between log-probabilities of one prompt in batches of other sizes. Alone they are the same, as
+far as a router prints the digits that it has read."""
 ROUTERS: dict[str, type[PrefillDecodeRouter | XpydProxy]] = {
     "vllm-router": PrefillDecodeRouter,
     "xpyd-proxy": XpydProxy,

@@ -1,14 +1,10 @@
-"""`hybridkv pin` and `unpin`: what RAM has of a request, an identity or a tenant stays for a time.
-
-What the two options name is named alike by the other commands that choose objects.
-"""
+"""`hybridkv pin` and `unpin`: what RAM has of a request or a tenant stays there for a time."""
 
 import argparse
-import re
-import sys
 import time
 
 from hybridkv.cli.arguments import JSON, SOCKET, command, control_of, option
+from hybridkv.cli.survey import IDENTITY, SALT, read_digits, read_salt
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json
 from hybridkv.core.durations import format_duration, parse_duration
 from hybridkv.core.errors import ConfigError, HybridKVError
@@ -22,18 +18,10 @@ _REQUEST = option(
     "the prompt of this request, which ended lately, as the engine names it",
     nargs="?",
 )
-_SALT = option(
-    "--salt SALT",
-    "only what was stored with this cache_salt; - reads it from standard input, so that no list of "
-    "processes shows it",
-)
-_IDENTITY = option(
-    "--identity HEX", "only what has this identity, of which stats shows the beginning"
-)
 _FOR = option("--for TIME", 'how long, like "2h" (default: 1h)', "1h", dest="ttl")
 
 
-@command(_REQUEST, _SALT, _IDENTITY, _FOR, SOCKET, JSON)
+@command(_REQUEST, SALT, IDENTITY, _FOR, SOCKET, JSON)
 def run_pin(arguments: argparse.Namespace) -> int:
     """Pin what is named, and print all pins. Returns 1 where a part of it was refused."""
     seconds = parse_duration(arguments.ttl, "for")
@@ -48,7 +36,7 @@ def run_pin(arguments: argparse.Namespace) -> int:
     return int(any(pin.kept < pin.chunks or not pin.chunks for pin in mine))
 
 
-@command(_REQUEST, _SALT, _IDENTITY, SOCKET, JSON)
+@command(_REQUEST, SALT, IDENTITY, SOCKET, JSON)
 def run_unpin(arguments: argparse.Namespace) -> int:
     """End the retention of what is named, whoever wished it, and print the pins that are left."""
     request = _request_of(arguments, 0)
@@ -63,14 +51,8 @@ def run_unpin(arguments: argparse.Namespace) -> int:
 
 def _request_of(arguments: argparse.Namespace, ttl_ms: int) -> wire.Pin:
     """Returns the message for what the arguments name. Raises ConfigError."""
-    salt, identity = arguments.salt, (arguments.identity or "").lower()
-    if salt == "-":
-        salt = sys.stdin.readline().rstrip("\r\n")
-    if salt == "":
-        raise ConfigError("salt: it is empty", "the cache_salt of a tenant's requests works")
-    if not re.fullmatch("[0-9a-f]{0,64}", identity):
-        what = f"identity={arguments.identity!r} is not the beginning of an identity"
-        raise ConfigError(what, '"ab12" works')
+    salt = read_salt(arguments.salt)
+    identity = read_digits(arguments.identity, "identity")
     if arguments.request_id and (salt or identity):
         raise ConfigError("a request has an identity and a salt", "the request alone works")
     return wire.Pin(

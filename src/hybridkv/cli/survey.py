@@ -39,8 +39,8 @@ def selection_of(arguments: argparse.Namespace) -> Selection:
     salt, older = read_salt(arguments.salt), arguments.older_than
     return Selection(
         tenant=None if salt is None else tenant_of(salt),
-        identity=_digits(arguments.identity, "identity"),
-        family=_digits(arguments.family, "family"),
+        identity=read_digits(arguments.identity, "identity"),
+        family=read_digits(arguments.family, "family"),
         unused_seconds=None if older is None else parse_duration(older, "older-than"),
     )
 
@@ -53,9 +53,11 @@ def read_salt(given: str | None) -> str | None:
     return salt
 
 
-def _digits(text: str | None, name: str) -> str:
-    if text is not None and not re.fullmatch("[0-9a-f]+", text.lower()):
-        raise ConfigError(f"{name}={text!r} has no hexadecimal digits alone", '"ab12" works')
+def read_digits(text: str | None, name: str) -> str:
+    """Returns the beginning of a name, "" where none is given. Raises ConfigError."""
+    if text is not None and not re.fullmatch("[0-9a-f]{1,64}", text.lower()):
+        what = f"{name}={text!r} is not 1 to 64 hexadecimal digits"
+        raise ConfigError(what, '"ab12" works')
     return "" if text is None else text.lower()
 
 
