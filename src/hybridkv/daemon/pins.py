@@ -86,7 +86,7 @@ class PinList:
             for namespace in self._sessions.namespaces.values()
             if namespace.identity.hex().startswith(request.identity)
         ]
-        if not namespaces:
+        if request.identity and not namespaces:
             raise RequestError(ErrorCode.PIN, f"nothing has the identity {request.identity!r}")
         return _chosen(namespaces, request.tenant)
 

@@ -238,7 +238,7 @@ def counters() -> set[Metric]:
 
     open_sets = (
         *(fault, metrics.hits_limited, loaded_from),
-        *(metrics.daemon_refused, metrics.daemon_unsent),
+        *(metrics.daemon_refused, metrics.daemon_unsent, metrics.hinted),
     )
     return {
         *(metric for module in (metrics, hook_guard) for metric in constants(module)),
