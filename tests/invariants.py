@@ -173,7 +173,9 @@ def check_store(store: Store) -> None:
             or store.quota_of(tenant) is None
             or len(theirs)
             == sum(
-                slot.tenant == tenant and slot.state is SlotState.COMMITTED
+                slot.tenant == tenant
+                and slot.state is SlotState.COMMITTED
+                and (slot.entry is not None or slot.is_counted)
                 for slot in store.slots.values()
             )
         )
