@@ -79,6 +79,10 @@ UNTRACED = ("owner_of",)
 """Cached functions of these files. Whether their lines run depends on earlier calls."""
 
 
+_SETTLED = SimpleNamespace(error="", is_settled=True, close=lambda seconds: None)
+"""The thread of a file that is written at once."""
+
+
 class Delays(NamedTuple):
     """A range of random delays: low <= delay < high."""
 
@@ -680,25 +684,14 @@ class System:
             self._book[:] = chunks
 
         return SimpleNamespace(
-            error="",
-            is_settled=True,
-            size_bytes=0,
-            append_chunks=self._book.extend,
-            rewrite_file=rewrite,
-            close=lambda seconds: None,
+            thread=_SETTLED, size_bytes=0, append_chunks=self._book.extend, rewrite_file=rewrite
         )
 
     def _open_quotas(self, path: Path, on_read: Callable[[StoredQuotas], None]) -> SimpleNamespace:
         """The file of quotas, which daemons leave to each other."""
         if self.quotas:
             on_read(self.quotas[-1])
-        return SimpleNamespace(
-            path=path,
-            error="",
-            is_settled=True,
-            save_quotas=self.quotas.append,
-            close=lambda seconds: None,
-        )
+        return SimpleNamespace(path=path, thread=_SETTLED, save_quotas=self.quotas.append)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

@@ -34,10 +34,7 @@ class Histories:
         return self._hunted.drive()[name]
 
     def hit_tokens(self, number: int, salt: str = "") -> int:
-        """Returns how many tokens of a prompt come from outside. The engine's own cache is empty.
-
-        The question is no use of what is retained longer than until now, and is asked once.
-        """
+        """How many tokens of a prompt come from outside. The engine's own cache is emptied."""
         assert self._hunted.engine.reset_prefix_cache()
         return int(self.ask(number, salt).num_cached_tokens)
 
@@ -47,9 +44,9 @@ class Histories:
             self._scanned += 1
             self.ask(self._scanned)
 
-    def retained_bytes(self) -> float:
-        """Returns the bytes that the daemon retains."""
-        return stats(self._socket_path)["retained_bytes"]
+    def value(self, name: str) -> float:
+        """Returns a value of the daemon's stats."""
+        return stats(self._socket_path)[name]
 
 
 def main() -> None:
@@ -59,10 +56,12 @@ def main() -> None:
     with Hunted(arguments_of("qwen3", socket_path, extra=extra)) as hunted:
         histories = Histories(hunted, socket_path)
         histories.ask(1, seconds=LONG)
-        alone = histories.retained_bytes()
+        until(lambda: histories.value("retained_bytes") >= HISTORY_BYTES, "all of it is retained")
+        alone = histories.value("retained_bytes")
         histories.ask(2, salt="brief", seconds=BRIEF)
         histories.ask(3)
-        until(lambda: histories.retained_bytes() == alone, "the brief one's time is over")
+        until(lambda: histories.value("retentions_expired") > 0, "the brief one's time is over")
+        until(lambda: histories.value("retained_bytes") == alone, "none of it is retained")
         histories.scan(10)
         found = {
             "retained": histories.hit_tokens(1),

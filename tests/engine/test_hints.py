@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from hybridkv.client.control import ControlClient
 from hybridkv.core.hints import NO_HINTS, PREFETCH_SECONDS_MAX, RETAIN_SECONDS_MAX, Hints
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.lab.models import bundled_environment
+from hybridkv.lab.prompts import english
+from hybridkv.lab.tiny_model import write_tokenizer
 from tests.engine.server import Server
-from tests.engine.support import arguments_of, since_vllm, stats
+from tests.engine.support import VOCABULARY, arguments_of, since_vllm, stats
 from tests.waiting import DEADLINE_SECONDS, until
 
 pytestmark = [
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 MODEL = "qwen3"
-TEXT = "x" * 300  # So many tokens: two chunks of this model and some.
+TEXT = english(600)  # More than two chunks of this model.
 RELEASE = "hybridkv.release"
 TTL = "kv_retention_ttl_seconds"
 EPHEMERAL = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
@@ -97,19 +97,6 @@ MISTAKEN: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    """Returns the directory of a tokenizer with a token for each byte, for chats."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {word: number for number, word in enumerate(["<eos>", *alphabet])}
-    made = Tokenizer(models.BPE(words, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
-    fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    fast.save_pretrained(tmp_path / "tokenizer")
-    return tmp_path / "tokenizer"
-
-
 class Asked:
     """A server, and what its daemon hears that requests have asked."""
 
@@ -138,11 +125,12 @@ class Asked:
 
 
 @pytest.fixture
-def asked(daemon: DaemonProcess, tmp_path: Path, tokenizer: Path) -> Iterator[Asked]:
+def asked(daemon: DaemonProcess, tmp_path: Path) -> Iterator[Asked]:
+    write_tokenizer(tmp_path, VOCABULARY)
     arguments = [
         word for word in arguments_of(MODEL, daemon.socket_path) if word != "--skip-tokenizer-init"
     ]
-    arguments += [f"--tokenizer={tokenizer}"]
+    arguments += [f"--tokenizer={tmp_path}"]
     log_path = tmp_path / "server.log"
     with (
         ControlClient(daemon.socket_path, DEADLINE_SECONDS) as control,

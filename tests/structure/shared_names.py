@@ -70,11 +70,6 @@ SHARED_NAMES = (
         "tick wakes_at",
         "AdviceQueue Daemon DaemonView Demotion Forgetting Prefetches Promotion Quotas TierState",
     ),
-    SharedNames(
-        "The thread of a file has written everything, or has failed.",
-        "is_settled",
-        "BookFile QuotaFile",
-    ),
     SharedNames("An EvictionQueue evicts only what may go.", "is_evictable", "FileIndex Slot"),
     SharedNames("An object gives back what it holds, and is used no more.", "close"),
     SharedNames(

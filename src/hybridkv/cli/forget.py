@@ -148,11 +148,14 @@ class DeletionRun:
         ram.error = ram.error or answer.error
 
     def _is_new(self, place: int, held: HeldObject) -> bool:
-        """Returns whether an engine has stored an object since the command began."""
+        """Returns whether an engine has stored an object since the command began.
+
+        What was in any place before is not new in a tier: RAM may have written it there meanwhile.
+        """
         if place == 0:
             age = held.written_seconds
             return age is not None and age < time.monotonic() - self.started_at
-        return held.key in self._new or held.key not in self._seen[place]
+        return held.key in self._new or not any(held.key in seen for seen in self._seen)
 
     def _erase(self, place: int, keys: Iterable[bytes]) -> None:
         """Have a tier erase records, and wait for it."""

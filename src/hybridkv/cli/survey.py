@@ -4,8 +4,9 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybridkv.cli.arguments import option
 from hybridkv.client.control import ControlClient
@@ -74,6 +75,13 @@ class Survey:
     looked: int = 0  # Objects of all places.
 
 
+class SurveyedObject(NamedTuple):
+    """An object, and the number of the place that holds it."""
+
+    place: int
+    held: HeldObject
+
+
 class Surveyor:
     """Walks over all places of one daemon."""
 
@@ -89,30 +97,24 @@ class Surveyor:
 
         Raises ConfigError where a salt is given and the daemon tells users apart instead.
         """
-        survey = Survey(self.places)
-        if not (names_families or selection.family):
-            for place, held in self._walk(survey, selection):
-                match selection.selects(held, _no_family):
-                    case None:
-                        survey.undecided[place] += 1
-                    case True:
-                        on_selected(place, held, None)
-            return survey
-        # An object's first chunk is known once all chunks are.
-        families, rows = Families(), list[tuple[int, HeldObject]]()
-        for place, held in self._walk(survey, selection):
-            families.learn_from(held, is_exact=place == 0)
-            rows.append((place, held))
-        for place, held in rows:
-            match selection.selects(held, families.family_of):
+        survey, family_of = Survey(self.places), _no_family
+        found: Iterable[SurveyedObject] = self._walk(survey, selection)
+        if names_families or selection.family:
+            # An object's first chunk is known once all chunks are.
+            families, found = Families(), list(found)
+            for each in found:
+                families.learn_from(each.held, is_exact=each.place == 0)
+            family_of = families.family_of
+        for place, held in found:
+            match selection.selects(held, family_of):
                 case None:
                     survey.undecided[place] += 1
                 case True:
-                    on_selected(place, held, families.family_of(held))
+                    on_selected(place, held, family_of(held))
         return survey
 
-    def _walk(self, survey: Survey, selection: Selection) -> Iterator[tuple[int, HeldObject]]:
-        """Yields every object with its place's number."""
+    def _walk(self, survey: Survey, selection: Selection) -> Iterator[SurveyedObject]:
+        """Yields every object."""
         for place in range(len(self.places)):
             for page in self._control.list_objects(place):
                 survey.models |= page.models
@@ -123,7 +125,7 @@ class Surveyor:
                     survey.looked += 1
                     # What RAM held when the daemon started was used before.
                     is_older = held.used_seconds is None and place == 0
-                    yield (
+                    yield SurveyedObject(
                         place,
                         held._replace(used_seconds=page.up_seconds)
                         if (
@@ -146,5 +148,5 @@ def _refuse_salt(selection: Selection) -> None:
         )
 
 
-def _no_family(held: HeldObject) -> None:
+def _no_family(held: HeldObject) -> str | None:
     return None

@@ -13,9 +13,7 @@ import contextlib
 import itertools
 import logging
 import os
-import queue
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from typing import IO, NamedTuple
 import msgspec
 
 from hybridkv.core.errors import HybridKVError
+from hybridkv.daemon.file_thread import FileThread
 from hybridkv.daemon.token_book import ChunkDescription, ChunkName, DescribedChunk
 from hybridkv.tiers.encryption import TierKey
 
@@ -49,7 +48,7 @@ _DECODER = msgspec.msgpack.Decoder(list[_Chunk])
 
 
 class BookFile:
-    """Reads and writes the file in a thread of its own, so that the daemon never waits for it."""
+    """Reads and writes the file in `thread`."""
 
     def __init__(
         self, path: Path, key: TierKey | None, on_read: Callable[[list[DescribedChunk]], None]
@@ -59,51 +58,27 @@ class BookFile:
         self.size_bytes = 0  # About the bytes of the file, with what is to be written.
         self._key, self._on_read = key, on_read
         self._is_hung = False  # True while descriptions are left out.
-        self.error = ""  # Why it could not be written, until it is written anew.
-        self._begun = self._done = 0  # Pieces of work. Only the thread changes `_done`.
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._put(self._read)
-        self._thread = threading.Thread(target=self._run, name="hybridkv-book", daemon=True)
-        self._thread.start()
+        self.thread = FileThread(
+            "hybridkv-book", lambda error: logger.warning(_UNUSABLE, self.path, error)
+        )
+        """Its error stays until the file is written anew."""
+        self.thread.put_work(self._read)
 
     def append_chunks(self, chunks: list[DescribedChunk]) -> None:
         """Add descriptions to the file, unless its storage hangs."""
-        if self._work.qsize() >= WAITING_MAX:
+        if self.thread.backlog >= WAITING_MAX:
             if not self._is_hung:
                 self._is_hung = True
                 logger.warning(_UNUSABLE, self.path, "its storage hangs")
             return
         self._is_hung = False
         self.size_bytes += sum(len(chunk.description.content) for chunk in chunks)
-        self._put(lambda: self._write(chunks, is_whole=False))
+        self.thread.put_work(lambda: self._write(chunks, is_whole=False))
 
     def rewrite_file(self, chunks: list[DescribedChunk], held_bytes: int) -> None:
         """Write the file anew with these descriptions, which have `held_bytes` in all."""
         self.size_bytes = held_bytes
-        self._put(lambda: self._write(chunks, is_whole=True))
-
-    @property
-    def is_settled(self) -> bool:
-        """Returns whether everything is written, or has failed."""
-        return self._done == self._begun
-
-    def close(self, seconds: float) -> None:
-        """Write what is to be written, for so many seconds at most."""
-        self._work.put(None)
-        self._thread.join(seconds)
-
-    def _put(self, work: Callable[[], None]) -> None:
-        self._begun += 1
-        self._work.put(work)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except OSError as error:
-                self.error = error.strerror or str(error)
-                logger.warning(_UNUSABLE, self.path, error.strerror)
-            self._done += 1
+        self.thread.put_work(lambda: self._write(chunks, is_whole=True))
 
     def _read(self) -> None:
         chunks: list[DescribedChunk] = []
@@ -141,7 +116,7 @@ class BookFile:
                 file.write(_FRAME.pack(len(frame), zlib.crc32(frame)) + frame)
         if is_whole:
             os.replace(path, self.path)
-            self.error = ""
+            self.thread.error = ""
 
     def _encode(self, chunks: Iterable[DescribedChunk]) -> bytes:
         rows = [_Chunk(*chunk.name, *chunk.description) for chunk in chunks]

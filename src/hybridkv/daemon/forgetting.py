@@ -28,6 +28,8 @@ from hybridkv.wire import messages as wire
 from hybridkv.wire.protocol import ErrorCode
 
 WIPE_STEP_BYTES = 2 << 20  # Overwritten in one turn of the loop: some 0.3 ms.
+ATTEMPTS_MAX = 16
+"""To erase what was on its way to a tier. The last pass of the command finds what is left."""
 OUT_OF_REACH = "it is out of reach"
 
 
@@ -36,6 +38,7 @@ class Erasure(NamedTuple):
 
     asked_by: ListedPlace | None  # None for the daemon itself.
     keys: Sequence[bytes]
+    attempts: int = 1  # With this one.
 
 
 @dataclass
@@ -100,8 +103,9 @@ class Forgetting:
         erasure, erasures.running = erasures.running, None
         assert erasure is not None
         erased = self._erased.get(erasure.asked_by) if erasure.asked_by else None
-        if outcome.error is not None and erasure.asked_by is None and erasure.keys:
-            erasures.waiting.append(erasure)  # It is tried until the tier answers.
+        is_own = erasure.asked_by is None and bool(erasure.keys)
+        if outcome.error is not None and is_own and erasure.attempts < ATTEMPTS_MAX:
+            erasures.waiting.append(erasure._replace(attempts=erasure.attempts + 1))
         if erased is None:
             return
         errors = outcome.errors or [outcome.error] * max(1, len(erasure.keys))

@@ -470,8 +470,8 @@ class DaemonServer:
         file = BookFile(
             path, key, lambda chunks: self.run_in_loop(lambda: subscriptions.on_book_read(chunks))
         )
-        self.daemon.forgetting.book_is_settled = lambda: file.is_settled
-        self.daemon.forgetting.book_error = lambda: file.error
+        self.daemon.forgetting.book_is_settled = lambda: file.thread.is_settled
+        self.daemon.forgetting.book_error = lambda: file.thread.error
         return file
 
     def _open_quotas(self) -> QuotaFile:
@@ -540,8 +540,8 @@ class DaemonServer:
         for fd in self.processes.pidfds.values():
             os.close(fd)
         ended = [threads.close(CLOSE_SECONDS) for threads in self._threads]
-        self._book_file.close(CLOSE_SECONDS)
-        self._quota_file.close(CLOSE_SECONDS)
+        self._book_file.thread.close(CLOSE_SECONDS)
+        self._quota_file.thread.close(CLOSE_SECONDS)
         if self._exporter is not None:
             self._exporter.close(CLOSE_SECONDS)
         self.selector.close()

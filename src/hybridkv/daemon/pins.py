@@ -106,12 +106,17 @@ class PinList:
         return reversed(list(_back(entry)))
 
     def _keep(self, pin: ChosenChunks, entries: Iterator[IndexEntry | None]) -> Iterator[None]:
+        tried = set[IndexEntry]()
         for entry in entries:
             slot = next(filter(None, entry.slots), None) if entry is not None else None
             if entry is not None and slot is not None:
-                # From the first chunk on that is not retained for so long.
-                lacking = takewhile(lambda before: not _is_kept(before, pin.until), _back(entry))
+                # From the first chunk on that is not retained for so long. Each is tried once.
+                lacking = takewhile(
+                    lambda before: before not in tried and not _is_kept(before, pin.until),
+                    _back(entry),
+                )
                 for before in reversed(list(lacking)):
+                    tried.add(before)
                     self._store.retention.retain_chunk(
                         before.namespace, before.chunk_hash, slot.tenant, pin.until
                     )

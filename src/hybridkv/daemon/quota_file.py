@@ -6,13 +6,13 @@ replaced as a whole. A file that cannot be read bounds nobody, and keeps no daem
 
 import logging
 import os
-import queue
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+
+from hybridkv.daemon.file_thread import FileThread
 
 logger = logging.getLogger("hybridkv.daemon")
 
@@ -34,46 +34,20 @@ class StoredQuotas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QuotaFile:
-    """Reads and writes the file in a thread of its own, so that the daemon never waits for it."""
+    """Reads and writes the file in `thread`."""
 
     def __init__(self, path: Path, on_read: Callable[[StoredQuotas], None]) -> None:
         """`on_read` is called by the thread, at most once, with what the file had at the start."""
         self.path = path
-        self.error = ""  # Why it cannot be used. Empty = it can.
         self._on_read = on_read
-        self._begun = self._done = 0  # Pieces of work. Only the thread changes `_done`.
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._put(self._read)
-        self._thread = threading.Thread(target=self._run, name="hybridkv-quotas", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_settled(self) -> bool:
-        """Returns whether everything is read and written, or has failed."""
-        return self._done == self._begun
+        self.thread = FileThread(
+            "hybridkv-quotas", lambda error: logger.warning(_UNUSABLE, self.path, error)
+        )
+        self.thread.put_work(self._read)
 
     def save_quotas(self, quotas: StoredQuotas) -> None:
         """Replace the file."""
-        self._put(lambda: self._write(quotas))
-
-    def close(self, seconds: float) -> None:
-        """Write what is to be written, for so many seconds at most."""
-        self._work.put(None)
-        self._thread.join(seconds)
-
-    def _put(self, work: Callable[[], None]) -> None:
-        self._begun += 1
-        self._work.put(work)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-                self.error = ""
-            except (OSError, msgspec.MsgspecError) as error:
-                self.error = getattr(error, "strerror", None) or str(error)
-                logger.warning(_UNUSABLE, self.path, self.error)
-            self._done += 1
+        self.thread.put_work(lambda: self._write(quotas))
 
     def _read(self) -> None:
         try:
@@ -93,3 +67,4 @@ class QuotaFile:
             file.flush()
             os.fsync(file.fileno())
         os.replace(path, self.path)
+        self.thread.error = ""

@@ -102,7 +102,7 @@ class Quotas:
             served_default=self.served_default,
             quotas=[*own, *others],
             has_user_tenants=self.of_users,
-            is_settled=not store.has_quota_work and (file is None or file.is_settled),
+            is_settled=not store.has_quota_work and (file is None or file.thread.is_settled),
             path="" if file is None else str(file.path),
-            error="" if file is None else file.error[: wire.FACT_MAX],
+            error="" if file is None else file.thread.error[: wire.FACT_MAX],
         )

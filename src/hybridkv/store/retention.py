@@ -23,8 +23,8 @@ from hybridkv.core.policies import EvictionClass
 from hybridkv.store.index import IndexEntry, Namespace, RetainedChunk, Slot
 
 RAM_SHARE = 2  # At most 1/2 of RAM is retained.
-TENANT_SHARE = 4  # Of that and of the names, a tenant has at most what 1/4 of RAM is of RAM.
-QUOTA_SHARE = 2  # And at most 1/2 of its quota.
+TENANT_SHARE = 4  # For one tenant at most 1/4 of RAM, and 1/4 of the names.
+QUOTA_SHARE = 2  # And at most 1/2 of the tenant's quota.
 NAMES_MAX = 1 << 16
 """The most names that are remembered, of some 400 bytes each."""
 _STALE_MAX = 64

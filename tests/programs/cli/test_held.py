@@ -1,6 +1,7 @@
 """`hybridkv ls` and `forget` of a real daemon with a directory and a real Valkey server."""
 
 import io
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.core.coverage import part_bytes
 from hybridkv.core.keys import tenant_of
+from hybridkv.core.selection import Selection
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.forked_daemon import ForkedDaemon
 from tests.programs.tiers.servers import ValkeyServer
@@ -168,6 +170,28 @@ def test_forget_leaves_nothing_of_a_tenant_and_everything_of_the_other(
         }
         assert client.look_up(BOB, 2).found.depth == 2
         assert client.look_up(ALICE, 3, wait_ms=500).found.depth == 0
+
+
+def test_what_ram_wrote_to_a_tier_meanwhile_is_not_taken_for_new(tmp_path: Path) -> None:
+    """It is evicted after RAM was listed, and comes to a tier that was listed already."""
+    disk = ["--tier", f"disk://{tmp_path / 'tier'}?bytes=64MiB&write=back"]
+    with (
+        ForkedDaemon(str(tmp_path / "d.sock"), "16MiB", options=disk) as daemon,
+        Client(daemon.socket_path) as client,
+        ControlClient(daemon.socket_path) as control,
+    ):
+        client.store(ALICE, 3, tenant=tenant_of("alice"))
+        run = forget.DeletionRun(control, Selection(tenant=tenant_of("alice")))
+        listed = run.find_selected().keys
+        assert (len(listed[0]), listed[1]) == (len(marks(ALICE, 3)), {})
+        others = itertools.count(10)
+        while not object_files(tmp_path / "tier"):
+            client.store(next(others), 8, tenant=tenant_of("bob"))
+        found = run.find_selected()
+        assert found.keys[1], "what was in RAM before is deleted, wherever it is now"
+        run.delete(found)
+        assert not any(run.find_selected().keys)
+        assert run.deletion.leaves_nothing
 
 
 def test_forget_says_what_is_not_proven(

@@ -1,4 +1,4 @@
-"""What the daemon is told of requests with hints, over a real daemon, and of no others."""
+"""What the daemon is advised of requests with hints, over a real daemon, and of no others."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,7 +40,7 @@ ALL = b"".join(hashes(1, 3))
 """The chunks of the prompt and that of its answer."""
 
 
-class Told:
+class Advised:
     """A scheduler role with write slots, and what the daemon is sent from then on."""
 
     def __init__(self, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,40 +96,42 @@ class Told:
 
 
 @pytest.fixture
-def told(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    told = Told(daemon, monkeypatch)
-    yield told
-    told.rig.side.close()
+def advised(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Advised]:
+    advised = Advised(daemon, monkeypatch)
+    yield advised
+    advised.rig.side.close()
 
 
 @pytest.mark.parametrize("params", [None, {"do_remote_decode": True}, {READ: True, WRITE: True}])
-def test_of_a_request_without_hints_the_daemon_is_told_no_more(told: Told, params: Any) -> None:
-    told.answer(told.begin(params))
-    (lookup,) = (message for message in told.messages if isinstance(message, Lookup))
-    kinds = {type(message) for message in told.messages} - {Commit, Release, ReportRequest}
+def test_of_a_request_without_hints_the_daemon_is_told_no_more(
+    advised: Advised, params: Any
+) -> None:
+    advised.answer(advised.begin(params))
+    (lookup,) = (message for message in advised.messages if isinstance(message, Lookup))
+    kinds = {type(message) for message in advised.messages} - {Commit, Release, ReportRequest}
     assert kinds <= {Lookup, Reserve, Free}
     assert not lookup.is_scan
 
 
 def test_a_prompt_is_retained_from_its_lookup_and_the_whole_request_from_its_end(
-    told: Told,
+    advised: Advised,
 ) -> None:
-    request = told.begin({RETAIN_SECONDS: 600})
-    assert told.advice() == [RETAIN_PROMPT]
-    told.answer(request)
-    assert told.advice() == [RETAIN_PROMPT, Advise(Advice.RETAIN, ALL, TENANT, 600_000)]
+    request = advised.begin({RETAIN_SECONDS: 600})
+    assert advised.advice() == [RETAIN_PROMPT]
+    advised.answer(request)
+    assert advised.advice() == [RETAIN_PROMPT, Advise(Advice.RETAIN, ALL, TENANT, 600_000)]
 
 
 @pytest.mark.parametrize(("key", "advice"), [(RELEASE, Advice.RELEASE), (DEMOTE, Advice.DEMOTE)])
 @pytest.mark.parametrize("is_retained", [False, True])
 def test_what_is_let_go_is_let_go_after_the_last_commit(
-    told: Told, key: str, advice: Advice, is_retained: bool
+    advised: Advised, key: str, advice: Advice, is_retained: bool
 ) -> None:
-    request = told.begin({key: True, RETAIN_SECONDS: 600 * is_retained})
-    assert told.advice() == [RETAIN_PROMPT] * is_retained
-    told.answer(request)
-    assert told.advice()[is_retained:] == [Advise(advice, ALL, TENANT)]
-    kinds = [type(message) for message in told.messages]
+    request = advised.begin({key: True, RETAIN_SECONDS: 600 * is_retained})
+    assert advised.advice() == [RETAIN_PROMPT] * is_retained
+    advised.answer(request)
+    assert advised.advice()[is_retained:] == [Advise(advice, ALL, TENANT)]
+    kinds = [type(message) for message in advised.messages]
     assert kinds.index(Advise, kinds.index(Advise) + is_retained) > _last(kinds, Commit)
 
 
@@ -139,56 +141,56 @@ def _last(kinds: list[type], kind: type) -> int:
 
 @pytest.mark.parametrize("key", [RETAIN_SECONDS, DEMOTE])
 def test_a_request_that_goes_on_is_prefetched_after_what_else_it_advises(
-    told: Told, key: str
+    advised: Advised, key: str
 ) -> None:
-    request = told.begin({key: 600 if key == RETAIN_SECONDS else True, PREFETCH_IN_SECONDS: 1.5})
-    before = told.advice()
-    told.answer(request)
-    advise, prefetch = told.messages[-2:]
+    request = advised.begin({key: 600 if key == RETAIN_SECONDS else True, PREFETCH_IN_SECONDS: 1.5})
+    before = advised.advice()
+    advised.answer(request)
+    advise, prefetch = advised.messages[-2:]
     assert isinstance(advise, Advise)
-    assert told.advice() == [*before, advise]
+    assert advised.advice() == [*before, advise]
     assert prefetch == Prefetch(ALL, 1500)
 
 
-def test_an_aborted_request_is_let_go_once_its_copies_are_over(told: Told) -> None:
-    request = told.rig.request(1, PROMPT)
+def test_an_aborted_request_is_let_go_once_its_copies_are_over(advised: Advised) -> None:
+    request = advised.rig.request(1, PROMPT)
     request.kv_transfer_params = {RELEASE: True}
-    told.rig.side.on_new_request(request)
-    assert told.rig.offered(request) == 0
-    told.rig.side.on_allocated(request, lambda: tables(PROMPT), 0)
-    plan = told.rig.planned({"r": PROMPT}, tables(PROMPT))
-    told.end()
-    assert told.advice() == []
-    told.report(plan)
-    told.rig.side.on_step_end()
-    assert told.advice() == [Advise(Advice.RELEASE, b"".join(hashes(1, 2)))]
+    advised.rig.side.on_new_request(request)
+    assert advised.rig.offered(request) == 0
+    advised.rig.side.on_allocated(request, lambda: tables(PROMPT), 0)
+    plan = advised.rig.planned({"r": PROMPT}, tables(PROMPT))
+    advised.end()
+    assert advised.advice() == []
+    advised.report(plan)
+    advised.rig.side.on_step_end()
+    assert advised.advice() == [Advise(Advice.RELEASE, b"".join(hashes(1, 2)))]
 
 
-def test_a_request_of_low_priority_is_a_scan(told: Told) -> None:
-    told.answer(told.begin({PRIORITY: "low"}))
-    (lookup,) = (message for message in told.messages if isinstance(message, Lookup))
+def test_a_request_of_low_priority_is_a_scan(advised: Advised) -> None:
+    advised.answer(advised.begin({PRIORITY: "low"}))
+    (lookup,) = (message for message in advised.messages if isinstance(message, Lookup))
     assert lookup.is_scan
-    assert told.advice() == []
+    assert advised.advice() == []
 
 
-def test_a_prompt_without_names_advises_nothing(told: Told) -> None:
-    request = told.rig.request(1, CHUNK // 2)
+def test_a_prompt_without_names_advises_nothing(advised: Advised) -> None:
+    request = advised.rig.request(1, CHUNK // 2)
     request.kv_transfer_params = {RETAIN_SECONDS: 600, RELEASE: True}
-    told.rig.side.on_new_request(request)
-    told.end()
-    assert told.advice() == []
+    advised.rig.side.on_new_request(request)
+    advised.end()
+    assert advised.advice() == []
 
 
-def test_what_was_not_said_before_the_connection_was_lost_is_not_said(told: Told) -> None:
-    request = told.rig.request(1, PROMPT)
+def test_what_was_not_said_before_the_connection_was_lost_is_not_said(advised: Advised) -> None:
+    request = advised.rig.request(1, PROMPT)
     request.kv_transfer_params = {RELEASE: True}
-    told.rig.side.on_new_request(request)
-    assert told.rig.offered(request) == 0
-    told.rig.side.on_allocated(request, lambda: tables(PROMPT), 0)
-    plan = told.rig.planned({"r": PROMPT}, tables(PROMPT))
-    told.end()
-    for part in told.rig.side.parts:
+    advised.rig.side.on_new_request(request)
+    assert advised.rig.offered(request) == 0
+    advised.rig.side.on_allocated(request, lambda: tables(PROMPT), 0)
+    plan = advised.rig.planned({"r": PROMPT}, tables(PROMPT))
+    advised.end()
+    for part in advised.rig.side.parts:
         part.on_connection_lost(0.0)
-    told.report(plan)
-    told.rig.side.on_step_end()
-    assert told.advice() == []
+    advised.report(plan)
+    advised.rig.side.on_step_end()
+    assert advised.advice() == []

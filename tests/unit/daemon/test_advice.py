@@ -210,11 +210,12 @@ def test_a_tenant_is_pinned_without_the_others(steps: int, monkeypatch: pytest.M
         store(daemon, range(10 * number, 10 * number + 8), tenant=tenant)
     pinned = pin(daemon, ttl_ms=60 * SECOND, tenant=7)
     assert isinstance(pinned, Pinned)
-    assert [(made.chunks, made.kept) for made in pinned.pins] == [(16, 12)], "a quarter of RAM"
+    assert [(each.chunks, each.kept) for each in pinned.pins] == [(16, 12)], "a quarter of RAM"
+    assert sum(daemon.store.retention.refused.values()) == 4, "each other chunk is tried once"
     identity = (b"n" * 32).hex()
     both = pin(daemon, ttl_ms=90 * SECOND, tenant=8, identity=identity[:9])
     assert isinstance(both, Pinned)
-    assert [(made.chunks, made.kept) for made in both.pins] == [(16, 12), (8, 8)]
+    assert [(each.chunks, each.kept) for each in both.pins] == [(16, 12), (8, 8)]
     assert isinstance(pin(daemon, ttl_ms=SECOND, identity="ab"), Error)
     daemon.tick(60.0)
     for _ in range(40):
@@ -222,7 +223,7 @@ def test_a_tenant_is_pinned_without_the_others(steps: int, monkeypatch: pytest.M
     assert daemon.store.queue.retained_bytes == 8 * SLOT
     listed = pin(daemon)
     assert isinstance(listed, Pinned)
-    assert [(made.tenant, made.left_ms) for made in listed.pins] == [(8, 30 * SECOND)]
+    assert [(each.tenant, each.left_ms) for each in listed.pins] == [(8, 30 * SECOND)]
     check_daemon(daemon)
 
 

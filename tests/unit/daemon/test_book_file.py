@@ -33,7 +33,7 @@ def write(path: Path, *parts: list[DescribedChunk], key: TierKey | None = None) 
     file, _ = read(path, key)
     for part in parts:
         file.append_chunks(part)
-    file.close(60)
+    file.thread.close(60)
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
@@ -47,7 +47,7 @@ def test_what_is_written_is_read_by_the_next_daemon(tmp_path: Path, key: TierKey
     assert found == CHUNKS
     size = file.size_bytes
     file.rewrite_file(CHUNKS[:1], held_bytes=20)
-    file.close(60)
+    file.thread.close(60)
     assert path.stat().st_size < size
     assert read(path, key)[1] == CHUNKS[:1]
     assert [each.name for each in path.parent.iterdir()] == ["node"]

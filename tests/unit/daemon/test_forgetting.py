@@ -144,6 +144,21 @@ def test_what_is_being_written_to_a_tier_is_erased_there(node: Node) -> None:
     assert not is_in_memory(node, 1)
 
 
+def test_a_tier_that_never_erases_is_asked_so_often_and_not_for_ever(node: Node) -> None:
+    node.store(FULL, [1])
+    forget(node, 0, *[held.key for held in page_of(node, 0, 0).objects])
+    node.work((JobKind.WRITE,))
+    tier = node.daemon.tiers[0]
+    assert isinstance(tier.tier, DictTier)
+    tier.tier.ill = TierError
+    for _ in range(forgetting.ATTEMPTS_MAX):
+        tier.is_open = True  # The breaker closes it meanwhile.
+        node.tick()
+        node.work((JobKind.ERASE,))
+    assert forget(node, 0).pending == 0
+    assert tier.tier.records, "the last pass of the command finds them"
+
+
 def test_random_use_of_memory_beside_overwriting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that lives changes, and in the end nothing of what is gone is anywhere."""
     monkeypatch.setattr(forgetting, "WIPE_STEP_BYTES", 3 * 4096)
