@@ -103,6 +103,14 @@ class DeletionRun:
         self._pass += 1
         return FoundObjects(keys, survey)
 
+    def delete_all(self, found: FoundObjects) -> None:
+        """Delete what was found, and look again, until nothing is found or PASSES_MAX times."""
+        for _ in range(PASSES_MAX):
+            self.delete(found)
+            found = self.find_selected()
+            if not any(found.keys):
+                return
+
     def delete(self, found: FoundObjects) -> None:
         """Delete what was found: in tiers first, so that no read brings it back, then in RAM."""
         names = self.surveyor.places
@@ -217,11 +225,7 @@ def run_forget(arguments: argparse.Namespace) -> int:
         run = DeletionRun(control, selection)
         found = run.find_selected()
         if not arguments.dry_run:
-            for _ in range(PASSES_MAX):
-                run.delete(found)
-                found = run.find_selected()
-                if not any(found.keys):
-                    break
+            run.delete_all(found)
     deletion = run.deletion
     if arguments.json:
         print_json(_document(deletion, arguments.dry_run))
