@@ -25,6 +25,7 @@ from hybridkv.tiers.disk.writers import TMP
 from hybridkv.tiers.prefetches import NAMES_BYTES_MAX, PREFETCHES_MAX, Prefetches
 from hybridkv.tiers.promises import Promises
 from hybridkv.tiers.promotion import Promotion, Wait
+from hybridkv.tiers.room_waits import ROOM_WAITS_MAX
 
 T = TypeVar("T", bound=Hashable)
 
@@ -34,6 +35,7 @@ def check_daemon(daemon: Daemon) -> None:
     check_store(daemon.store)
     pins, writing = check_sessions(daemon.sessions)
     check_promotion(daemon.promotion, daemon.store)
+    check_room_waits(daemon.promotion)
     check_promises(daemon.promises)
     pins.update(slot for lookup in daemon.promotion.lookups.values() for slot in lookup.held)
     prefetch = daemon.promotion.prefetch
@@ -60,6 +62,9 @@ def check_promotion(promotion: Promotion, store: Store) -> None:
                 assert lookup.finds, lookup.story
             case Wait.TIER:
                 assert lookup.needs[0].tier.running, lookup.story
+            case Wait.ROOM:
+                assert lookup.room_until is not None
+                assert lookup.room_until <= lookup.request.deadline
             case Wait.SLOT:
                 assert lookup.reads or store.is_growing, lookup.story
             case Wait.OBJECTS:
@@ -70,6 +75,20 @@ def check_promotion(promotion: Promotion, store: Store) -> None:
             case Wait.NODES:
                 assert lookup.node_wait is not None
                 assert lookup.node_wait.over_at() <= lookup.request.deadline
+
+
+def check_room_waits(promotion: Promotion) -> None:
+    """Check what admitted hits have claimed, and what lookups hold that wait for room."""
+    waits, lookups = promotion.room_waits, promotion.lookups.values()
+    admitted = [need for lookup in lookups if lookup.is_admitted for need in lookup.needs]
+    claimed = {need.key: need.record.size_bytes for need in admitted}
+    assert waits.claimed.total == sum(claimed.values())
+    assert all(key in waits.claimed for key in claimed)
+    waiting = [lookup for lookup in lookups if lookup.story[-1] is Wait.ROOM]
+    assert waits.waiting == len(waiting) <= ROOM_WAITS_MAX
+    assert all(lookup.is_admitted or not waits.may_admit(lookup.needs) for lookup in waiting)
+    held = {slot for lookup in waiting for slot in lookup.held}
+    assert waits.held.total == sum(slot.size_bytes for slot in held)
 
 
 def check_prefetches(prefetches: Prefetches, promotion: Promotion, store: Store) -> None:
@@ -161,6 +180,8 @@ def check_store(store: Store) -> None:
         _check_namespace(namespace)
     assert set(entries) == {slot for namespace in namespaces for slot in namespace.slots_by_chunk()}
     check_queue(store.queue, Slot.is_evictable, entries)
+    stays = [slot for slot in store.slots.values() if slot.pins or slot.is_retained]
+    assert store.kept_bytes == sum(slot.size_bytes for slot in stays)
     assert store.expected <= entries.keys()
     assert store.expected_bytes == sum(slot.size_bytes for slot in store.expected)
     assert not any(slot.is_read for slot in store.expected)
@@ -200,10 +221,11 @@ def check_retention(store: Store, slots: Iterable[Slot]) -> None:
         assert chunk.entry or chunk.followers
         _check_retained(chunk)
     assert +charged == retention.charged
-    # The shares are of what RAM had then. It may have become less, for want of shared memory.
+    # The shares are of what RAM and quotas had then. RAM may have less by now, for want of shared
+    # memory, and a quota may have been lowered.
     assert charged.total() == retention.charged_bytes <= len(store) // RAM_SHARE
     assert all(size <= len(store) // TENANT_SHARE for size in charged.values())
-    if store.bound_bytes == len(store):
+    if store.bound_bytes == len(store) and not store.own_quotas:
         assert all(size <= retention.share_bytes(tenant) for tenant, size in charged.items())
     retained = [slot for slot in slots if slot.is_retained]
     assert store.queue.retained_bytes == sum(slot.size_bytes for slot in retained)

@@ -384,11 +384,13 @@ class World:
         )
         assert not any(held), f"LEAK: {held}"
         self._audit_vaults()
-        self._count_prefetches()
+        self._count_ends()
 
-    def _count_prefetches(self) -> None:
-        """Add what became of the prefetches of the daemon's life."""
+    def _count_ends(self) -> None:
+        """Add what became of the prefetches, and of waits for room, of the daemon's life."""
         daemon = self._daemon()
+        self.counts["room_waits_kept"] += daemon.promotion.room_waits.kept
+        self.counts["room_waits_broken"] += daemon.promotion.room_waits.broken
         for state, number in daemon.prefetches.ended.items():
             self.counts[f"prefetches_{state}"] += number
         self.counts["prefetched_hit"] += daemon.store.expected_hit
@@ -455,7 +457,7 @@ class World:
         self._check()
         assert system.server is not None
         assert all(not slot.pins for slot in system.server.daemon.store.slots.values())
-        self._count_prefetches()
+        self._count_ends()
         self._audit_vaults()
 
     def _sound(self, geometry: Geometry, identity: bytes, hashes: tuple[bytes, ...]) -> list[bytes]:

@@ -92,6 +92,7 @@ class Daemon(DaemonState):
         """The socket of a connection was closed. Its process may still copy."""
         self.promotion.cancel(connection_id)
         self.promotion.node_waits.on_disconnect(connection_id)
+        self.promotion.room_waits.on_disconnect(connection_id)
         self.promises.on_disconnect(connection_id)
         self.inventory.on_disconnect(connection_id)
         self.forgetting.on_disconnect(connection_id)

@@ -45,6 +45,14 @@ _LOOKUPS: Mapping[str, MetricFamily] = {
             "Such waits that brought nothing in time.",
             lambda daemon: daemon.promotion.node_waits.broken,
         ),
+        room_waits_kept=counter(
+            "Waits of lookups for room in RAM that ended with room for the whole hit.",
+            lambda daemon: daemon.promotion.room_waits.kept,
+        ),
+        room_waits_broken=counter(
+            "Such waits that ended with a shorter hit.",
+            lambda daemon: daemon.promotion.room_waits.broken,
+        ),
         tokens_asked=counter("Tokens of the chunks asked for."),
         tokens_hit=counter("Tokens of all hits, also those in the engine's own cache by then."),
         tokens_loaded=counter("Tokens that engines loaded."),

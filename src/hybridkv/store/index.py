@@ -41,19 +41,16 @@ class Slot:
     written_at: float | None = None  # When it became an object of RAM. None = a daemon before knew.
     read_at: float | None = None  # When a lookup hit it last. None = not in this daemon's life.
     packed: bytes = field(init=False)  # Its offset and generation, as in `core.packed.pack_slots`.
+    size_bytes: int = field(init=False)  # The bytes of the arena that the slot takes.
 
     def __post_init__(self) -> None:
         self.packed = SLOT.pack(self.offset, self.generation)
+        self.size_bytes = slot_bytes(self.part_bytes, self.parts)
 
     @property
     def shape(self) -> SlotShape:
         """(bytes of one part, number of parts)."""
         return self.part_bytes, self.parts
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes of the arena that the slot takes."""
-        return slot_bytes(self.part_bytes, self.parts)
 
     @property
     def is_prefix(self) -> bool:

@@ -88,6 +88,7 @@ class Store:
         self.committed_bytes = 0
         """Bytes in slots of objects, also of those that are dropped and still read."""
         self.objects = 0  # The number of slots that `committed_bytes` counts.
+        self.kept_bytes = 0  # Bytes of the objects that stay: they are pinned, or retained.
         self.due_when_unpinned: set[Slot] = set()
         """Pinned slots that are freed or offered for eviction at their last `unpin`."""
         self.expected: set[Slot] = set()
@@ -116,6 +117,11 @@ class Store:
     def __len__(self) -> int:
         """The bytes of all slots that the arena has room for."""
         return len(self._memory)
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that are free or will be, or have objects that need not stay."""
+        return self.bound_bytes - self.writing_bytes - self.kept_bytes - self.to_wipe_bytes
 
     @property
     def is_growing(self) -> bool:
@@ -317,8 +323,8 @@ class Store:
         interior = [slot for slot in superseded_tails if not slot.is_read]
         self.due_when_unpinned.update(self.queue.mark_used(slots), interior)
         prompt, now = EvictionClass.PROMPT, self.now
+        self.hold(slots)
         for slot in slots:
-            slot.pins += 1
             slot.read_at = now
             if not slot.is_read or slot.eviction_class is not prompt:
                 slot.is_read, slot.eviction_class = True, prompt
@@ -344,13 +350,21 @@ class Store:
 
     def hold(self, slots: Iterable[Slot]) -> None:
         """Keep objects where they are until `unpin`, without counting them as used."""
+        kept_bytes = 0
         for slot in slots:
+            if not slot.pins and not slot.is_retained:
+                kept_bytes += slot.size_bytes
             slot.pins += 1
+        self.kept_bytes += kept_bytes
 
     def unpin(self, slots: Sequence[Slot]) -> None:
         """End a `pin` or a `hold`. A slot that was dropped meanwhile is freed at its last one."""
+        kept_bytes = 0
         for slot in slots:
             slot.pins -= 1
+            if not slot.pins and not slot.is_retained:
+                kept_bytes += slot.size_bytes
+        self.kept_bytes -= kept_bytes
         # Of a hit that was read before, nothing is due: it kept its places in the queues.
         due = self.due_when_unpinned
         for slot in filter(due.__contains__, slots) if due else ():
@@ -375,6 +389,8 @@ class Store:
             self.on_change(slot, False)
         if slot.is_retained:
             self.retention.on_object_dropped(slot)
+            if not slot.pins:
+                self.kept_bytes -= slot.size_bytes
         parent = entry.namespace.take_out(slot, entry)
         for queue in self._queues_of(slot):
             queue.remove(slot)
@@ -670,6 +686,8 @@ class Store:
             queue.demote(slot)
 
     def _set_retained(self, slot: Slot, is_retained: bool) -> None:
+        if not slot.pins:
+            self.kept_bytes += slot.size_bytes * (is_retained - slot.is_retained)
         slot.is_retained = is_retained
         for queue in self._queues_of(slot):
             if is_retained:

@@ -4,6 +4,7 @@ A lookup that waits is one story, `Promotion._story`: a generator that yields wh
 
     find     which objects do tiers have? Long prompts ask in rounds   waits for ANSWERS
     choose   up to which boundary: load or compute?
+    room     beside what others hold (tiers.room_waits)                waits for ROOM
     read     every object that is needed, prefix first                 waits for TIER, SLOT, OBJECTS
     await    what another engine computes (tiers.promises)             waits for PROMISE
     await    what another node computes (tiers.node_waits):            waits for NODES
@@ -15,7 +16,8 @@ A lookup that waits is one story, `Promotion._story`: a generator that yields wh
    the objects that come (`held`), until the daemon has answered it and unpins the slots.
 3. An object is read once, whoever waits for it. What comes too late becomes an object of RAM too
    (tiers.shared_reads).
-4. If RAM has no slot left for the hit that was chosen, a shorter one is chosen.
+4. If RAM has no room for the hit that was chosen, and waiting for it would take longer than
+   computing, a shorter one is chosen.
 
 A prefetch (tiers.prefetches) is such a story without an engine that waits: find, choose, read. It
 begins no question and no read while a lookup waits for a tier, and gives way where lookups or
@@ -23,7 +25,7 @@ stores need the room that it holds.
 """
 
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import partial
@@ -45,6 +47,7 @@ from hybridkv.tiers.object_search import (
 )
 from hybridkv.tiers.promises import PromisedWait, Promises
 from hybridkv.tiers.resident import resident_of
+from hybridkv.tiers.room_waits import RoomWaits, waits_until
 from hybridkv.tiers.shared_reads import ObjectReads
 
 WAITING_MAX = 1024  # Lookups that wait at the same time. More are answered from RAM.
@@ -56,6 +59,7 @@ class Wait(StrEnum):
 
     ANSWERS = "answers"  # Tiers have been asked which objects they have, or will be in turn.
     TIER = "tier"  # The tier of the next object has all the reads that it may have.
+    ROOM = "room"  # RAM has no room for the hit beside what others hold.
     SLOT = "slot"  # RAM has no slot for the next object yet.
     OBJECTS = "objects"  # All that is needed is being read.
     PROMISE = "promise"  # Another engine computes what RAM lacks.
@@ -114,6 +118,8 @@ class WaitingLookup:
     """The hits for which is read, ascending: the target, and one that comes earlier."""
     chosen_at: float = 0.0  # When they were chosen, for the first time.
     needs: deque[NeededObject] = field(default_factory=deque)  # Objects whose read is not begun.
+    is_admitted: bool = False  # Whether RAM's room for these is claimed.
+    room_until: float | None = None  # When it waits for room no more. None = it has not waited.
     reads: int = 0  # Objects that are being read.
     held: list[Slot] = field(default_factory=list)
     """Objects that are pinned until the lookup is answered, each as often as it is pinned."""
@@ -183,6 +189,7 @@ class Promotion:
         """By tier, the lookups about which it is asked once it has a thread, in order."""
         self.questions: dict[TierJob, TierQuestion] = {}
         self.reads = ObjectReads(store, tiers)
+        self.room_waits = RoomWaits(store, self.reads)
         self.waiters: dict[bytes, list[ReadWaiter]] = {}
         """By the key of each object that is being read, who waits for it. The first began it."""
         self.shortfalls: Counter[str] = Counter()  # Lookups that were cut, by reason.
@@ -303,6 +310,8 @@ class Promotion:
         deadline, wait = lookup.request.deadline, lookup.story[-1]
         if lookup.promised is not None and wait is Wait.PROMISE:
             return min(deadline, lookup.promised.ends_at())
+        if lookup.room_until is not None and wait is Wait.ROOM:
+            return min(deadline, lookup.room_until)
         if lookup.node_wait is not None and wait is Wait.NODES:
             # While tiers are being asked, their answer wakes it.
             asks_at = float("inf") if lookup.finds else lookup.node_wait.asks_at
@@ -324,7 +333,7 @@ class Promotion:
         del self.lookups[lookup.request.key]
         for turns in self.turns.values():
             turns.pop(lookup, None)
-        lookup.needs.clear()
+        self._set_needs(lookup, ())
         self._count_shortfalls(lookup)
 
     def _end(self, lookup: WaitingLookup) -> WaitingLookup:
@@ -383,7 +392,11 @@ class Promotion:
         """Choose what is worth reading of what tiers have, and read it."""
         lookup.chosen_at = self._now
         room_bytes = self.reads.room_bytes
+        lookup.room_until = None
         while self._choose(lookup, room_bytes):
+            if not (yield from self._await_room(lookup)):
+                room_bytes = self.room_waits.room_beside_others(lookup.held, lookup.needs)
+                continue
             has_room = yield from self._read(lookup)
             if has_room:
                 break
@@ -391,6 +404,86 @@ class Promotion:
             # evicted from now on.
             room_bytes = sum(slot.size_bytes for slot in set(lookup.held))
         self._measure_reads(lookup)
+
+    def _await_room(self, lookup: WaitingLookup) -> Generator[Wait, None, bool]:
+        """Wait until RAM has room for the hit that was chosen, while that is sooner than computing.
+
+        Returns whether it has. Then that room is claimed.
+        """
+
+        def is_admitted() -> bool:
+            is_admitted = waits.may_admit(lookup.needs)
+            if not is_admitted and self.give_way():
+                is_admitted = waits.may_admit(lookup.needs)
+            if is_admitted:
+                lookup.is_admitted = True
+                waits.claim(lookup.needs)
+            return is_admitted
+
+        waits = self.room_waits
+        if is_admitted():
+            return True
+        room_bytes = waits.room_beside_others(lookup.held, lookup.needs)
+        return (yield from self._wait_for_room(lookup, room_bytes, is_admitted))
+
+    def _await_slot(self, lookup: WaitingLookup) -> Generator[Wait, None, bool]:
+        """Wait until others have left room, where what is free is in pieces that are too short."""
+        freed_bytes = self._store.available_bytes + lookup.needs[0].record.size_bytes
+        held_bytes = sum(slot.size_bytes for slot in set(lookup.held))
+        return (
+            yield from self._wait_for_room(
+                lookup, held_bytes, lambda: self._store.available_bytes >= freed_bytes
+            )
+        )
+
+    def _wait_for_room(
+        self, lookup: WaitingLookup, room_bytes: int, has_room: Callable[[], bool]
+    ) -> Generator[Wait, None, bool]:
+        """Wait until `has_room`, for no longer than the lookup is to wait for room in all.
+
+        Without it, a hit in `room_bytes` is loaded. Returns whether there is room.
+        """
+        waits = self.room_waits
+        if lookup.room_until is None:
+            lookup.room_until = self._room_until(lookup, room_bytes)
+        if lookup.room_until <= self._now:
+            return False
+        held, began_at = [*lookup.held], self._now
+        waits.begin_waiting(held)
+        try:
+            while not (is_there := has_room()) and self._now < lookup.room_until:
+                yield Wait.ROOM
+        finally:
+            waits.end_waiting(held)
+        waits.note_end(lookup.request, is_there, self._now)
+        lookup.chosen_at += self._now - began_at  # Nothing was read for it meanwhile.
+        return is_there
+
+    def _room_until(self, lookup: WaitingLookup, room_bytes: int) -> float:
+        """Returns the time until which the lookup is to wait for more than `room_bytes`.
+
+        In the past = not at all.
+        """
+        request, now = lookup.request, self._now
+        objects = lookup.search.present_objects(now)
+        chosen = (
+            hit
+            for hit in loadable_hits(objects, self.reads.room_bytes)
+            if hit.hits[-1] == lookup.hits[-1]
+        )
+        full = next(chosen, None)
+        may_come = self.room_waits.may_come(request, lookup.held, lookup.needs, now)
+        if full is None or not (may_come and request.token_seconds):
+            return now
+        node_wait = lookup.node_wait
+        return waits_until(
+            full,
+            resident_tokens=objects.resident.tokens,
+            shorter=loadable_hits(objects, room_bytes),
+            token_seconds=request.token_seconds,
+            now=now,
+            deadline=min(request.deadline, node_wait.latest if node_wait else request.deadline),
+        )
 
     def _await_promises(self, lookup: WaitingLookup) -> Generator[Wait, None, float]:
         """Wait for promises, one after the other, while that is sooner than computing.
@@ -501,9 +594,22 @@ class Promotion:
         # counted. Choosing it once more would never end.
         is_new = hits != lookup.hits
         lookup.hits = hits
-        lookup.needs = deque(search.needed_objects(hits))
+        self._set_needs(lookup, search.needed_objects(hits))
         self._hold(lookup, search.resident_slots(hits))
         return is_new
+
+    def _set_needs(self, lookup: WaitingLookup, needs: Iterable[NeededObject]) -> None:
+        """Read these objects, and not those that were needed. Their room is not claimed yet."""
+        self._take_needs(lookup, len(lookup.needs))
+        lookup.is_admitted = False
+        lookup.needs.extend(needs)
+
+    def _take_needs(self, lookup: WaitingLookup, count: int) -> list[NeededObject]:
+        """Returns the first of what is to be read for a lookup, which is not to be any more."""
+        taken = [lookup.needs.popleft() for _ in range(count)]
+        if lookup.is_admitted:
+            self.room_waits.end_claim(taken)
+        return taken
 
     def _hold(self, lookup: WaitingLookup, slots: list[Slot]) -> None:
         """Pin these objects until the lookup is answered, instead of those that were pinned."""
@@ -514,9 +620,10 @@ class Promotion:
     def _read(self, lookup: WaitingLookup) -> Generator[Wait, None, bool]:
         """Read what is needed. Returns False if an object has no slot, and none is on its way."""
         while wait := self._begin_reads(lookup):
-            if wait is Wait.SLOT and not (lookup.reads or self._store.is_growing):
+            if wait is not Wait.SLOT or lookup.reads or self._store.is_growing:
+                yield wait
+            elif lookup.request.is_prefetch or not (yield from self._await_slot(lookup)):
                 return False
-            yield wait
         return True
 
     def _begin_reads(self, lookup: WaitingLookup) -> Wait | None:
@@ -532,12 +639,13 @@ class Promotion:
             if slot is not None:
                 self._store.hold((slot,))
                 lookup.held.append(slot)
-                needs.popleft()
+                self._take_needs(lookup, 1)
             elif tier.is_hung or not (running or tier.may_read(self._now)):
                 lookup.add_shortfall(ShortfallKind.SILENT, tier=tier.name)
-                needs.clear()
+                self._set_needs(lookup, ())
             elif running is not None:
-                self.waiters[need.key].append(ReadWaiter(lookup, needs.popleft()))
+                self._take_needs(lookup, 1)
+                self.waiters[need.key].append(ReadWaiter(lookup, need))
                 lookup.reads += 1
                 if not is_prefetch:
                     self.reads.join_read(need.key)
@@ -551,7 +659,7 @@ class Promotion:
                     continue
                 if not begun:
                     return Wait.SLOT
-                for need in [needs.popleft() for _ in range(begun)]:
+                for need in self._take_needs(lookup, begun):
                     self.waiters[need.key] = [ReadWaiter(lookup, need)]
                     lookup.begun_bytes[tier] += need.record.size_bytes
                 lookup.reads += begun
@@ -649,9 +757,12 @@ class Promotion:
         slower = self._tiers[tier.number + 1 :] if error is not None else ()
         for next_tier in slower:
             if next_tier.may_read(self._now) and next_tier.peek(need.key):
-                lookup.needs.appendleft(need._replace(tier=next_tier))
+                need = need._replace(tier=next_tier)
+                lookup.needs.appendleft(need)
+                if lookup.is_admitted:
+                    self.room_waits.claim((need,))
                 return
-        lookup.needs.clear()
+        self._set_needs(lookup, ())
         lookup.add_shortfall(ShortfallKind.FAILED, tier=tier.name, error=str(error or "no room"))
 
 
