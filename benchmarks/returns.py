@@ -1,10 +1,11 @@
 """Users who come back at once, with RAM for few of them: `python -m benchmarks.returns`.
 
-Each user has a history that was computed before and is in a directory. RAM has room for a part of
-the users. All of them return at the same time, with the engine's own cache empty. What is measured
-is the time until the last one has its answer, and until each has its first token.
+Each user has a history that was computed before, one after the other, and is in a directory. RAM
+has room for a part of the users. All of them return at the same time, with the engine's own cache
+empty. What is measured is the time until the last one has its answer, and until each has its first
+token.
 
-In the first row the same users are new: their histories are computed, which is what a cache is
+In the first row as many users are new: their prompts are computed, which is what a cache is
 compared with. `--users` and `--fit` change how many there are, and how many RAM has room for.
 """
 
@@ -101,12 +102,16 @@ def measure(model: str, tokens: int, users: int, fit: float, rounds: int) -> lis
     with contextlib.ExitStack() as stack:
         scene = Scene(model, tokens, users, ram_bytes, stack)
         for number in range(rounds + 1):  # The engine learns how fast it computes in the first.
+            others = [history(-number * users - user - 1, tokens) for user in range(users)]
             prompts = [history(number * users + user + 1, tokens) for user in range(users)]
-            for kind, measured in rows.items():
-                measured.append(scene.ask(prompts))
-                print(f"round {number}, {kind}: {measured[-1]}", file=sys.stderr, flush=True)
+            rows["new"].append(scene.ask(others))
+            for prompt in prompts:
+                scene.engine.generate(prompt, max_tokens=ANSWER_TOKENS)
                 scene.settle()
-                forget(scene.engine)
+            forget(scene.engine)
+            rows["return"].append(scene.ask(prompts))
+            forget(scene.engine)
+            print(f"round {number}: {rows['return'][-1]}", file=sys.stderr, flush=True)
     return [
         {
             "users": f"{users}, {kind}; RAM for {fit:g}",

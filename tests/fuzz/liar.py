@@ -13,25 +13,31 @@ from hybridkv.core.coverage import slot_shapes
 from hybridkv.core.geometry import GroupKind
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
+from hybridkv.core.policies import Advice
 from hybridkv.wire.codec import Frames, decode_reply, encode
 from hybridkv.wire.messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
+    Advise,
     Clear,
     Commit,
     Describe,
     Drained,
     Explain,
+    Forget,
     Found,
     Free,
     Hello,
     Identify,
     ListEngines,
+    ListObjects,
     Lookup,
     Pending,
+    Pin,
     Prefetch,
     ReadAnnouncements,
     ReadPrefetches,
+    ReadQuotas,
     Release,
     Reply,
     ReportCorrupt,
@@ -43,6 +49,7 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     Reserve,
     Reserved,
+    SetQuota,
     StartPrefetch,
     Stats,
     Subscribe,
@@ -237,6 +244,11 @@ class Liar:
             lambda peer: ListEngines(self._id()),
             self._start_prefetch,
             lambda peer: ReadPrefetches(self._id(), [self._rng.choice(NUMBERS[:-2]), 1, 2]),
+            self._pin,
+            lambda peer: ListObjects(self._id(), self._place(), self._rng.choice(NUMBERS[:-2])),
+            self._forget,
+            lambda peer: ReadQuotas(self._id()),
+            self._set_quota,
         ]
         """Messages that workers and control connections may send. Most others are refused there."""
         makers: dict[Callable[[Peer], Request], float] = {
@@ -254,6 +266,7 @@ class Liar:
             self._report_identity: 1,
             lambda peer: Subscribe(): 2,
             self._describe: 3,
+            self._advise: 3,
             lambda peer: ReadAnnouncements(self._id(), self._rng.choice((1, 1 << 20))): 3,
             **dict.fromkeys(self._role_makers, 0.5),
             lambda peer: Clear(self._id()): 0.1,
@@ -431,6 +444,39 @@ class Liar:
         rng = self._rng
         family = rng.choice(HASHES)[: rng.choice((0, 1, 32))]
         return StartPrefetch(self._id(), rng.choice(("", "r", "0")), family, rng.choice((0, 100)))
+
+    def _advise(self, peer: Peer) -> Advise:
+        rng = self._rng
+        names = b"".join(HASHES[: rng.randrange(len(HASHES) + 1)])[: rng.choice((None, None, 40))]
+        tenant, ttl_ms = rng.choice(NUMBERS), rng.choice(NUMBERS[:-2])
+        return Advise(rng.choice(tuple(Advice)), names, tenant, ttl_ms)
+
+    def _pin(self, peer: Peer) -> Pin:
+        rng = self._rng
+        return Pin(
+            id=self._id(),
+            ttl_ms=rng.choice(NUMBERS[:-2]),
+            request_id=rng.choice(("", "", "r", f"r{rng.randrange(100)}-x")),
+            identity=rng.choice(("", self._identity(peer).hex(), "0", "00" * HASH_BYTES)),
+            tenant=rng.choice((None, None, 0, *NUMBERS)),
+        )
+
+    def _place(self) -> int:
+        return self._rng.choice((0, 0, 1, 2, *NUMBERS[:-2]))
+
+    def _forget(self, peer: Peer) -> Forget:
+        rng = self._rng
+        names = [
+            self._identity(peer) + rng.choice(HASHES) + rng.choice((0, 1, 2)).to_bytes(2, "big")
+            for _ in range(rng.choice((0, 1, 1, 5)))
+        ]
+        keys = b"".join(names)[: rng.choice((None, None, None, 40))]
+        return Forget(self._id(), self._place(), keys, rng.random() < 0.2)
+
+    def _set_quota(self, peer: Peer) -> SetQuota:
+        rng = self._rng
+        bound_bytes = rng.choice((None, *NUMBERS[:-2]))
+        return SetQuota(self._id(), rng.choice(NUMBERS), bound_bytes, rng.random() < 0.3)
 
     def _reserve(self, peer: Peer) -> Reserve:
         rng = self._rng
