@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from hybridkv.wire.messages import Error, Forgotten, ObjectPage, Pinned, QuotaReport, Reply
+from hybridkv.wire.messages import Error, Reply
 from hybridkv.wire.protocol import ErrorCode
 from tests.daemonsim.tiers import ILLS
 from tests.seeds import Case, outcomes, passed
@@ -88,15 +88,12 @@ NOT_HERE = {
     ErrorCode.CONNECTIONS,
     ErrorCode.SESSIONS,
     ErrorCode.TOO_LARGE,
-    *(ErrorCode.PIN, ErrorCode.PLACE, ErrorCode.QUOTAS),
 }
-"""Codes that need another user, thousands of connections, megabytes of facts or a message that no
-liar sends, or that never occur."""
-NOT_GIVEN = {Error, Pinned, ObjectPage, Forgotten, QuotaReport}
-"""Replies to messages of commands, which the operator sends, and no liar."""
+"""Codes that need another user, thousands of connections or megabytes of facts, or that never
+occur."""
 HEARD = (
     *(f"liar_heard_{code}" for code in ErrorCode if code not in NOT_HERE),
-    *(f"liar_heard_{reply.__name__}" for reply in get_args(Reply) if reply not in NOT_GIVEN),
+    *(f"liar_heard_{reply.__name__}" for reply in get_args(Reply) if reply is not Error),
 )
 """Every refusal and every reply that a liar can be given."""
 

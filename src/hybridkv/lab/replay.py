@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple, Self
 import msgspec
 from msgspec import Meta
 
-from hybridkv.core.coverage import Hit, largest_hit, part_bytes, stored_counts, whole_hit
+from hybridkv.core.coverage import Hit, SlotShape, largest_hit, part_bytes, stored_counts, whole_hit
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
@@ -118,7 +118,7 @@ class ReplayModel:
         self.geometry = replace(geometry, chunk_tokens=geometry.chunk_tokens * fine)
         self._rule = rule
         # A long chunk has what its short ones have: their windows too.
-        self._bytes = [
+        self.sizes = [
             [
                 sum(
                     slot_bytes(size, geometry.parts(group))
@@ -130,7 +130,7 @@ class ReplayModel:
             for group in self.geometry.groups
         ]
         """Arena bytes of an object, by group and chunk of the group's period."""
-        known = (size for sizes in self._bytes for size in sizes if size)
+        known = (size for sizes in self.sizes for size in sizes if size)
         self.smallest_bytes = min(known, default=0)
 
     def hashes(self, prompt: TracePrompt) -> list[bytes]:
@@ -159,7 +159,7 @@ class ReplayModel:
 
     def tail_sizes(self) -> list[int]:
         """Return the bytes of a tail's objects, by group."""
-        return [period[0] for period in self._bytes]
+        return [period[0] for period in self.sizes]
 
     @property
     def keeps_junctions(self) -> bool:
@@ -179,7 +179,7 @@ class ReplayModel:
         `junctions` are the chunks after which the engine is asked for a state.
         """
         objects: list[dict[int, int]] = []
-        for group, period in zip(self.geometry.groups, self._bytes, strict=True):
+        for group, period in zip(self.geometry.groups, self.sizes, strict=True):
             stored_chunks: Iterable[int] = range(chunks)
             if group.kind is GroupKind.RECURRENT:
                 ends = state_ends(self.geometry, group, self._rule, prompt.tokens)
@@ -289,7 +289,7 @@ class TraceReplay:
         self._namespace = Namespace(
             identity=bytes(HASH_BYTES),
             gids=tuple(group.gid for group in groups),
-            shapes=(frozenset(),) * len(groups),
+            shapes=tuple(frozenset(map(self._shape, sizes)) for sizes in model.sizes),
             prefixes=tuple(group.kind is GroupKind.FULL for group in groups),
         )
 
@@ -374,10 +374,14 @@ class TraceReplay:
                     self.store_object(ReplayObject(index, tail, before, size), EvictionClass.PROMPT)
 
     def store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
-        pages = max(1, round(stored.size_bytes / self._scale / SLOT_ALIGN))
         new = NewObject(stored.group_index, stored.chunk_hash, stored.parent, eviction_class)
-        for slot in self.store.grant((pages * SLOT_ALIGN - payload_offset(1), 1), 1):
+        for slot in self.store.grant(self._shape(stored.size_bytes), 1):
             self.store.commit(slot, self._namespace, new)
+
+    def _shape(self, size_bytes: int) -> SlotShape:
+        """Return the shape of an object that takes so many bytes, scaled as the cache is."""
+        pages = max(1, round(size_bytes / self._scale / SLOT_ALIGN))
+        return pages * SLOT_ALIGN - payload_offset(1), 1
 
 
 def read_trace(path: Path, block_tokens: int, shown: str = "") -> list[TracePrompt]:

@@ -15,6 +15,7 @@ from benchmarks.pauses import (
 )
 
 from hybridkv.lab.replay import BLOCK_TOKENS, TracePrompt
+from hybridkv.store.retention import TENANT_SHARE, RetentionRefusal
 
 FEW = [replace(users, sessions=3, turns=(1, 3)) for users in CLASSES]
 
@@ -63,6 +64,15 @@ def test_a_retained_history_survives_others_until_its_time(ends: float, hit: int
             cache.serve_turn(turn(10.0 * number, range(start, start + 20), number))
         again = cache.serve_turn(turn(90.0, range(9), 0))
     assert again.tokens_hit == hit * BLOCK_TOKENS
+
+
+def test_no_more_is_retained_than_the_share_of_its_tenant() -> None:
+    ram_bytes = 48 * MODEL.smallest_bytes
+    with PausingReplay(ram_bytes, {"class 0": 1000.0}, None) as cache:
+        cache.serve_turn(turn(0.0, range(40), 0))
+        retention = cache.store.retention
+        assert retention.charged_bytes == ram_bytes // TENANT_SHARE
+        assert retention.refused[RetentionRefusal.TENANT] > 0
 
 
 def test_the_table_has_a_row_for_each_class_and_size() -> None:

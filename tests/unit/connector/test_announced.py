@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hybridkv.connector.scheduler.announced import AnnouncedChunks
 from hybridkv.core.coverage import largest_hit, needed_chunks
 from hybridkv.core.geometry import Geometry, GroupKind
+from hybridkv.core.keys import HASH_BYTES
 from tests.chance import examples
 from tests.layouts import LAYOUTS
 
@@ -17,7 +18,8 @@ SHARED = 2
 
 
 def keys_of(prompt: int) -> list[bytes]:
-    return [bytes([prompt if chunk >= SHARED else 99, chunk]) for chunk in range(CHUNKS)]
+    names = ((prompt if chunk >= SHARED else 99, chunk) for chunk in range(CHUNKS))
+    return [bytes(name).ljust(HASH_BYTES) for name in names]
 
 
 def hits_in(geometry: Geometry, present: set[tuple[bytes, int]], keys: list[bytes]) -> list[int]:
