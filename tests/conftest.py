@@ -1,5 +1,6 @@
 """Fixtures: a real daemon process on a socket of its own."""
 
+import gc
 import os
 import random
 import select
@@ -44,6 +45,12 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("hybridkv")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live until the end, so the garbage collector need not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from tests.waiting import until
 
 MODEL, CHUNKS = "gemma3", 3
 TOKENS = CHUNKS * 128 + 20
-ALICE, BOB, SCANS = 1, 2, range(100, 200)  # Prompts.
+ALICE, BOB, SCANS = 1, 2, range(100, 400)  # Prompts.
 
 
 class Tenants:
@@ -26,6 +26,11 @@ class Tenants:
 
     def __init__(self, hunted: Hunted, socket_path: str) -> None:
         self._hunted, self.socket_path = hunted, socket_path
+
+    def scan(self, number: int) -> None:
+        """Store a new prompt of one chunk."""
+        self._hunted.add(prompt(number, 148))
+        self._hunted.drive()
 
     def hit_tokens(self, number: int, salt: str = "", demotes: bool = False) -> int:
         """Answer a prompt. Returns how much of it came from outside: the engine has nothing."""
@@ -35,8 +40,8 @@ class Tenants:
         return int(self._hunted.drive()[name].num_cached_tokens)
 
     def value(self, name: str) -> float:
-        """Returns a value of the daemon's stats."""
-        return stats(self.socket_path)[name]
+        """Returns a value of the daemon's stats. One that nothing has counted yet is 0."""
+        return stats(self.socket_path).get(name, 0)
 
     def command(self, *words: str) -> Any:
         """Returns what a command prints, as JSON."""
@@ -79,7 +84,7 @@ def forget(tenants: Tenants) -> dict[str, Any]:
 
 
 def demote(tenants: Tenants) -> dict[str, Any]:
-    """Demote one of two prompts, and let new ones take the room of the first that goes."""
+    """Demote the younger one of two prompts, and let new ones take the room of what goes first."""
     tenants.hit_tokens(BOB)
     tenants.hit_tokens(ALICE, demotes=True)
     until(lambda: tenants.value("tier_disk_objects_written") > 0, "a tier has what is demoted")
@@ -87,19 +92,21 @@ def demote(tenants: Tenants) -> dict[str, Any]:
     written = tenants.value("tier_disk_objects_written")
     per_prompt = tenants.value("objects") / 2
     for number in SCANS:
-        if tenants.value("evicted") >= per_prompt:
+        if tenants.value("evicted"):
             break
-        tenants.hit_tokens(number)
-    before = tenants.value("tier_disk_chunks_hit")
+        tenants.scan(number)
+    evicted = tenants.value("evicted")
+    before = tenants.value("chunks_hit_disk")
     bob = tenants.hit_tokens(BOB)
-    after = tenants.value("tier_disk_chunks_hit")
+    after = tenants.value("chunks_hit_disk")
     alice = tenants.hit_tokens(ALICE)
     return {
         "written": written / per_prompt,
+        "evicted": evicted / per_prompt,
         "bob": bob,
         "bob, from the tier": after - before,
         "alice": alice,
-        "alice, from the tier": tenants.value("tier_disk_chunks_hit") - after,
+        "alice, from the tier": tenants.value("chunks_hit_disk") - after,
     }
 
 
