@@ -86,7 +86,7 @@ def check_room_waits(promotion: Promotion) -> None:
     assert all(key in waits.claimed for key in claimed)
     waiting = [lookup for lookup in lookups if lookup.story[-1] is Wait.ROOM]
     assert waits.waiting == len(waiting) <= ROOM_WAITS_MAX
-    assert all(lookup.is_admitted or not waits.may_admit(lookup.needs) for lookup in waiting)
+    assert all(lookup.is_admitted or not waits.is_free(lookup.needed_bytes) for lookup in waiting)
     held = {slot for lookup in waiting for slot in lookup.held}
     assert waits.held.total == sum(slot.size_bytes for slot in held)
 

@@ -118,6 +118,9 @@ class WaitingLookup:
     """The hits for which is read, ascending: the target, and one that comes earlier."""
     chosen_at: float = 0.0  # When they were chosen, for the first time.
     needs: deque[NeededObject] = field(default_factory=deque)  # Objects whose read is not begun.
+    needed_bytes: int = 0
+    """The bytes of RAM that these need beside what others hold or read, as counted last. To count
+    again at each tick would make the loop wait where long prompts wait."""
     is_admitted: bool = False  # Whether RAM's room for these is claimed.
     room_until: float | None = None  # When it waits for room no more. None = it has not waited.
     reads: int = 0  # Objects that are being read.
@@ -410,21 +413,27 @@ class Promotion:
 
         Returns whether it has. Then that room is claimed.
         """
+        if self._admit(lookup):
+            return True
 
-        def is_admitted() -> bool:
-            is_admitted = waits.may_admit(lookup.needs)
-            if not is_admitted and self.give_way():
-                is_admitted = waits.may_admit(lookup.needs)
-            if is_admitted:
-                lookup.is_admitted = True
-                waits.claim(lookup.needs)
-            return is_admitted
+        def has_room() -> bool:
+            is_last = lookup.room_until is not None and self._now >= lookup.room_until
+            return (is_last or waits.is_free(lookup.needed_bytes)) and self._admit(lookup)
 
         waits = self.room_waits
-        if is_admitted():
-            return True
         room_bytes = waits.room_beside_others(lookup.held, lookup.needs)
-        return (yield from self._wait_for_room(lookup, room_bytes, is_admitted))
+        return (yield from self._wait_for_room(lookup, room_bytes, has_room))
+
+    def _admit(self, lookup: WaitingLookup) -> bool:
+        """Claim the room of what the lookup reads, if RAM has it. Returns whether it has."""
+        waits = self.room_waits
+        lookup.needed_bytes = waits.bytes_alone(lookup.needs)
+        if not waits.is_free(lookup.needed_bytes):
+            self.give_way()
+        lookup.is_admitted = waits.is_free(lookup.needed_bytes)
+        if lookup.is_admitted:
+            waits.claim(lookup.needs)
+        return lookup.is_admitted
 
     def _await_slot(self, lookup: WaitingLookup) -> Generator[Wait, None, bool]:
         """Wait until others have left room, where what is free is in pieces that are too short."""
@@ -455,8 +464,8 @@ class Promotion:
                 yield Wait.ROOM
         finally:
             waits.end_waiting(held)
+            lookup.chosen_at += self._now - began_at  # Nothing was read for it meanwhile.
         waits.note_end(lookup.request, is_there, self._now)
-        lookup.chosen_at += self._now - began_at  # Nothing was read for it meanwhile.
         return is_there
 
     def _room_until(self, lookup: WaitingLookup, room_bytes: int) -> float:

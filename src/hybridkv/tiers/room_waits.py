@@ -74,14 +74,23 @@ class RoomWaits:
         for need in needs:
             self.claimed.subtract(need.key, need.record.size_bytes)
 
-    def may_admit(self, needs: Iterable[NeededObject]) -> bool:
-        """Return True if RAM has room for these objects beside all that stays or is claimed."""
-        needed_bytes = self._bytes_alone(needs)
+    def is_free(self, needed_bytes: int) -> bool:
+        """Return True if RAM has so much room beside all that stays or is claimed."""
         return not needed_bytes or needed_bytes <= self._free_bytes
+
+    def bytes_alone(self, needs: Iterable[NeededObject]) -> int:
+        """Return the bytes of what nobody else holds or reads, nor is admitted to read."""
+        return _bytes_of(need for need in needs if not self._is_shared(need))
+
+    def _is_shared(self, need: NeededObject) -> bool:
+        if need.key in self._reads.running or need.key in self.claimed:
+            return True
+        slot = need.namespace.find_slot(need.record.name.chunk_hash, need.place.group_index)
+        return slot is not None and (slot.pins > 0 or slot.is_retained)
 
     def room_beside_others(self, held: Iterable[Slot], needs: Sequence[NeededObject]) -> int:
         """Return the bytes of RAM that a hit may take which holds and needs these objects."""
-        shared_bytes = _bytes_of(needs) - self._bytes_alone(needs)
+        shared_bytes = _bytes_of(needs) - self.bytes_alone(needs)
         return self._free_bytes + sum(slot.size_bytes for slot in set(held)) + shared_bytes
 
     def may_come(
@@ -130,13 +139,6 @@ class RoomWaits:
     @property
     def _free_bytes(self) -> int:
         return self._store.available_bytes - self.claimed.total
-
-    def _bytes_alone(self, needs: Iterable[NeededObject]) -> int:
-        """Return the bytes of what is not read, nor to be read, for an admitted hit already."""
-        running, claimed = self._reads.running, self.claimed
-        return _bytes_of(
-            need for need in needs if need.key not in running and need.key not in claimed
-        )
 
 
 def _bytes_of(needs: Iterable[NeededObject]) -> int:

@@ -9,7 +9,7 @@ from hybridkv.shm.slots import slot_bytes
 from hybridkv.tiers.doubts import DOUBT_SECONDS
 from hybridkv.tiers.jobs import JobKind
 from hybridkv.tiers.promotion import Wait
-from hybridkv.tiers.room_waits import ROOM_WAITS_MAX, DistinctBytes, waits_until
+from hybridkv.tiers.room_waits import ROOM_WAITS_MAX, DistinctBytes, RoomWaits, waits_until
 from hybridkv.wire.messages import Found, Lookup, Pending, Release
 from tests.layouts import LAYOUTS, wide
 from tests.unit.daemon.dict_tier import DictTier
@@ -74,6 +74,42 @@ def test_a_hit_without_room_comes_once_another_has_been_loaded(tmp_path: Path) -
     found = node.answer()
     assert (found.chunks, found.why) == (3, "")
     node.prove(FULL, found, USERS[1])
+    assert waits(node) == (1, 0)
+    assert nothing_is_left(node)
+
+
+def test_ticks_of_the_loop_count_nothing_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt has thousands of objects, and the loop ticks after each message."""
+    node = node_with_room(tmp_path, 5)
+    ask(node, 0)
+    node.work()
+    node.answer()
+    ask(node, 1)
+    counted = []
+    monkeypatch.setattr(RoomWaits, "bytes_alone", lambda self, needs: counted.append(needs))
+    for _ in range(9):
+        node.tick(0.01)
+    assert not counted
+
+
+def test_what_came_for_another_meanwhile_counts_at_the_end_of_the_wait(tmp_path: Path) -> None:
+    node = node_with_room(tmp_path, 6)
+    node.ask(*USERS[2][:1], lease=8, wait_ms=WAIT_MS, rate=SPEED)
+    node.work()
+    ask(node, 0)
+    node.work()
+    node.daemon.outgoing.clear()
+    assert isinstance(ask(node, 1), Pending), "it lacks three chunks, and two have room"
+    node.ask(*USERS[1][:2], lease=9, wait_ms=WAIT_MS, rate=SPEED)
+    node.work()
+    assert node.answer().chunks == 2
+    release(node, 8)
+    node.tick(1.0)
+    node.work()
+    found = node.answer()
+    assert (found.chunks, found.why) == (3, "")
     assert waits(node) == (1, 0)
     assert nothing_is_left(node)
 
