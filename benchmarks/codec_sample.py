@@ -51,8 +51,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     arguments = parser.parse_args()
     text = "\n".join(Path(path).read_text() for path in arguments.text)
-    spec = parse_tier(f"disk://{os.path.abspath(arguments.directory)}?bytes=1GiB", "directory")
-    tier = DiskTier(spec, "sample")
+    url = f"disk://{os.path.abspath(arguments.directory)}?bytes=1GiB"
+    tier = DiskTier(parse_tier(url, "directory", node="sample"))
     tier.open()
     for payload in keys_and_values(arguments.model, text, DTYPES[arguments.dtype]):
         record = Record(RecordName(bytes(32), 0, os.urandom(32)), len(payload), 1, 1)

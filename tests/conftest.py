@@ -22,7 +22,7 @@ from tests.forked_daemon import ForkedDaemon
 from tests.waiting import DEADLINE_SECONDS, until
 
 # Their assertions say what the two sides are.
-pytest.register_assert_rewrite("tests.tier_suite", "tests.programs.tiers")
+pytest.register_assert_rewrite("tests.programs.tiers")
 
 # Before a test module imports torch.
 choose_cpu()

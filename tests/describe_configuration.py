@@ -78,6 +78,11 @@ TIER_OPTIONS: Mapping[str, Mapping[str, TierOption]] = {
             "`file:` and the path of a file with 32 random bytes, the key by which objects are "
             "encrypted. Objects that are not encrypted with this key are not read.",
         ),
+        "class": TierOption(
+            NONE,
+            "`MODULE:CLASS` of a [tier of your own](tiers-of-your-own.md), with a scheme that no "
+            "installed package registers.",
+        ),
     },
     "valkey": {
         "prefix": TierOption("`hybridkv:1:`", "The beginning of every key."),

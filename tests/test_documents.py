@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 import pytest
 
+import hybridkv_fault_injection as fault_injection
 from hybridkv.cli import bundle
 from hybridkv.cli.main import options_of
 from hybridkv.connector.metrics import FAMILIES, Shed, declined
@@ -24,7 +25,6 @@ from hybridkv.multi.children import OWN_KEYS, MultiSettings
 from hybridkv.observe.status import DECLINES
 from hybridkv.shm.slots import SLOT_VERSION
 from hybridkv.shm.trailer import ARENA_VERSION
-from hybridkv.tiers import fault_injection as injected
 from hybridkv.tiers.disk.writers import LAYOUT
 from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.metrics import TIER
@@ -149,9 +149,9 @@ def test_options_of_tiers_are_those_that_they_take(
 
 
 def test_options_of_all_tiers_are_those_that_they_take() -> None:
-    assert set(TIER_OPTIONS["inject"]) == set(injected.OPTIONS)
+    assert set(TIER_OPTIONS["inject"]) == set(fault_injection.OPTIONS)
     values = {"bytes": "1GiB", "write": "off", "hourly": "1GiB", "timeout": "1", "codec": "none"}
-    values["key"] = "file:/k"
+    values |= {"key": "file:/k", "class": "package.module:Class"}
     query = "&".join(f"{name}={values[name]}" for name in TIER_OPTIONS["any"])
     assert parse_tier(f"disk:///d?{query}", "tier").options == {}
     assert set(TIER_OPTIONS["any"]) == set(values)

@@ -25,6 +25,7 @@ from hybridkv.shm.slots import (
 from hybridkv.store.index import Slot
 from hybridkv.tiers import coding
 from hybridkv.tiers import record as records
+from hybridkv.tiers.conformance.samples import pages
 from hybridkv.tiers.contract import DamagedError, TierError, UndecodableError
 from hybridkv.tiers.disk.files import FileDamage, FileName, prove_file
 from hybridkv.tiers.disk.tier import DiskTier
@@ -41,7 +42,6 @@ from hybridkv.tiers.record import (
     stamp_head,
     write_head,
 )
-from tests.tier_suite import pages
 
 SEED = 99
 """The seed of the slot that records are read into."""
@@ -94,7 +94,7 @@ class Stored:
         payload = payload_of(random.Random(seed), self.record)
         self.plain = bytes(make(self.record, payload))
         self.raw = self.image(self.record, payload)
-        bare = DiskTier(parse_tier(f"disk://{root}?bytes=256MiB", "disk"), "here")
+        bare = DiskTier(parse_tier(f"disk://{root}?bytes=256MiB", "disk", "here"))
         self.tier = EncodedTier(bare, coding)
         self.tier.open()
         name = FileName(self.record.name.key, self.record.parent, self.record.interior)

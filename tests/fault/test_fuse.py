@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from hybridkv.core.tier_urls import parse_tier
+from hybridkv.tiers.conformance.samples import make_sample, read
+from hybridkv.tiers.conformance.suite import TierSuite
 from hybridkv.tiers.contract import Tier, TierError
 from hybridkv.tiers.disk.tier import DiskTier
 from tests.fault.fuse import FaultyFs, Op
-from tests.tier_suite import TierSuite, make_sample, read
 from tests.waiting import until
 
 
@@ -25,12 +26,12 @@ class TestOverFuse(TierSuite):
         with FaultyFs(tmp_path / "backing", tmp_path / "shown") as self._fs:
             yield
 
-    def make(self) -> Tier:
-        return DiskTier(parse_tier(f"disk://{self._fs.mountpoint}?bytes=64MiB", "disk"), "here")
+    def make_tier(self) -> Tier:
+        return DiskTier(parse_tier(f"disk://{self._fs.mountpoint}?bytes=64MiB", "disk", "here"))
 
     def make_away(self) -> Tier:
         (self._fs.mountpoint / "objects").touch()
-        return self.make()
+        return self.make_tier()
 
     def test_it_is_what_it_shows(self) -> None:
         tier = self.opened()

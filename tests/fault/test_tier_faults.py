@@ -327,7 +327,7 @@ def test_a_daemon_starts_without_tiers_that_are_full_or_read_only(
 def test_a_sign_of_life_needs_no_room(tmp_path: Path) -> None:
     """A daemon without a sign of life would be taken for another one of its name for ever."""
     with small("tmpfs", tmp_path) as (root, _):
-        tier = DiskTier(parse_tier(f"disk://{root}?bytes=1MiB", "disk"), "here")
+        tier = DiskTier(parse_tier(f"disk://{root}?bytes=1MiB", "disk", "here"))
         tier.open()
         fill(root)
         for _ in range(2):

@@ -30,4 +30,5 @@ def test_the_wheel_is_one_plugin_of_vllm() -> None:
     plugins = pytest.importorskip("hatchling.plugin.manager")
     project = metadata.ProjectMetadata(str(ROOT), plugins.PluginManager())
     plugin = {"hybridkv": "hybridkv.vllm.plugin:register"}
-    assert project.core.entry_points == {"vllm.general_plugins": plugin}
+    assert project.core.entry_points.pop("vllm.general_plugins") == plugin
+    assert project.core.entry_points.keys() == {"hybridkv.tiers"}

@@ -207,9 +207,11 @@ def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[s
         samples.setdefault(name, []).append(moved / (time.perf_counter() - started))
 
     raw = place / "raw"
-    spec = TierSpec(kind="disk", location=f"disk://{place}/tier", max_bytes=2 * total_bytes)
+    spec = TierSpec(
+        kind="disk", location=f"disk://{place}/tier", max_bytes=2 * total_bytes, node="bench"
+    )
     for round_number in range(ROUNDS):
-        tier = DiskTier(spec, "bench")
+        tier = DiskTier(spec)
         tier.open()
         measure("write", partial(_run, tier, writes, memory, WRITES_MAX))
         measure("read", partial(_run, tier, reads, memory, READS_MAX))

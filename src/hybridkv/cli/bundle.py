@@ -365,7 +365,8 @@ def _add_slot(
 )
 def run_import(arguments: argparse.Namespace) -> int:
     """Write the proven records into the directory and print. Returns 1 if any was wrong."""
-    spec = parse_tier(disk_url(os.path.abspath(arguments.disk), arguments.disk_bytes), "disk")
+    url = disk_url(os.path.abspath(arguments.disk), arguments.disk_bytes)
+    spec = parse_tier(url, "disk", node=f"import-{uuid.uuid4().hex[:8]}")
     setting = f"import: {arguments.file}"
     coding = _coding(arguments)
     with contextlib.ExitStack() as stack:
@@ -375,7 +376,7 @@ def run_import(arguments: argparse.Namespace) -> int:
         members = _read(file, setting, coding)
         # What is refused leaves no directory.
         first = list(islice(members, 1))
-        tier = DiskTier(spec, f"import-{uuid.uuid4().hex[:8]}", adopts=False)
+        tier = DiskTier(spec, adopts=False)
         try:
             tier.open()
         except TierError as error:

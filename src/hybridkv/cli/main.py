@@ -70,6 +70,9 @@ COMMANDS = {
     "doctor": CommandEntry("plan", "check a vllm serve command line before it is served"),
     "model": CommandEntry("model", "write a tiny model, to try vllm serve with"),
     "verify": CommandEntry("verify", "prove on real engines that the cache changes no answer"),
+    "tier-check": CommandEntry(
+        "tier_check", "prove that a tier below RAM keeps the contract, faults included"
+    ),
     "completion": CommandEntry(
         "completion", "print a script by which a shell completes commands and options"
     ),
@@ -157,7 +160,7 @@ def _versions() -> str:
 def command_of(name: str) -> Command:
     """Returns the command of this name. Imports its module."""
     module = importlib.import_module(f"hybridkv.cli.{COMMANDS[name].module}")
-    loaded: Command = getattr(module, f"run_{name}")
+    loaded: Command = getattr(module, f"run_{name.replace('-', '_')}")
     return loaded
 
 

@@ -7,6 +7,7 @@
     s3://bucket/prefix?endpoint=http://127.0.0.1:9000&hourly=10GiB
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -53,6 +54,9 @@ class TierSpec:
     codec: CodecName = CodecName.NONE
     """`codec`: how the records that this daemon writes are compressed."""
     key_path: str = ""  # `key`: the file with the key that encrypts records. Empty = none.
+    class_path: str = ""
+    """`class`: MODULE:CLASS, for a scheme that no installed package registers. Empty = none."""
+    node: str = ""  # The name of this daemon among those that share the storage.
     options: Mapping[str, str] = field(default_factory=dict)  # The options that only this kind has.
 
     @property
@@ -100,6 +104,17 @@ def parse_key(value: object, where: str) -> str:
     return path
 
 
+_CLASS = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+
+
+def parse_class(value: object, where: str) -> str:
+    """Returns "package.module:Class"."""
+    if not _CLASS.fullmatch(str(value)):
+        what = f"{where}={value} must name a module and a class in it"
+        raise ConfigError(what, "class=my_package.tier:MyTier works", "my_package.tier:MyTier")
+    return str(value)
+
+
 class CommonOption(NamedTuple):
     """An option of every kind of tier."""
 
@@ -116,13 +131,17 @@ _COMMON: Mapping[str, CommonOption] = {
     "hourly": CommonOption("hourly_bytes", parse_size),
     "codec": CommonOption("codec", option_parsers.choice(CodecName)),
     "key": CommonOption("key_path", parse_key),
+    "class": CommonOption("class_path", parse_class),
 }
 """The options of every kind, by their names in a URL."""
 _EXAMPLE = "disk:///var/cache/hybridkv?bytes=100GiB"
 
 
-def parse_tier(url: str, where: str) -> TierSpec:
-    """Returns the tier that a URL describes. Raises ConfigError where the URL is wrong."""
+def parse_tier(url: str, where: str, node: str = "") -> TierSpec:
+    """Returns the tier that a URL describes. Raises ConfigError where the URL is wrong.
+
+    `node` is the name of this daemon among those that share the tier's storage.
+    """
     if not is_writable(url):
         raise ConfigError(f"{where}: what is given is not UTF-8", value=_EXAMPLE)
     location, _, query = url.partition("?")
@@ -146,7 +165,7 @@ def parse_tier(url: str, where: str) -> TierSpec:
         for name, option in _COMMON.items()
         if name in given
     }
-    return TierSpec(kind=parts.scheme, location=location, options=given, **common)
+    return TierSpec(kind=parts.scheme, location=location, node=node, options=given, **common)
 
 
 def disk_url(path: str, size: str | int | None) -> str:

@@ -7,7 +7,8 @@ which return at once. A fault of one item is the TierError of that item, and the
 as a whole. After a call has returned, the tier writes to none of its memory. Only a `put` that was
 given up may still read it for a moment (S3).
 
-The repository has a suite that every tier passes, tests/tier_suite.py.
+A tier of another package is a plug-in (tiers.factory). Every tier passes the suite in
+tiers.conformance. docs/tiers-of-your-own.md has an example.
 """
 
 from abc import ABC, abstractmethod

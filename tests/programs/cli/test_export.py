@@ -19,6 +19,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.slots import HEADER_BYTES, committed_slots
 from hybridkv.tiers.coding import Codec, Coding
+from hybridkv.tiers.conformance.samples import make_sample, read
 from hybridkv.tiers.disk import files
 from hybridkv.tiers.disk.files import FileName
 from hybridkv.tiers.disk.tier import DiskTier
@@ -26,7 +27,6 @@ from hybridkv.tiers.encoded import EncodedTier
 from hybridkv.tiers.encryption import read_key
 from tests.forked_daemon import ForkedDaemon
 from tests.layouts import LAYOUTS
-from tests.tier_suite import make_sample, read
 from tests.unit.daemon.tierclient import IDENTITY, Client, object_files, real_bytes, stats
 from tests.waiting import until
 
@@ -36,7 +36,7 @@ OTHER = b"o" * 32
 
 
 def opened(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
-    tier = DiskTier(parse_tier(f"disk://{root}?bytes={size}", "disk"), writer)
+    tier = DiskTier(parse_tier(f"disk://{root}?bytes={size}", "disk", writer))
     tier.open()
     return tier
 

@@ -12,13 +12,13 @@ import pytest
 from hybridkv.cli.main import main
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.tiers.conformance.samples import make_sample, read
 from hybridkv.tiers.contract import MissingError
 from hybridkv.tiers.disk.files import FileName
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import QUIET_SECONDS
 from tests.forked_daemon import ForkedDaemon
 from tests.invariants import check_disk
-from tests.tier_suite import make_sample, read
 from tests.unit.daemon.tierclient import Client, is_written, object_files
 from tests.waiting import until
 
@@ -26,7 +26,7 @@ OBJECTS = 12
 
 
 def opened(root: Path, writer: str = "here") -> DiskTier:
-    tier = DiskTier(parse_tier(f"disk://{root}?bytes=64MiB", "disk"), writer)
+    tier = DiskTier(parse_tier(f"disk://{root}?bytes=64MiB", "disk", writer))
     tier.open()
     return tier
 

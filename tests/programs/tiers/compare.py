@@ -13,10 +13,10 @@ import valkey as library
 
 from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.tier_urls import parse_tier
+from hybridkv.tiers.conformance.samples import pages
 from hybridkv.tiers.contract import ReadRequest, WriteRequest
 from hybridkv.tiers.valkey.tier import ValkeyTier
 from tests.programs.tiers.servers import ValkeyServer
-from tests.tier_suite import pages
 
 VALUE_BYTES = 32 << 20
 ROUNDS = 10

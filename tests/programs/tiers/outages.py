@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from hybridkv.tiers.conformance.samples import SampleObject, make_sample, pages, read
 from hybridkv.tiers.contract import ReadRequest, Tier, TierError
 from tests.programs.tiers.servers import Server
-from tests.tier_suite import SampleObject, make_sample, pages, read
 from tests.waiting import DEADLINE_SECONDS, until
 
 SLACK_SECONDS = DEADLINE_SECONDS

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from hybridkv.tiers.conformance.samples import SampleObject, make_sample, pages
 from hybridkv.tiers.contract import DamagedError, MissingError, ReadRequest, Tier, TierError
-from tests.tier_suite import SampleObject, make_sample, pages
 from tests.waiting import until
 
 _Tier = TypeVar("_Tier", bound=Tier)

@@ -99,6 +99,12 @@ class Server:
         self._reader = threading.Thread(target=self.log.extend, args=(process.stdout,))
         self._reader.start()
 
+    @property
+    def pid(self) -> int:
+        """The process id of the server, which runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def send(self, number: signal.Signals) -> None:
         """Send the server a signal. After SIGSTOP, wait until every thread has stopped."""
         assert self._process is not None

@@ -17,6 +17,8 @@ import pytest
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
+from hybridkv.tiers.conformance.samples import SampleObject, make_sample, pages, read
+from hybridkv.tiers.conformance.suite import TierSuite
 from hybridkv.tiers.contract import FullError, MissingError, ReadRequest, TierError, WriteRequest
 from hybridkv.tiers.isolated import IsolatedProcess
 from hybridkv.tiers.mooncake.tier import MooncakeTier
@@ -27,7 +29,6 @@ from tests.programs.tiers.master import (
     free_port,
     needs_mooncake,
 )
-from tests.tier_suite import SampleObject, TierSuite, make_sample, pages, read
 from tests.waiting import state_of, until
 
 HASTY_SECONDS = 2.0
@@ -166,7 +167,7 @@ class TestMooncake(TierSuite):
     def storage(self, master: Master, node: MooncakeTier) -> None:
         self.master = master
 
-    def make(self) -> MooncakeTier:
+    def make_tier(self) -> MooncakeTier:
         return self.master.tier()
 
     def make_away(self) -> MooncakeTier:

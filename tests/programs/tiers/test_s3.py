@@ -20,6 +20,8 @@ from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.tiers import s3 as module
 from hybridkv.tiers.coding import coding_of
+from hybridkv.tiers.conformance.samples import SampleObject, make_sample, read
+from hybridkv.tiers.conformance.suite import TierSuite
 from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.encoded import EncodedTier
 from hybridkv.tiers.s3 import S3Tier
@@ -37,7 +39,6 @@ from tests.programs.tiers.records import (
 )
 from tests.programs.tiers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port
 from tests.programs.tiers.test_encoded import key_file
-from tests.tier_suite import SampleObject, TierSuite, make_sample, read
 from tests.waiting import DEADLINE_SECONDS, until
 
 Make = Callable[[str], S3Tier]
@@ -157,7 +158,7 @@ class TestS3(TierSuite):
     def storage(self, server: S3Server, prefix: str) -> None:
         self.url = server.url(prefix)
 
-    def make(self) -> Tier:
+    def make_tier(self) -> Tier:
         return PatientTier(parse_tier(self.url, "tier"))
 
     def make_away(self) -> Tier:
@@ -180,7 +181,7 @@ class TestEncoded(TestS3):
         key, url = key_file(tmp_path / "tier.key", 1), server.url(prefix)
         self.url = f"{url}{'&' if '?' in url else '?'}codec=zplanes&key=file:{key}"
 
-    def make(self) -> Tier:
+    def make_tier(self) -> Tier:
         spec = parse_tier(self.url, "tier")
         return EncodedTier(PatientTier(spec), coding_of(spec))
 

@@ -21,6 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import parse_tier
+from hybridkv.tiers.conformance.samples import SampleObject, make_sample, read
+from hybridkv.tiers.conformance.suite import TierSuite
 from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
 from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.remote import Deadline
@@ -42,7 +44,6 @@ from tests.programs.tiers.records import (
 )
 from tests.programs.tiers.servers import ValkeyServer, free_port
 from tests.programs.tiers.test_encoded import key_file
-from tests.tier_suite import SampleObject, TierSuite, make_sample, read
 from tests.unit.daemon.harness import engine
 from tests.unit.daemon.tier_node import FULL, Node
 from tests.waiting import DEADLINE_SECONDS
@@ -83,7 +84,7 @@ class TestOverTcp(TierSuite):
     def storage(self, server: ValkeyServer) -> None:
         self.url = f"{server.url}?prefix=test{next(_numbers)}:"
 
-    def make(self) -> Tier:
+    def make_tier(self) -> Tier:
         return tier_of(self.url)
 
     def make_away(self) -> Tier:
@@ -114,7 +115,7 @@ class TestEncoded(TestOverTcp):
         key = key_file(tmp_path / "tier.key", 1)
         self.url = f"{server.url}?prefix=test{next(_numbers)}:&codec=zplanes&key=file:{key}"
 
-    def make(self) -> Tier:
+    def make_tier(self) -> Tier:
         return make_tier(parse_tier(self.url, "tier"), "here")
 
 
@@ -333,7 +334,7 @@ def test_a_password_that_is_rotated_in_its_file_is_used(
     file = tmp_path / "password"
     file.write_text("open/#?@:%\n")
     url = f"valkey://127.0.0.1:{guarded.port}/0?password_file={file}"
-    node = Node(url, make=lambda spec, name: ValkeyTier(spec))
+    node = Node(url, make=ValkeyTier)
     engine(node.daemon, 1, FULL)
     node.store_if_room(FULL, [1])
     with library.Valkey(host="127.0.0.1", port=guarded.port, password="open/#?@:%") as client:

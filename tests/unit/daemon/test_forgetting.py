@@ -26,7 +26,7 @@ IDENTITY = b"n" * 32
 
 @pytest.fixture
 def node() -> Node:
-    node = Node(SIM, make=lambda spec, name: DictTier({}, is_remote=True))
+    node = Node(SIM, make=lambda spec: DictTier({}, is_remote=True))
     engine(node.daemon, 1, FULL)
     control(node)
     return node

@@ -70,7 +70,7 @@ def store(node: Node, number: int, parent: int = 0, tenant: int = 0) -> bytes:
 
 @pytest.fixture
 def node() -> Node:
-    node = Node(SIM, make=lambda spec, name: DictTier({}, is_remote=True))
+    node = Node(SIM, make=lambda spec: DictTier({}, is_remote=True))
     engine(node.daemon, 1, FULL)
     control(node)
     return node

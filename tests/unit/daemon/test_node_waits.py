@@ -26,7 +26,7 @@ WRITES_MAX = LIMITS[JobKind.WRITE]
 
 def node_over(records: dict[bytes, bytes], geometry: Geometry = FULL, arena: int = ARENA) -> Node:
     """A node over a tier that all nodes write to, and that must be asked what it has."""
-    node = Node("sim://0", arena=arena, make=lambda spec, name: DictTier(records, is_remote=True))
+    node = Node("sim://0", arena=arena, make=lambda spec: DictTier(records, is_remote=True))
     engine(node.daemon, 1, geometry)
     return node
 

@@ -285,9 +285,7 @@ def test_pieces_that_are_too_short_are_waited_for_too() -> None:
     records: dict[bytes, bytes] = {}
     large = wide(FULL, 10)
     for arena in (ARENA, 8 * SIZE):
-        node = Node(
-            "sim://0", arena=arena, make=lambda spec, name: DictTier(records, is_remote=False)
-        )
+        node = Node("sim://0", arena=arena, make=lambda spec: DictTier(records, is_remote=False))
         engine(node.daemon, 1, large)
         if not records:
             node.store(large, [1])

@@ -37,16 +37,16 @@ class Node:
         *urls: str,
         arena: int = ARENA,
         name: str = "here",
-        make: Callable[[TierSpec, str], Tier] = DiskTier,
+        make: Callable[[TierSpec], Tier] = DiskTier,
     ) -> None:
         self.memory = memoryview(bytearray(arena))
         self.jobs: list[TierJob] = []
         self.now = 100.0
         self.checks = True
         store = Store(self.memory, first_generation=FIRST_GENERATION)
-        specs = [parse_tier(url, "tier") for url in urls]
+        specs = [parse_tier(url, "tier", name) for url in urls]
         lines = [
-            TierState(number, f"disk{number or ''}", make(spec, name), spec, self.jobs.append)
+            TierState(number, f"disk{number or ''}", make(spec), spec, self.jobs.append)
             for number, spec in enumerate(specs)
         ]
         self.daemon = Daemon(store, make_welcome(arena), lines)
@@ -170,7 +170,7 @@ def is_found(reply: Reply | None) -> Found:
 
 def remote(records: dict[bytes, bytes], *urls: str, arena: int = ARENA) -> Node:
     """A node over tiers that all have these records, and must be asked for what they have."""
-    node = Node(*urls, arena=arena, make=lambda spec, name: DictTier(records, is_remote=True))
+    node = Node(*urls, arena=arena, make=lambda spec: DictTier(records, is_remote=True))
     engine(node.daemon, 1, FULL)
     return node
 

@@ -16,6 +16,7 @@ from hybridkv.core.keys import HASH_BYTES
 from hybridkv.core.packed import SlotRef, pack_slots, pack_u64, unpack_slots
 from hybridkv.shm.arena import Arena, attach_arena
 from hybridkv.shm.slots import is_signed, part_digests, payload_offset, sign, slot_bytes
+from hybridkv.tiers.conformance.samples import FEW_VALUES
 from hybridkv.wire.messages import (
     Commit,
     Found,
@@ -29,7 +30,6 @@ from hybridkv.wire.messages import (
     Reserved,
     Stats,
 )
-from tests.tier_suite import FEW_VALUES
 from tests.unit.daemon.harness import engine_hello
 from tests.waiting import DEADLINE_SECONDS
 

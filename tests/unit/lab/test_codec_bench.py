@@ -7,12 +7,12 @@ import pytest
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.codec_bench import measure_codecs
+from hybridkv.tiers.conformance.samples import make_sample
 from hybridkv.tiers.disk.tier import DiskTier
-from tests.tier_suite import make_sample
 
 
 def test_the_objects_of_a_directory_are_measured(tmp_path: Path) -> None:
-    tier = DiskTier(parse_tier(f"disk://{tmp_path}/tier?bytes=64MiB", "disk"), "here")
+    tier = DiskTier(parse_tier(f"disk://{tmp_path}/tier?bytes=64MiB", "disk", "here"))
     tier.open()
     assert (
         tier.put([make_sample(number, 100_000).write_request() for number in range(3)])
@@ -27,7 +27,7 @@ def test_the_objects_of_a_directory_are_measured(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_objects_is_one_sentence(tmp_path: Path) -> None:
-    DiskTier(parse_tier(f"disk://{tmp_path}/tier?bytes=64MiB", "disk"), "here").open()
+    DiskTier(parse_tier(f"disk://{tmp_path}/tier?bytes=64MiB", "disk", "here")).open()
     with pytest.raises(ConfigError, match="has no object that could be measured"):
         measure_codecs(str(tmp_path / "tier"))
     with pytest.raises(ConfigError, match="--sample"):

@@ -15,13 +15,13 @@ from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.tiers import coding as module
 from hybridkv.tiers.coding import BLOCK_BYTES, PLAIN, Codec, Coding
+from hybridkv.tiers.conformance.samples import SampleObject, make_sample, pages, read
 from hybridkv.tiers.contract import DamagedError, Tier, TierError, UndecodableError
 from hybridkv.tiers.disk.files import FileDamage, parse_name, prove_file
 from hybridkv.tiers.encoded import EncodedTier
 from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.record import Encoding, encoded_header, read_encoded
 from tests.chance import examples
-from tests.tier_suite import SampleObject, make_sample, pages, read
 from tests.unit.daemon.dict_tier import DictTier
 
 CODING = Coding(Codec.ZPLANES)

@@ -20,6 +20,8 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.tiers.conformance.samples import SampleObject, make_sample, read
+from hybridkv.tiers.conformance.suite import BOUND_BYTES, TierSuite
 from hybridkv.tiers.contract import DamagedError, FullError, MissingError, Tier, TierError
 from hybridkv.tiers.disk.alive import Life, proven_life
 from hybridkv.tiers.disk.files import (
@@ -34,11 +36,10 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LAYOUT_FILE, QUIET_SECONDS, check_root
 from hybridkv.tiers.factory import make_tier
 from tests.invariants import check_disk
-from tests.tier_suite import BOUND_BYTES, SampleObject, TierSuite, make_sample, read
 
 
 def disk(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
-    return DiskTier(parse_tier(f"disk://{root}?bytes={size}", "disk"), writer)
+    return DiskTier(parse_tier(f"disk://{root}?bytes={size}", "disk", writer))
 
 
 def opened(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
@@ -64,7 +65,7 @@ class TestDisk(TierSuite):
     def _directory(self, tmp_path: Path) -> None:
         self._root = tmp_path / "tier"
 
-    def make(self) -> Tier:
+    def make_tier(self) -> Tier:
         return disk(self._root)
 
     def make_away(self) -> Tier:
@@ -83,13 +84,13 @@ class TestSharedDirectory(TierSuite):
         self._root = tmp_path / "tier"
         self._count = 0
 
-    def make(self) -> DiskTier:
+    def make_tier(self) -> DiskTier:
         self._count += 1
         return disk(self._root, f"node-{self._count}")
 
     def make_away(self) -> DiskTier:
         self._root.touch()
-        return self.make()
+        return self.make_tier()
 
 
 class TestWithoutDirectIO(TestDisk):
@@ -101,7 +102,7 @@ class TestWithoutDirectIO(TestDisk):
 class TestCompressed(TestDisk):
     encoded = True
 
-    def make(self) -> Tier:
+    def make_tier(self) -> Tier:
         url = f"disk://{self._root}?bytes=64MiB&codec=zplanes"
         return make_tier(parse_tier(url, "disk"), "here")
 
@@ -109,7 +110,7 @@ class TestCompressed(TestDisk):
 class TestEncrypted(TestDisk):
     encoded = True
 
-    def make(self) -> Tier:
+    def make_tier(self) -> Tier:
         key = self._root.with_name("tier.key")
         key.write_bytes(bytes(range(32)))
         key.chmod(0o600)
@@ -333,7 +334,7 @@ def test_a_killed_process_is_a_dead_writer_at_once(tmp_path: Path) -> None:
     code = (
         "import sys; from hybridkv.core.tier_urls import parse_tier;"
         "from hybridkv.tiers.disk.tier import DiskTier;"
-        "tier = DiskTier(parse_tier(sys.argv[1], 'disk'), 'killed'); tier.open();"
+        "tier = DiskTier(parse_tier(sys.argv[1], 'disk', 'killed')); tier.open();"
         "print(flush=True); sys.stdin.read()"
     )
     words = [sys.executable, "-c", code, f"disk://{tmp_path}?bytes=64MiB"]
@@ -398,7 +399,7 @@ def test_a_writer_that_was_silent_for_too_long_goes_on(tmp_path: Path) -> None:
 
 def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
     guest, tier = (
-        DiskTier(parse_tier(f"disk://{tmp_path}", "disk"), "guest", adopts=False),
+        DiskTier(parse_tier(f"disk://{tmp_path}", "disk", "guest"), adopts=False),
         opened(tmp_path),
     )
     guest.open()

@@ -12,6 +12,7 @@ from hybridkv.shm.slots import HEADER_BYTES, SLOT_ALIGN, payload_offset
 from hybridkv.store.index import Slot
 from hybridkv.tiers import encryption as module
 from hybridkv.tiers.coding import PLAIN, Codec, Coding
+from hybridkv.tiers.conformance.samples import SampleObject, make_sample, pages, read
 from hybridkv.tiers.contract import DamagedError, Tier, UndecodableError
 from hybridkv.tiers.disk.files import FileDamage, parse_name, prove_file
 from hybridkv.tiers.encoded import EncodedTier
@@ -20,7 +21,6 @@ from hybridkv.tiers.factory import make_tier
 from hybridkv.tiers.health import TierState
 from hybridkv.tiers.jobs import JobItem, JobKind, TierJob, execute
 from hybridkv.tiers.record import encoded_header, read_encoded
-from tests.tier_suite import SampleObject, make_sample, pages, read
 from tests.unit.daemon.dict_tier import DictTier
 
 KEY, OTHER_KEY = TierKey(bytes(32)), TierKey(b"o" * 32)

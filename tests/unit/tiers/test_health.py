@@ -69,7 +69,7 @@ def storage() -> Storage:
 
 @pytest.fixture
 def node(storage: Storage) -> Node:
-    node = Node("sim://0", make=lambda spec, name: LoginTier(storage))
+    node = Node("sim://0", make=lambda spec: LoginTier(storage))
     engine(node.daemon, 1, FULL)
     node.checks = False  # It is checked elsewhere, and these tests take minutes of its clock.
     return node

@@ -11,6 +11,7 @@ import pytest
 
 from hybridkv.core.refusals import Refusal
 from hybridkv.tiers import contract
+from hybridkv.tiers.conformance.suite import BOUND_BYTES, TierSuite
 from hybridkv.tiers.contract import (
     START_BYTES,
     FullError,
@@ -20,7 +21,6 @@ from hybridkv.tiers.contract import (
     TierError,
     WriteRequest,
 )
-from tests.tier_suite import BOUND_BYTES, TierSuite
 
 PAUSE_SECONDS = 0.002
 
@@ -153,7 +153,7 @@ class TestSqlite(TierSuite):
     def storage(self, tmp_path: Path) -> None:
         self.path = tmp_path / "records"
 
-    def make(self) -> Tier:
+    def make_tier(self) -> Tier:
         return self.kind(self.path)
 
     def make_away(self) -> Tier:

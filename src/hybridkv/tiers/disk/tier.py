@@ -104,12 +104,13 @@ class DiskTier(Tier):
 
     name = "disk"
 
-    def __init__(self, spec: TierSpec, writer: str, adopts: bool = True) -> None:
-        """`writer` names this daemon, in all its lives, among all that use the directory.
+    def __init__(self, spec: TierSpec, adopts: bool = True) -> None:
+        """`spec.node` names this daemon, in all its lives, among all that use the directory.
 
         `adopts`: whether it takes over the files of lost writers.
         """
         spec.known_options()
+        writer = spec.node
         root = Path(spec.location.removeprefix("disk://"))
         self.index = FileIndex(spec.max_bytes or 0, home_of(root, writer))
         self.writers = Writers(root, writer, self.index, adopts)

@@ -1,25 +1,38 @@
 """The conformance suite of tiers: subclass TierSuite in a test module, and say how to make a tier.
 
-The suite puts whole records, and proves what it reads as the daemon does.
+::
+
+    class TestMyTier(TierSuite):
+        url = "my-scheme:///where/it/is"
+
+        def make_tier(self) -> Tier:
+            return MyTier(parse_tier(self.url, "tier"))
+
+The suite puts whole records, and proves what it reads as the daemon does. `hybridkv tier-check URL`
+runs it over any tier whose storage is empty.
 """
 
 import contextlib
 import itertools
-import mmap
 import os
 import random
 import resource
+import subprocess
+import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.keys import HASH_BYTES
-from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN, payload_offset
+from hybridkv.core.tier_urls import TIMEOUT_SECONDS
+from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
+from hybridkv.tiers.conformance import writer
+from hybridkv.tiers.conformance.samples import PARENT, make_sample, pages, read
 from hybridkv.tiers.contract import (
     DamagedError,
     FindRequest,
@@ -31,86 +44,24 @@ from hybridkv.tiers.contract import (
     TierError,
     WriteRequest,
 )
-from hybridkv.tiers.record import (
-    Record,
-    RecordName,
-    head_bytes,
-    proven_digests,
-    read_head,
-    read_start,
-    write_head,
-)
-from tests.waiting import DEADLINE_SECONDS, until
+from hybridkv.tiers.record import read_start
 
+DEADLINE_SECONDS = float(os.environ.get("HYBRIDKV_TEST_DEADLINE", "60"))
+"""For what the suite waits for. It is generous, because a machine may be busy."""
 THREADS = 4
 CALLS = 20  # Calls that `waits` makes.
 BOUND_BYTES = 256 << 10
-SEED = 5
-PARENT = bytes(range(SHORT_HASH_BYTES))
-FEW_VALUES = bytes(range(16)) * 16  # Turns random bytes into such as a codec makes smaller.
-_namespaces = itertools.count(1)
+PUTS_BEFORE_KILL = (1, 4, 13)  # Of writers that are killed one after the other.
+SLACK_SECONDS = 5.0  # For a busy machine.
+ALONE = "its storage takes one daemon at a time"
 
 
-class SampleObject(NamedTuple):
-    """A whole record in memory, and its header."""
-
-    record: Record
-    memory: memoryview
-
-    @property
-    def key(self) -> bytes:
-        """The key of the record in tiers."""
-        return self.record.name.key
-
-    def write_request(self, cut: int = 0) -> WriteRequest:
-        """The record in one piece, or in two that meet at page `cut`."""
-        at = cut * SLOT_ALIGN
-        return WriteRequest(self.key, [self.memory[:at], self.memory[at:]] if at else [self.memory])
-
-
-def pages(size: int) -> memoryview:
-    """`size` zeroed bytes of memory that start on a page."""
-    return memoryview(mmap.mmap(-1, size))
-
-
-def make_sample(
-    number: int,
-    part_bytes: int = 9000,
-    parts: int = 2,
-    namespace: bytes | None = None,
-    payload: bytes = b"",
-) -> SampleObject:
-    """A record of random half bytes, the same ones for each number, or of `payload`."""
-    rng = random.Random(number)
-    namespace = namespace or rng.randbytes(HASH_BYTES)
-    name = RecordName(namespace, number % 5, rng.randbytes(HASH_BYTES))
-    part_bytes = len(payload) // parts if payload else part_bytes
-    record = Record(name, part_bytes, parts, SEED)
-    memory = pages(record.size_bytes)
-    start = payload_offset(parts)
-    payload = payload or rng.randbytes(part_bytes * parts).translate(FEW_VALUES)
-    memory[start : start + part_bytes * parts] = payload
-    head = pages(head_bytes(parts))
-    write_head(record, memory, head)
-    memory[: len(head)] = head
-    return SampleObject(record, memory)
-
-
-def read(tier: Tier, wanted: SampleObject, cut: int = 0) -> TierError | None:
-    """Get one record back and prove it, as the daemon does.
-
-    Raises AssertionError where wrong bytes are taken for right ones.
-    """
-    into = pages(len(wanted.memory))
-    at = cut * SLOT_ALIGN
-    (error,) = tier.get([ReadRequest(wanted.key, [into[:at], into[at:]] if at else [into])])
-    if error is None:
-        record = read_head(into[: head_bytes(wanted.record.parts)])
-        if record is None or proven_digests(record, into) is None:
-            return DamagedError("its bytes are not those that were put")
-        assert record == wanted.record
-        assert into == wanted.memory
-    return error
+def until(happened: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
+    """Wait until `happened()`. Raises AssertionError with `what` after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"waited in vain for: {what}"
+        time.sleep(0.01)
 
 
 def waits(call: Callable[[], object]) -> bool:
@@ -159,16 +110,24 @@ class TierSuite(ABC):
     discards_for_all = True
     """Whether what one tier object discarded is missing for others at once, not only later."""
 
+    writer_url = ""
+    """What makes the same tier in a process that is killed. Empty = that is left out."""
     release_seconds = DEADLINE_SECONDS
     """The longest that resources may take to go after `close`."""
+    timeout_seconds = TIMEOUT_SECONDS
+    """The longest that a call may take while the storage does not answer."""
 
     @abstractmethod
-    def make(self) -> Tier:
+    def make_tier(self) -> Tier:
         """A tier over this test's storage: the first finds nothing, later ones what was put."""
 
-    @abstractmethod
-    def make_away(self) -> Tier:
-        """A tier whose storage is not there."""
+    def make_away(self) -> Tier | None:
+        """A tier whose storage is not there. None = that cannot be made."""
+        return None
+
+    def storage_stopped(self) -> AbstractContextManager[None] | None:
+        """Stops the storage, which answers nobody inside. None = that cannot be done."""
+        return None
 
     def make_bounded(self) -> Tier | None:
         """A tier with a bound of BOUND_BYTES. None = the kind has no bound of its own."""
@@ -176,7 +135,7 @@ class TierSuite(ABC):
 
     def opened(self) -> Tier:
         """A tier that can be used."""
-        tier = self.make()
+        tier = self.make_tier()
         tier.open()
         return tier
 
@@ -319,7 +278,7 @@ class TierSuite(ABC):
 
     def test_the_next_one_finds_it(self) -> None:
         if not self.persistent:
-            return
+            pytest.skip("its records end with the tier object")
         first = self.opened()
         samples = [make_sample(n) for n in range(20)]
         first.put([sample.write_request() for sample in samples])
@@ -331,7 +290,7 @@ class TierSuite(ABC):
 
     def test_two_at_once_see_what_the_other_put(self) -> None:
         if not self.shared:
-            return
+            pytest.skip(ALONE)
         here, there = self.opened(), self.opened()
         sample = make_sample(1)
         assert here.put([sample.write_request()]) == [None]
@@ -345,7 +304,7 @@ class TierSuite(ABC):
 
     def test_what_another_puts_is_found_again_at_once(self) -> None:
         if not self.shared:
-            return
+            pytest.skip(ALONE)
         here, there = self.opened(), self.opened()
         samples = [make_sample(number) for number in range(4)]
         parents, interiors = (bytes(SHORT_HASH_BYTES), PARENT), (False, True)
@@ -404,7 +363,7 @@ class TierSuite(ABC):
         self.close([tier])
 
     def test_what_the_loop_calls_returns_at_once(self) -> None:
-        tier, there, missing = self.make(), make_sample(1), make_sample(2)
+        tier, there, missing = self.make_tier(), make_sample(1), make_sample(2)
         assert tier.peek(there.key) in (False, None), "it works before `open`"
         tier.gauges()
         tier.open()
@@ -416,7 +375,7 @@ class TierSuite(ABC):
 
     def test_a_record_that_ends_within_a_page_is_damaged(self) -> None:
         if self.encoded:
-            return
+            pytest.skip("an encoded record has any length")
         tier, sample = self.opened(), make_sample(1)
         cut = WriteRequest(sample.key, [sample.memory[: len(sample.memory) - 100]])
         (error,) = tier.put([cut])
@@ -445,7 +404,7 @@ class TierSuite(ABC):
     def test_the_bound_of_bytes_is_kept(self) -> None:
         tier = self.make_bounded()
         if tier is None:
-            return
+            pytest.skip("it has no bound of its own")
         tier.open()
         samples = [make_sample(number, 20_000) for number in range(30)]
         for sample in samples:
@@ -466,6 +425,8 @@ class TierSuite(ABC):
 
     def test_opening_asks_the_storage(self) -> None:
         tier = self.make_away()
+        if tier is None:
+            pytest.skip("no tier without storage can be made")
         with pytest.raises((TierError, ConfigError)):
             tier.open()
         self.close([tier])
@@ -492,7 +453,7 @@ class TierSuite(ABC):
             assert tier.put([sample.write_request()]) == [None]
             assert read(tier, sample) is None
             self.close([tier, tier])
-            with contextlib.suppress(TierError):
+            with contextlib.suppress(TierError):  # A closed tier may fail.
                 tier.find([sample.key])
             assert isinstance(read(tier, sample), TierError | None)
             tier.open()
@@ -524,3 +485,51 @@ class TierSuite(ABC):
             thread.join(DEADLINE_SECONDS)
         assert not any(thread.is_alive() for thread in threads)
         assert faults == []
+
+    def test_a_writer_that_is_killed_leaves_whole_records(self) -> None:
+        if not (self.writer_url and self.shared and self.persistent):
+            pytest.skip("no URL is given for a process that puts and is killed")
+        command = [sys.executable, "-m", writer.__name__, self.writer_url]
+        for puts in PUTS_BEFORE_KILL:
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+                assert killed.stdout is not None
+                assert [killed.stdout.readline() for _ in range(puts)] == ["put\n"] * puts
+                killed.kill()
+            tier = self.opened()
+            errors = [read(tier, sample) for sample in writer.written_samples()]
+            assert all(isinstance(error, MissingError | None) for error in errors), errors
+            self.close([tier])
+
+    def test_a_storage_that_stops_is_an_error_in_time(self) -> None:
+        tier, there, other = self.opened(), make_sample(1), make_sample(2)
+        stopped = self.storage_stopped()
+        if stopped is None:
+            pytest.skip("nothing says how its storage is stopped")
+        assert tier.put([there.write_request()]) == [None]
+        calls: dict[str, Callable[[], object]] = {
+            "find": lambda: tier.find([other.key]) == [False],
+            "get": lambda: isinstance(read(tier, there), TierError | None),
+            "put": lambda: isinstance(tier.put([other.write_request()])[0], TierError | None),
+            "read_starts": lambda: tier.read_starts([there.key]),
+            "tend": tier.tend,
+        }
+        with stopped:
+            for name, call in calls.items():
+                started = time.monotonic()
+                with contextlib.suppress(TierError):  # It is what a call should raise.
+                    assert call() is not False, name
+                seconds = time.monotonic() - started
+                assert seconds < self.timeout_seconds + SLACK_SECONDS, f"{name}: {seconds:.1f} s"
+
+        def works() -> bool:
+            """As the daemon does: a tier that goes on failing is closed, and opened again."""
+            tier.close()
+            with contextlib.suppress(TierError, ConfigError):  # It is tried again.
+                tier.open()
+                return tier.put([other.write_request()]) == [None]
+            return False
+
+        until(works, "the tier takes records again")
+        assert read(tier, other) is None
+        assert isinstance(read(tier, there), MissingError | None)
+        self.close([tier])

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from hybridkv.core.option_parsers import number
 from hybridkv.core.sizes import parse_size
@@ -22,19 +23,25 @@ from hybridkv.tiers.contract import (
     TierError,
     WriteRequest,
 )
+from hybridkv.tiers.factory import make_plain_tier
 from hybridkv.tiers.record import stored_bytes
 from hybridkv.tiers.remote import sizes_of
 
+PREFIX = "inject+"
 OPTIONS = ("rate", "latency", "fail", "lose", "damage", "seed")
 
 
 class InjectedTier(Tier):
     """Wraps a tier and injects faults into its calls."""
 
-    def __init__(self, tier: Tier, spec: TierSpec) -> None:
+    def __init__(self, spec: TierSpec) -> None:
         """`spec` describes the whole URL. Raises ConfigError for options that are no numbers."""
-        self.name = tier.name
-        self._tier = tier
+        options = {name: value for name, value in spec.options.items() if name not in OPTIONS}
+        kind, location = spec.kind.removeprefix(PREFIX), spec.location.removeprefix(PREFIX)
+        self._tier = make_plain_tier(
+            replace(spec, kind=kind, location=location, options=options, class_path="")
+        )
+        self.name = self._tier.name
         rate = spec.options.get("rate")
         self._rate = parse_size(rate, "tier: rate") if rate is not None else None
         self._latency, self._fail, self._lose, self._damage = (
