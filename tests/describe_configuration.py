@@ -46,7 +46,7 @@ TIER_OPTIONS: Mapping[str, Mapping[str, TierOption]] = {
         "bytes": TierOption(
             "by kind",
             "The most that a directory may hold, or that this node gives to Mooncake, "
-            "like `200GiB`. Valkey and S3 refuse this option: their servers have a bound.",
+            "like `200GiB`. Valkey and buckets refuse this option: their servers have a bound.",
         ),
         "write": TierOption(
             "`through`",
@@ -100,11 +100,13 @@ TIER_OPTIONS: Mapping[str, Mapping[str, TierOption]] = {
             "With a Unix socket: the number of the database. Over TCP it is the path, as in `/0`.",
         ),
     },
-    "s3": {
+    "bucket": {
         "endpoint": TierOption(
-            "AWS", "The address of an S3-compatible server, like `http://127.0.0.1:9000`."
+            "the provider's",
+            "The address of another server, like `http://127.0.0.1:9000` of an S3-compatible one.",
         ),
-        "region": TierOption(NONE, "The region of the bucket, like `eu-central-1`."),
+        "region": TierOption(NONE, "Of `s3`: the region of the bucket, like `eu-central-1`."),
+        "account": TierOption("`AZURE_STORAGE_ACCOUNT_NAME`", "Of `az`: the storage account."),
     },
     "mooncake": {
         "local_hostname": TierOption(

@@ -128,7 +128,7 @@ def test_a_setting_without_a_text_is_noticed() -> None:
     ("kind", "urls"),
     [
         ("valkey", ("valkey://127.0.0.1:6379/0", "valkey+unix:///run/valkey.sock")),
-        ("s3", ("s3://bucket/prefix",)),
+        ("bucket", ("s3://bucket/prefix", "gs://bucket/prefix", "az://box/prefix?account=me")),
         ("mooncake", ("mooncake://127.0.0.1:50051",)),
     ],
 )

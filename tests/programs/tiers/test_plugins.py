@@ -19,7 +19,16 @@ from hybridkv.tiers.conformance.samples import make_sample
 from hybridkv.tiers.factory import make_tier
 from tests.documents import DOCS
 from tests.programs.tiers.master import Master, needs_mooncake
-from tests.programs.tiers.servers import ACCESS_KEY, SECRET_KEY, S3Server, ValkeyServer, free_port
+from tests.programs.tiers.servers import (
+    ACCESS_KEY,
+    AZURE_KEY,
+    SECRET_KEY,
+    AzureServer,
+    OpenServer,
+    S3Server,
+    ValkeyServer,
+    free_port,
+)
 from tests.programs.tiers.test_valkey import Relay
 from tests.unit.daemon.tierclient import Client, stats
 from tests.waiting import until
@@ -190,6 +199,22 @@ def test_a_bucket_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with S3Server(tmp_path) as server:
         away = f"s3://bucket/kv?endpoint=http://127.0.0.1:{free_port()}"
         assert_passes(server.url("kv"), "--away", away, skipped=[STOPPED, BOUND])
+
+
+@pytest.mark.soak
+def test_a_bucket_by_googles_protocol_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "any")
+    with OpenServer(tmp_path) as server:
+        assert_passes(server.url("kv"), skipped=[STOPPED, AWAY, BOUND])
+
+
+@pytest.mark.soak
+def test_a_container_of_azure_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", AZURE_KEY)
+    with AzureServer(tmp_path) as server:
+        assert_passes(server.url("kv"), skipped=[STOPPED, AWAY, BOUND])
 
 
 @needs_mooncake

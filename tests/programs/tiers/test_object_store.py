@@ -17,14 +17,17 @@ from obstore.store import S3Store
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.keys import KEY_BYTES
+from hybridkv.core.refusals import Refusal
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.tiers import s3 as module
+from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.tiers import object_store as module
 from hybridkv.tiers.coding import coding_of
 from hybridkv.tiers.conformance.samples import SampleObject, make_sample, read
 from hybridkv.tiers.conformance.suite import TierSuite
 from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
 from hybridkv.tiers.encoded import EncodedTier
-from hybridkv.tiers.s3 import S3Tier
+from hybridkv.tiers.object_store import ObjectStoreTier
+from tests.programs.tiers.front import EXPIRED, SLOW_DOWN, Front, Rate
 from tests.programs.tiers.outages import (
     SLACK_SECONDS,
     assert_each_fails,
@@ -39,9 +42,10 @@ from tests.programs.tiers.records import (
 )
 from tests.programs.tiers.servers import ACCESS_KEY, SECRET_KEY, S3Server, free_port
 from tests.programs.tiers.test_encoded import key_file
+from tests.unit.daemon.tierclient import Client, stats
 from tests.waiting import DEADLINE_SECONDS, until
 
-Make = Callable[[str], S3Tier]
+Make = Callable[[str], ObjectStoreTier]
 _numbers = itertools.count(1)
 
 
@@ -72,8 +76,8 @@ def prefix() -> str:
     return f"kv/test{next(_numbers)}"
 
 
-def tier_of(url: str) -> S3Tier:
-    return S3Tier(parse_tier(url, "tier"))
+def tier_of(url: str) -> ObjectStoreTier:
+    return ObjectStoreTier(parse_tier(url, "tier"))
 
 
 @pytest.fixture
@@ -105,7 +109,7 @@ def raw(server: S3Server) -> S3Store:
 _Item = TypeVar("_Item")
 
 
-class PatientTier(S3Tier):
+class PatientTier(ObjectStoreTier):
     """Asks again, for what rclone does and S3 does not while others change an object.
 
     rclone breaks off the answer to who reads the object, and says InternalError to who puts it.
@@ -395,9 +399,124 @@ def test_keys_that_are_rotated_in_their_file_are_used_after_the_next_opening(
     assert read(tier, sample) is None
 
 
+@pytest.fixture
+def front(own_server: S3Server) -> Iterator[Front]:
+    with Front(own_server.address) as running:
+        yield running
+
+
+def token_file(path: Path, token: str) -> None:
+    """Write a login with a token that ends, as the tools of AWS do."""
+    login = f"aws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+    path.with_suffix(".new").write_text(f"[default]\n{login}aws_session_token = {token}\n")
+    path.with_suffix(".new").replace(path)
+
+
+def test_a_token_that_ends_in_the_middle_of_a_run_is_renewed(
+    front: Front, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, taken = tmp_path / "credentials", {"first"}
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setattr(module, "RENEW_SECONDS", 0.0)
+    front.rule = lambda headers: None if headers["x-amz-security-token"] in taken else EXPIRED
+    token_file(file, "first")
+    tier = make(f"s3://bucket/kv?endpoint=http://{front.address}&region=us-east-1")
+    samples = [make_sample(number) for number in range(4)]
+    assert tier.put([samples[0].write_request()]) == [None]
+    # A file that is written in time costs no request.
+    taken.add("second")
+    token_file(file, "second")
+    tier.tend()
+    taken.remove("first")
+    assert tier.put([samples[1].write_request()]) == [None]
+    assert tier.gauges()["logins_renewed"] == 1
+    # A file that is written late costs those until the next second.
+    taken.clear()
+    taken.add("third")
+    for _ in range(2):
+        (error,) = tier.put([samples[2].write_request()])
+        assert error is not None
+        assert "ExpiredToken" in str(error)
+        tier.tend()
+    token_file(file, "third")
+    tier.tend()
+    assert tier.put([sample.write_request() for sample in samples]) == [None] * 4
+    assert [read(tier, sample) for sample in samples] == [None] * 4
+
+
+def test_a_file_of_logins_that_is_no_login_changes_nothing(
+    front: Front, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, sample = tmp_path / "credentials", make_sample(1)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    tier = make(f"s3://bucket/kv?endpoint=http://{front.address}&region=us-east-1")
+    file.write_text("[default\n")
+    tier.tend()
+    assert tier.put([sample.write_request()]) == [None]
+
+
+def test_a_throttled_bucket_refuses_and_does_not_fail(front: Front, make: Make) -> None:
+    tier = make(f"s3://bucket/kv?endpoint=http://{front.address}&region=us-east-1")
+    samples = [make_sample(number) for number in range(3)]
+    assert tier.put([sample.write_request() for sample in samples]) == [None] * 3
+    front.rule = lambda headers: SLOW_DOWN
+    errors = [*tier.put([make_sample(9).write_request()]), read(tier, samples[0])]
+    assert [error and error.refusal for error in errors] == [Refusal.RATE] * 2
+    with pytest.raises(TierError):
+        tier.find([sample.key for sample in samples])
+    front.rule = lambda headers: None
+    assert tier.find([sample.key for sample in samples]) == [True] * 3
+    assert [read(tier, sample) for sample in samples] == [None] * 3
+
+
+@pytest.mark.soak
+def test_a_bucket_at_five_requests_a_second_slows_nobody(front: Front, tmp_path: Path) -> None:
+    """Each lookup ends at its deadline at the latest, and hits come back when it is over."""
+    prompts, chunks, wait_ms = 12, 4, 500
+    url = f"s3://bucket/kv?endpoint=http://{front.address}&region=us-east-1"
+    socket_path = str(tmp_path / "daemon.sock")
+    daemon = DaemonProcess(socket_path, "128MiB", options=["--tier", url])
+
+    def value(name: str) -> float:
+        return stats(socket_path).get(f"tier_s3_{name}", 0)
+
+    with daemon:
+        with Client(socket_path) as client:
+            for prompt in range(prompts):
+                client.store(prompt, chunks)
+            objects = client.values()["objects_stored"]
+            until(lambda: value("objects_written") == objects, "everything is written")
+        daemon.end()
+        front.rule = rate = Rate(per_second=5)
+        daemon.start()
+        until(lambda: value("is_open") == 1, "it is open")
+        with Client(socket_path) as client:
+            for prompt in range(prompts):
+                answer = client.look_up(prompt, chunks, wait_ms)
+                assert answer.seconds < wait_ms / 1000 + SLACK_SECONDS
+                client.prove(answer.found, prompt)
+                client.release(answer.found.lease)
+            assert rate.refused, "it was throttled"
+            assert value("failures"), "it is counted"
+            front.rule = lambda headers: None
+
+            def is_whole(prompt: int) -> bool:
+                found = client.look_up(prompt, chunks, 20_000).found
+                client.prove(found, prompt)
+                client.release(found.lease)
+                return found.chunks == chunks
+
+            for prompt in range(prompts):
+                until(lambda prompt=prompt: is_whole(prompt), "its hit is back")  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     ("url", "words"),
     [
+        ("gs:///kv", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az:///kv", "az://CONTAINER"),
+        ("gs://bucket/kv?region=eu", "unknown option 'region'"),
         ("s3:///kv", "names no bucket"),
         ("s3://user:qzxjwv@bucket/kv", "names no bucket"),
         ("s3://bucket:99/kv", "names no bucket"),

@@ -1,34 +1,38 @@
-"""Records as objects of a bucket, on S3 or what speaks its protocol.
+"""Records as objects of a bucket: on S3 or what speaks its protocol, Google's, or Azure's.
 
 ::
 
     s3://BUCKET/PREFIX?region=eu-central-1
     s3://BUCKET/PREFIX?endpoint=http://127.0.0.1:9000
+    gs://BUCKET/PREFIX
+    az://CONTAINER/PREFIX?account=NAME
 
     PREFIX/KK/KEY              a record; KEY in hexadecimal digits, KK its first two
     PREFIX/quarantine/KEY      a damaged one, put aside
 
-Credentials come from where the AWS tools have them: AWS_ACCESS_KEY_ID and its sisters, the file of
-AWS_SHARED_CREDENTIALS_FILE, or the machine's role. `open` looks for them anew. The bucket has no
-bound here. Its owner's lifecycle rules decide what goes.
+Credentials come from where the provider's own tools have them: variables, a file, or the machine's
+role. `open` looks for them anew, and so does `tend` once a file of theirs has changed, or a server
+has refused them. The bucket has no bound here. Its owner's lifecycle rules decide what goes.
 """
 
 import asyncio
 import concurrent.futures
 import configparser
+import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
 from obstore.exceptions import BaseError, GenericError
-from obstore.store import S3Store
+from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.refusals import Refusal
@@ -37,14 +41,17 @@ from hybridkv.tiers import contract
 from hybridkv.tiers.contract import ReadRequest, RecordStart, Tier, TierError, WriteRequest
 from hybridkv.tiers.remote import FIND_SHARE, KEY_DIGITS, Deadline, copy_steps, in_batches
 
+logger = logging.getLogger("hybridkv.daemon")
+
 FLIGHT_BYTES_MAX = 64 << 20
 """The most bytes of objects that are on their way at once. One object may have more."""
 FLIGHT_REQUESTS_MAX = 16
-WAVE_REQUESTS = 32  # HEAD requests at once.
+WAVE_REQUESTS = 32  # HEAD requests at once, or removals where each is a request of its own.
 ASIDE = "quarantine/"
 QUARANTINE_MAX = 16  # Damaged objects that are put aside in a tier's life.
 GRACE_SECONDS = 0.5
 RETRIES_MAX = 1
+RENEW_SECONDS = 5.0  # Between two logins that are looked for because a server refused one.
 
 _T = TypeVar("_T")
 _Request: TypeAlias = Callable[[], Awaitable[_T]]
@@ -61,35 +68,76 @@ _FULL_CODES: Mapping[str, Refusal] = {
     "XMinioStorageFull": Refusal.QUOTA,
     "InsufficientStorage": Refusal.QUOTA,
     "EntityTooLarge": Refusal.TOO_LARGE,
+    "RequestBodyTooLarge": Refusal.TOO_LARGE,
 }
+_REFUSAL_CODES: Mapping[str, Refusal] = {
+    "AccessDenied": Refusal.PERMISSION,
+    "AuthorizationFailure": Refusal.PERMISSION,
+    "AuthorizationPermissionMismatch": Refusal.PERMISSION,
+    "RequestLimitExceeded": Refusal.RATE,
+    "ServerBusy": Refusal.RATE,
+    "SlowDown": Refusal.RATE,
+    "Throttling": Refusal.RATE,
+    "TooManyRequests": Refusal.RATE,
+}
+_ABSENT_CODES = ("NoSuchBucket", "ContainerNotFound")
+_AWS_FILE = "~/.aws/credentials"
+_GOOGLE_FILE = "~/.config/gcloud/application_default_credentials.json"
 _REGION_CODES = ("PermanentRedirect", "AuthorizationHeaderMalformed")
+_LOGIN_CODES = frozenset(
+    (
+        *("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"),
+        *("InvalidAccessKeyId", "SignatureDoesNotMatch", "RequestExpired"),
+        *("AuthenticationFailed", "InvalidAuthenticationInfo"),
+    )
+)
+"""Errors after which other credentials may be taken: those that are used have ended."""
 
 
-class S3Tier(Tier):
+class Provider(NamedTuple):
+    """What differs between the providers of buckets."""
+
+    make_store: Callable[..., ObjectStore]
+    example: str  # A URL that works.
+    endpoint_setting: str  # The library's name of the option `endpoint`.
+    settings: Mapping[str, str]  # The library's names of the provider's other options.
+    login: str  # What makes requests permitted, for people.
+    login_files: Mapping[str, str]
+    """By the variable that names a file with credentials: where it is without the variable."""
+    read_login: Callable[[], Mapping[str, str]] = dict
+    """Returns settings of a login that the library does not find by itself."""
+    removes_many: bool = False  # Whether a request removes many objects, missing ones too.
+
+
+class ObjectStoreTier(Tier):
     """Keeps records as objects below a prefix of a bucket."""
-
-    name = "s3"
 
     def __init__(self, spec: TierSpec) -> None:
         """Raises ConfigError for settings that can never work."""
+        self.name = spec.kind
+        self._provider = _PROVIDERS[spec.kind]
         parts = urlsplit(spec.location)
         self._bucket, prefix = parts.netloc, parts.path.strip("/")
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self._bucket):
             raise ConfigError(
-                "tier s3: the URL names no bucket, and nothing else belongs before the first slash",
-                '"s3://BUCKET/PREFIX" works,'
-                " with the credentials in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+                f"tier {spec.kind}: the URL names no bucket, and nothing else belongs before the"
+                " first slash",
+                f"{self._provider.example} works, with {self._provider.login}",
             )
-        self._place = f"s3://{self._bucket}/{prefix}"
+        self._place = f"{spec.kind}://{self._bucket}/{prefix}"
         shown, bounds = replace(spec, location=self._place), "the bucket's lifecycle rules"
-        options = shown.known_options("endpoint", "region", bounded_by=bounds)
+        options = shown.known_options("endpoint", *self._provider.settings, bounded_by=bounds)
         if prefix and not _PREFIX.fullmatch(prefix):
             raise ConfigError(
                 f"tier {self._place}: the prefix has to be of letters, digits, . _ - and /",
                 '"kv/1" works',
             )
-        self._settings: dict[str, Any] = {name: value for name, value in options.items() if value}
-        endpoint = self._settings.get("endpoint", "")
+        self._settings: dict[str, Any] = {
+            setting: options[name]
+            for name, setting in self._provider.settings.items()
+            if options.get(name)
+        }
+        endpoint = options.get("endpoint", "")
         if endpoint:
             try:
                 address = urlsplit(endpoint)
@@ -101,8 +149,7 @@ class S3Tier(Tier):
                     f"tier {self._place}: endpoint is no address of a server",
                     "endpoint=https://s3.example.com works",
                 )
-            # The environment may set this one, and it would win over `endpoint`.
-            self._settings["aws_endpoint_url_s3"] = endpoint
+            self._settings[self._provider.endpoint_setting] = endpoint
         limit = timedelta(seconds=spec.timeout_seconds)
         backoff, backoff_max = timedelta(milliseconds=50), timedelta(milliseconds=100)
         is_plain = endpoint.startswith("http://")
@@ -116,28 +163,26 @@ class S3Tier(Tier):
             },
         }
         self.timeout_seconds = spec.timeout_seconds
-        self._opened: S3Store | None = None
+        self._opened: ObjectStore | None = None
+        self._login_stamp: Sequence[float] = ()  # Of the files with credentials, when it was made.
+        self._is_login_refused = False
+        self._renew_at = 0.0  # Before that, no login is looked for because one was refused.
         self._lock = threading.Lock()  # For the attributes below.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread  # Serves the loop, where there is one.
         self._aside = 0
-        self._finds_cut = 0
+        self._finds_cut = self._logins_renewed = 0
 
     # The contract
 
     def open(self) -> None:
         """List the first names, which shows whether the bucket can be used."""
-        try:
-            self._opened = S3Store(self._bucket, **(self._settings | _login_of_file()))
-        except (*_FAULTS, TypeError) as error:
-            raise ConfigError(
-                f"{self._place}: not usable ({type(error).__name__})", "region=us-east-1 works"
-            ) from None
+        self._log_in()
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                serve = partial(_serve, self._loop)
-                self._thread = threading.Thread(target=serve, name="hybridkv-s3", daemon=True)
+                serve, name = partial(_serve, self._loop), f"hybridkv-{self.name}"
+                self._thread = threading.Thread(target=serve, name=name, daemon=True)
                 self._thread.start()
         next(self._names(self._list_error), None)
 
@@ -217,23 +262,31 @@ class S3Tier(Tier):
             copy = partial(obstore.copy_async, self._store)
             copies = [partial(copy, _path(key), ASIDE + key.hex()) for key in keys[:room]]
             self._do_all(copies, deadline)
-        # The library sends as many names in one request as a server takes.
-        delete = partial(obstore.delete_async, self._store, [_path(key) for key in keys])
-        self._do_all_checked([delete], deadline)
+        self._remove([_path(key) for key in keys], deadline)
 
     def empty_quarantine(self) -> None:
         names = [name for name in self._names(self._tier_error) if name.startswith(ASIDE)]
-        delete = partial(obstore.delete_async, self._store, names)
-        self._do_all_checked([delete] if names else [], Deadline(self.timeout_seconds))
+        self._remove(names, Deadline(self.timeout_seconds))
 
     def keys(self) -> Iterator[bytes]:
         for name in self._names(self._tier_error):
             if ours := _OURS.fullmatch(name):
                 yield bytes.fromhex(ours[2])
 
+    def tend(self) -> None:
+        """Look for a login if a file of credentials has changed, or the login was refused."""
+        is_due = self._is_login_refused and time.monotonic() >= self._renew_at
+        if self._opened is not None and (is_due or self._read_stamp() != self._login_stamp):
+            try:
+                self._log_in()
+            except ConfigError as error:  # A file may be half written at this moment.
+                raise TierError(str(error)) from error
+            self._logins_renewed += 1
+            logger.info("%s: its login was read anew", self._place)
+
     def gauges(self) -> Mapping[str, float]:
-        """Returns `finds_cut`: how often `find` did not learn of every object in time."""
-        return {"finds_cut": float(self._finds_cut)}
+        """Returns how often `find` learned of objects in part, and a login was read anew."""
+        return {"finds_cut": float(self._finds_cut), "logins_renewed": float(self._logins_renewed)}
 
     def close(self) -> None:
         with self._lock:
@@ -245,10 +298,37 @@ class S3Tier(Tier):
     # Requests
 
     @property
-    def _store(self) -> S3Store:
+    def _store(self) -> ObjectStore:
         if self._opened is None:
             raise TierError("not open yet")
         return self._opened
+
+    def _log_in(self) -> None:
+        """Use the login that is there now from the next request on. Raises ConfigError."""
+        self._login_stamp = self._read_stamp()
+        self._is_login_refused, self._renew_at = False, time.monotonic() + RENEW_SECONDS
+        settings = {**self._settings, **self._provider.read_login()}
+        try:
+            self._opened = self._provider.make_store(self._bucket, **settings)
+        except (*_FAULTS, TypeError) as error:
+            what = f"{self._place}: not usable ({type(error).__name__})"
+            raise ConfigError(what, f"{self._provider.example} works") from None
+
+    def _read_stamp(self) -> Sequence[float]:
+        """Returns when each file of credentials was changed. 0 = there is none."""
+        files = self._provider.login_files
+        return [_changed_at(os.environ.get(name) or path) for name, path in files.items()]
+
+    def _remove(self, names: Sequence[str], deadline: Deadline) -> None:
+        """Remove objects, missing ones too. Raises TierError."""
+        # The library sends as many names in one request as a server takes. One that is missing is
+        # an error of some providers, after which the library would stop.
+        at_once = max(len(names), 1) if self._provider.removes_many else 1
+        groups = [names[at : at + at_once] for at in range(0, len(names), at_once)]
+        for at in range(0, len(groups), WAVE_REQUESTS):
+            wave = groups[at : at + WAVE_REQUESTS]
+            delete = partial(obstore.delete_async, self._store)
+            self._do_all_checked([partial(delete, group) for group in wave], deadline)
 
     async def _fetch(self, item: ReadRequest, size: int) -> memoryview:
         found = await obstore.get_async(self._store, _path(item.key))
@@ -338,22 +418,21 @@ class S3Tier(Tier):
         if status == 507 or code in _FULL_CODES:
             what = f"{self._place} is full ({code or status})"
             return contract.FullError(what, _FULL_CODES.get(code, Refusal.QUOTA))
+        if status == 401 or code in _LOGIN_CODES:
+            self._is_login_refused = True
         words = " ".join(str(word) for word in (status, code) if word)
         does = f"answers {words}" if words else "does not answer"
-        refusal = Refusal.PERMISSION if code == "AccessDenied" else None
+        refusal = Refusal.RATE if status == 429 else _REFUSAL_CODES.get(code)
         return TierError(f"{self._place} {does} ({type(error).__name__})", refusal)
 
     def _list_error(self, error: Exception) -> Exception:
         """Returns the error of the first listing, which may be the fault of a setting."""
         status, code = _status(error)
-        if code == "NoSuchBucket" or status == 404:
+        if code in _ABSENT_CODES or status == 404:
             what, remedy = f"there is no bucket {self._bucket!r}", "one that exists works"
         elif status in (401, 403):
             what = f"access is denied ({code or status})"
-            remedy = (
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of"
-                " who may list, read, write and delete there work"
-            )
+            remedy = f"{self._provider.login} of who may list, read, write and delete there work"
         elif status in (301, 307, 400) and code in _REGION_CODES:
             what, remedy = "the bucket is in another region", "region= of the bucket works"
         else:
@@ -361,6 +440,13 @@ class S3Tier(Tier):
             is_missing = isinstance(failure, contract.MissingError)
             return TierError(str(failure)) if is_missing else failure
         return ConfigError(f"{self._place}: {what}", remedy)
+
+
+def _changed_at(path: str) -> float:
+    try:
+        return os.stat(os.path.expanduser(path)).st_mtime if path else 0.0
+    except OSError:
+        return 0.0
 
 
 def _login_of_file() -> dict[str, str]:
@@ -371,7 +457,7 @@ def _login_of_file() -> dict[str, str]:
     """
     if os.environ.keys() & {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}:
         return {}
-    file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"
+    file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or _AWS_FILE
     profile = os.environ.get("AWS_PROFILE") or "default"
     parser = configparser.ConfigParser(interpolation=None)
     try:
@@ -408,3 +494,36 @@ def _status(error: Exception) -> tuple[int | None, str]:
     text = str(error)
     status, code = _STATUS.search(text), _CODE.search(text)
     return int(status[1]) if status else None, code[1] if code else ""
+
+
+_PROVIDERS: Mapping[str, Provider] = {
+    "s3": Provider(
+        make_store=S3Store,
+        example='"s3://BUCKET/PREFIX?region=us-east-1"',
+        # The environment may set this one, and it would win over the library's `endpoint`.
+        endpoint_setting="aws_endpoint_url_s3",
+        settings={"region": "region"},
+        login="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        login_files={"AWS_SHARED_CREDENTIALS_FILE": _AWS_FILE},
+        read_login=_login_of_file,
+        removes_many=True,
+    ),
+    "gs": Provider(
+        make_store=GCSStore,
+        example='"gs://BUCKET/PREFIX"',
+        endpoint_setting="base_url",
+        settings={},
+        login="GOOGLE_APPLICATION_CREDENTIALS, a file",
+        login_files={"GOOGLE_APPLICATION_CREDENTIALS": _GOOGLE_FILE, "GOOGLE_SERVICE_ACCOUNT": ""},
+    ),
+    "az": Provider(
+        make_store=AzureStore,
+        example='"az://CONTAINER/PREFIX?account=NAME"',
+        endpoint_setting="endpoint",
+        settings={"account": "account_name"},
+        login="AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or a managed identity",
+        # The library itself reads the file of a federated token again.
+        login_files={},
+    ),
+}
+"""The providers, by the scheme of the URL."""
