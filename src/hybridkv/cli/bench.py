@@ -6,7 +6,6 @@ The directory tier runs beside `fio` and `dd` with direct I/O. The byte path nee
 import argparse
 import json
 import math
-import mmap
 import os
 import random
 import shutil
@@ -15,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -36,12 +35,10 @@ from hybridkv.lab.capacity import GroupPreview
 from hybridkv.lab.codec_bench import measure_codecs
 from hybridkv.lab.configuration import inspect_model
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
-from hybridkv.shm.slots import SlotHeader, SlotState, part_digests, payload_offset, sign, slot_bytes
-from hybridkv.store.index import Slot
+from hybridkv.lab.tier_bench import TierLoad
+from hybridkv.shm.slots import payload_offset, slot_bytes
 from hybridkv.tiers.disk.tier import DiskTier
-from hybridkv.tiers.health import JOB_BYTES_MAX, JOB_ITEMS_MAX
-from hybridkv.tiers.jobs import LIMITS, JobItem, JobKind, TierJob, execute
-from hybridkv.tiers.record import Record, RecordName
+from hybridkv.tiers.jobs import LIMITS, JobKind
 from hybridkv.wire.messages import Commit, Found, Lookup, Release
 
 READS_MAX, WRITES_MAX = LIMITS[JobKind.READ], LIMITS[JobKind.WRITE]
@@ -52,7 +49,6 @@ _PART_BYTES = 256
 _WORD_BYTES = 8
 OBJECT_BYTES = (1 << 20, 4 << 20, 16 << 20)
 """Objects of models have some MB: 3 for gpt-oss-20b, 8 for Gemma 3 12B, 9 for DeepSeek-V3."""
-ARENA_BYTES = 128 << 20
 ROUNDS = 5
 DD_BLOCK_BYTES = 8 << 20
 _DEFAULT = "(default: %(default)s)"
@@ -187,19 +183,9 @@ def _measure_disk(directory: str | None, total_bytes: int) -> list[dict[str, Any
 def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[str, Any]:
     """Rates for objects of one size, in a directory at `place`."""
     samples: dict[str, list[float]] = {}
-    batches = _batches(object_bytes, total_bytes)
-    writes = [TierJob(JobKind.WRITE, 0, items) for items in batches]
-    reads = [TierJob(JobKind.READ, 0, items) for items in batches]
-    moved = sum(job.size_bytes for job in writes)
-    memory = memoryview(mmap.mmap(-1, ARENA_BYTES))
-    slots = {item.slot.offset: item.slot for items in batches for item in items if item.slot}
-    for slot in slots.values():
-        view = memory[slot.offset : slot.offset + slot.size_bytes]
-        head = SlotHeader(SlotState.COMMITTED, 1, slot.parts, slot.part_bytes).pack()
-        view[: len(head)] = head
-        noise = os.urandom(1 << 16) * (len(view) // (1 << 16) + 1)
-        view[payload_offset(1) :] = noise[payload_offset(1) : len(view)]
-        sign(view, part_digests(view, slot.part_bytes, slot.parts), 1)
+    part_bytes = object_bytes - payload_offset(1)
+    load = TierLoad(Counter({(part_bytes, 1): total_bytes // slot_bytes(part_bytes, 1)}))
+    moved = load.size_bytes
 
     def measure(name: str, work: Callable[[], object]) -> None:
         started = time.perf_counter()
@@ -213,8 +199,8 @@ def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[s
     for round_number in range(ROUNDS):
         tier = DiskTier(spec)
         tier.open()
-        measure("write", partial(_run, tier, writes, memory, WRITES_MAX))
-        measure("read", partial(_run, tier, reads, memory, READS_MAX))
+        measure("write", partial(load.move_objects, tier, JobKind.WRITE))
+        measure("read", partial(load.move_objects, tier, JobKind.READ))
         shutil.rmtree(place / "tier")
         measure("dd_write", partial(_dd, moved, f"of={raw}", "if=/dev/zero", "oflag=direct"))
         measure("dd_read", partial(_dd, moved, f"if={raw}", "of=/dev/null", "iflag=direct"))
@@ -231,29 +217,6 @@ def _measure_objects(place: Path, object_bytes: int, total_bytes: int) -> dict[s
             if f"{program}_{verb}" in rates:
                 row[f"{verb} / {program}"] = round(rates[verb] / rates[f"{program}_{verb}"], 2)
     return row
-
-
-def _batches(object_bytes: int, total_bytes: int) -> list[list[JobItem]]:
-    """Objects of `total_bytes` together, as many in each batch as the daemon gives to one job."""
-    part_bytes = object_bytes - payload_offset(1)
-    size = slot_bytes(part_bytes, 1)
-    slots = ARENA_BYTES // size
-    rng = random.Random(0)
-    items = []
-    for number in range(total_bytes // size):
-        name = RecordName(bytes(HASH_BYTES), 0, rng.randbytes(HASH_BYTES))
-        record = Record(name, part_bytes, parts=1, seed=1)
-        slot = Slot(number % slots * size, part_bytes, parts=1, generation=1)
-        items.append(JobItem(record, slot))
-    step = max(1, min(JOB_ITEMS_MAX, JOB_BYTES_MAX // size))
-    return [items[at : at + step] for at in range(0, len(items), step)]
-
-
-def _run(tier: DiskTier, jobs: Sequence[TierJob], memory: memoryview, threads: int) -> None:
-    with ThreadPoolExecutor(threads) as pool:
-        for outcome in pool.map(lambda job: execute(tier, job, memory), jobs):
-            for error in filter(None, (outcome.error, *outcome.errors)):
-                raise error
 
 
 def _dd(size: int, *options: str) -> None:

@@ -21,6 +21,7 @@ from hybridkv.cli.arguments import (
     socket_of,
 )
 from hybridkv.cli.terminal import STYLES, PlainConsole, new_table, pairs, plain, print_json, waiting
+from hybridkv.cli.tier_findings import PREFILL, describe_need, prefill_of, tier_finding
 from hybridkv.client.control import (
     ControlClient,
     DaemonRefusedError,
@@ -36,12 +37,14 @@ from hybridkv.core.paths import socket_of_server
 from hybridkv.core.settings import Settings
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.state_boundaries import state_findings
+from hybridkv.core.tier_urls import parse_tier
 from hybridkv.daemon.filesystem import check_private_directory
 from hybridkv.lab import capacity, configuration
 from hybridkv.lab.capacity import CapacityPlan, CapacityTotals
 from hybridkv.lab.configuration import ConfigReport, inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
 from hybridkv.lab.pairs import EngineOfPair, pair_findings
+from hybridkv.lab.sizing import describe_cost, needed_speed
 from hybridkv.observe.status import UNREAD
 from hybridkv.shm import arena
 from hybridkv.shm.access import group_id
@@ -78,12 +81,14 @@ class PlannedModel(NamedTuple):
 @command(
     SOCKET,
     option("--ram SIZE", 'memory for the cache, like "8GiB" (default: a quarter)'),
+    PREFILL,
     JSON,
     *model_arguments(bundled_models(), "every engine of the running daemon"),
 )
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print every plan. Returns 1 where something of a model cannot be cached."""
     ram_bytes = None if arguments.ram is None else parse_size(arguments.ram, "ram")
+    prefill = prefill_of(arguments)
     if arguments.model is None and not arguments.vllm_arguments:
         models = list(_running(arguments, ram_bytes))
     else:
@@ -93,13 +98,20 @@ def run_plan(arguments: argparse.Namespace) -> int:
     is_refused = any(model.is_refused for model in models)
     if arguments.json:
         plans = [
-            {**asdict(model.plan), "findings": [*map(asdict, model.findings)]} for model in models
+            {
+                **asdict(model.plan),
+                "needed_speed": None
+                if prefill is None or model.plan.totals is None
+                else asdict(needed_speed(model.plan.totals.tier_read, prefill)),
+                "findings": [*map(asdict, model.findings)],
+            }
+            for model in models
         ]
         print_json({"ok": not is_refused, "plans": plans})
     else:
         console = PlainConsole(140)
         for model in models:
-            _print_plan(console, model.plan, model.findings)
+            _print_plan(console, model.plan, model.findings, prefill)
     return int(is_refused)
 
 
@@ -138,7 +150,9 @@ def _running(arguments: argparse.Namespace, ram_bytes: int | None) -> Iterator[P
         yield PlannedModel(plan, findings)
 
 
-def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Finding]) -> None:
+def _print_plan(
+    console: PlainConsole, plan: CapacityPlan, findings: list[Finding], prefill: float | None
+) -> None:
     """Print a plan: a table of its groups, its totals, and the findings."""
     part = " (of one rank)" if plan.ranks > 1 else ""
     part = " (of one shard)" if plan.shards > 1 else part
@@ -163,14 +177,16 @@ def _print_plan(console: PlainConsole, plan: CapacityPlan, findings: list[Findin
     console.print(table)
     length = f"{plan.max_model_len:,}" if plan.max_model_len else "unknown"
     rows = [("KV dtype", plain(plan.kv_dtype)), ("max_model_len", length)]
-    for line in pairs([*rows, *(_total_rows(plan, plan.totals) if plan.totals else ())]):
+    for line in pairs([*rows, *(_total_rows(plan, plan.totals, prefill) if plan.totals else ())]):
         console.print(line, highlight=False)
     for finding in findings:
         line = f"{finding.verdict} {finding.check}: {finding.sentence}"
         console.print(line, style=STYLES.get(finding.verdict), highlight=False)
 
 
-def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[str, str]]:
+def _total_rows(
+    plan: CapacityPlan, totals: CapacityTotals, prefill: float | None
+) -> Iterator[tuple[str, str]]:
     """The rows (name, value) below the table of groups."""
     saved = 1 - totals.stored_token_bytes / totals.token_bytes
     ranks = f" over {plan.ranks} ranks" if plan.ranks > 1 else ""
@@ -191,9 +207,22 @@ def _total_rows(plan: CapacityPlan, totals: CapacityTotals) -> Iterator[tuple[st
     if totals.prompt_tokens:
         memory = f"{format_size(totals.prompt_bytes)} of memory"
         yield "one full prompt", f"{memory} for {totals.prompt_tokens:,} tokens{ranks}"
+    if totals.tier_read.tokens:
+        yield "its hit in a tier", describe_cost(totals.tier_read)
+        yield "a tier pays above", describe_need(totals.tier_read, prefill)
 
 
-@command(JSON, option("vllm_arguments -- VLLM ARGS", _VLLM_ARGUMENTS, nargs="*"))
+@command(
+    option(
+        "--tier URL",
+        "a tier below RAM, as of serve, that is measured: objects are written, read and removed; "
+        "may be given several times",
+        action="append",
+    ),
+    PREFILL,
+    JSON,
+    option("vllm_arguments -- VLLM ARGS", _VLLM_ARGUMENTS, nargs="*"),
+)
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Run every check and print. Returns 1 if an engine would not start, or not use the cache.
 
@@ -201,7 +230,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     engines would find each other's KV.
     """
     lines = split_pair(arguments.vllm_arguments)
+    specs = [parse_tier(url, "--tier") for url in arguments.tier or ()]
+    prefill = prefill_of(arguments)
     checked = [_check_line(line) for line in lines]
+    preview = checked[0].report.preview
+    checked[0].findings.extend(tier_finding(spec, preview, prefill) for spec in specs)
     findings = [finding for engine in checked for finding in engine.findings]
     pair: list[Finding] = []
     if len(checked) == PAIR:

@@ -5,7 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from hybridkv.cli.arguments import (
     socket_of,
 )
 from hybridkv.cli.terminal import PlainConsole, new_table, plain, print_json, waiting
+from hybridkv.cli.tier_findings import PREFILL, describe_need, prefill_of
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict
+from hybridkv.core.geometry import Geometry
 from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.lab import replay
@@ -28,6 +30,8 @@ from hybridkv.lab.capacity import ConfigPreview
 from hybridkv.lab.configuration import inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
 from hybridkv.lab.replay import ReplayHits, ReplayModel, TracePrompt, TraceReplay, UnlimitedCache
+from hybridkv.lab.sizing import ReadCost, needed_speed, read_cost
+from hybridkv.shm.slots import slot_bytes
 
 _EVICTION = EvictionPolicy.TWO_QUEUES.value
 PROGRESS_SECONDS = 5.0
@@ -55,6 +59,7 @@ SIZES = 6  # The number of sizes that are tried where none is named.
         action="append",
     ),
     option("--eviction", "as of `serve`", _EVICTION, choices=[*EvictionPolicy]),
+    PREFILL,
     JSON,
     *model_arguments(bundled_models(), "the engine of the running daemon"),
 )
@@ -67,7 +72,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     assert preview.geometry is not None
     model = ReplayModel(preview.geometry, preview.states, block_tokens)
     unlimited = UnlimitedCache(model)
-    ceiling = _served(unlimited, prompts, "without bound")
+    ceilings = _served(unlimited, prompts, "without bound")
     if not unlimited.stored_bytes:
         tokens = preview.geometry.chunk_tokens
         raise ConfigError(f"no prompt of the trace has a whole chunk of {tokens} tokens")
@@ -76,14 +81,17 @@ def run_replay(arguments: argparse.Namespace) -> int:
         model=preview.model,
         eviction=eviction,
         known_tokens=sum(replay.known_tokens(prompts, block_tokens)),
-        ceiling=ceiling,
+        ceiling=sum(ceilings, ReplayHits()),
         everything_bytes=unlimited.stored_bytes,
+        prefill=prefill_of(arguments),
     )
     for size in sorted(sizes or (max(1, whole >> halves) for halves in range(SIZES))):
         # A cache that is larger than everything behaves as one that is as large.
         ram_bytes = max(1, min(size, 2 * unlimited.stored_bytes))
         with TraceReplay(model, ram_bytes, eviction) as cache:
-            report.sizes[size] = _served(cache, prompts, format_size(size))
+            hits = _served(cache, prompts, format_size(size))
+        report.sizes[size] = sum(hits, ReplayHits())
+        report.below[size] = _read_below(model.geometry, ceilings, hits)
     if arguments.json:
         print_json(report.document())
     else:
@@ -100,7 +108,10 @@ class _Report:
     known_tokens: int  # Tokens that an earlier prompt had.
     ceiling: ReplayHits  # Of a cache without bound.
     everything_bytes: int  # Bytes of all objects that it stored.
+    prefill: float | None  # Tokens a second. None = nobody said it.
     sizes: dict[int, ReplayHits] = field(default_factory=dict)  # By the cache's bytes.
+    below: dict[int, ReadCost] = field(default_factory=dict)
+    """By the cache's bytes: what is read from a tier below it that has everything."""
 
     def document(self) -> dict[str, Any]:
         """Returns the object that --json prints."""
@@ -118,6 +129,10 @@ class _Report:
                     **self._rates(hits),
                     "of_ceiling": self._share(hits),
                     "evicted": hits.evicted,
+                    "tier_read": asdict(self.below[ram_bytes]),
+                    "needed_speed": None
+                    if self.prefill is None
+                    else asdict(needed_speed(self.below[ram_bytes], self.prefill)),
                 }
                 for ram_bytes, hits in self.sizes.items()
             ],
@@ -140,6 +155,7 @@ class _Report:
             "of the ceiling",
             "prompts hit",
             "evicted",
+            "from a tier",
         )
         table = new_table(columns, title=f"--eviction {self.eviction}")
         for ram_bytes, hits in self.sizes.items():
@@ -150,8 +166,16 @@ class _Report:
                 f"{self._share(hits):.1%}",
                 f"{hits.prompts_hit:,}",
                 f"{hits.evicted:,}",
+                format_size(self.below[ram_bytes].bytes),
             )
         console.print(table)
+        below = sum(self.below.values(), ReadCost())
+        if below.tokens:
+            console.print(
+                f"A tier below that has everything ({format_size(self.everything_bytes)}) pays "
+                f"above {describe_need(below, self.prefill)}.",
+                highlight=False,
+            )
 
     def _rates(self, hits: ReplayHits) -> dict[str, Any]:
         rates = {"tokens_hit": hits.tokens_hit, "prompts_hit": hits.prompts_hit, "rate": hits.rate}
@@ -169,15 +193,26 @@ class _Report:
 
 def _served(
     cache: TraceReplay | UnlimitedCache, prompts: Sequence[TracePrompt], what: str
-) -> ReplayHits:
-    """The hits of all prompts. The progress is printed to standard error from time to time."""
-    total, printed_at = ReplayHits(), time.monotonic()
+) -> list[ReplayHits]:
+    """The hits of each prompt. The progress is printed to standard error from time to time."""
+    hits, printed_at = list[ReplayHits](), time.monotonic()
     for prompt in prompts:
-        total += cache.serve(prompt)
+        hits.append(cache.serve(prompt))
         if time.monotonic() - printed_at > PROGRESS_SECONDS:
             printed_at = time.monotonic()
-            print(f"{what}: {total.prompts:,} of {len(prompts):,} prompts", file=sys.stderr)
-    return total
+            print(f"{what}: {len(hits):,} of {len(prompts):,} prompts", file=sys.stderr)
+    return hits
+
+
+def _read_below(
+    geometry: Geometry, ceilings: Sequence[ReplayHits], in_ram: Sequence[ReplayHits]
+) -> ReadCost:
+    """What a tier that has everything is read for, where RAM has shorter hits."""
+    costs = (
+        read_cost(geometry, whole.tokens_hit, hits.tokens_hit, slot_bytes)
+        for whole, hits in zip(ceilings, in_ram, strict=True)
+    )
+    return sum(costs, ReadCost())
 
 
 def _preview(arguments: argparse.Namespace) -> ConfigPreview:

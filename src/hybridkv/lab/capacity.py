@@ -6,7 +6,6 @@ its tokens.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
@@ -15,8 +14,7 @@ from hybridkv.core.findings import Finding, ok, warn
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.sizes import format_size
 from hybridkv.core.state_boundaries import StateRule, recurrent_groups, state_ends
-
-SlotBytes = Callable[[int, int], int]  # Arena bytes of a slot from (bytes of one part, parts).
+from hybridkv.lab.sizing import ReadCost, SlotBytes, read_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,7 @@ class CapacityTotals:
     ram_bytes: int
     ram_tokens: int
     ram_prompts: float
+    tier_read: ReadCost  # Of a hit of such a prompt, if a tier has all of it and RAM nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +161,7 @@ def _totals(
         ram_bytes=ram_bytes,
         ram_tokens=ram_bytes * tokens // prompt_bytes if prompt_bytes else 0,
         ram_prompts=ram_bytes / prompt_bytes if prompt_bytes else 0.0,
+        tier_read=read_cost(geometry, tokens, 0, slot_bytes),
     )
 
 

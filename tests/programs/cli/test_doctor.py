@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hybridkv.cli import main
+from hybridkv.cli import main, tier_findings
 from hybridkv.cli.plan import host_findings, logout_finding, split_pair
 from hybridkv.client.control import ControlClient
 from hybridkv.core.daemon_settings import DaemonSettings
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict, fail, ok
 from hybridkv.core.settings import Settings
+from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.configuration import ConfigReport, serve_command
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import ReportStale
@@ -185,3 +186,35 @@ def test_a_socket_that_goes_with_the_last_logout(tmp_path: Path) -> None:
     assert logout_finding("/tmp/hybridkv-54301/daemon.sock", 54301, tmp_path) is None
     (tmp_path / "54301").touch()
     assert logout_finding("/run/user/54301/hybridkv/daemon.sock", 54301, tmp_path) is None
+
+
+def measured(url: str, prefill: float | None = None) -> Finding:
+    """The finding about a tier, measured with 4 MiB of a model's objects."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier_findings, "MEASURED_BYTES", 4 << 20)
+        spec = parse_tier(url, "--tier")
+        return tier_findings.tier_finding(spec, preview(LAYOUTS["gemma4"], 4096), prefill)
+
+
+def test_a_measured_tier_says_from_when_on_it_pays(tmp_path: Path) -> None:
+    url = f"disk://{tmp_path}/kv?bytes=1GiB"
+    finding = measured(url)
+    assert finding.verdict is Verdict.OK
+    assert "a hit of 4,096 tokens reads" in finding.what
+    assert list((tmp_path / "kv").iterdir()) == [], "nothing is left"
+    slow = measured(url, prefill=1e9)
+    assert slow.verdict is Verdict.WARN
+    assert "yours computes 1,000,000,000: such hits are computed" in slow.what
+    assert measured(url, prefill=1.0).verdict is Verdict.OK
+
+
+def test_a_tier_that_cannot_be_used_fails_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    finding = measured(f"disk://{tmp_path}/file/kv")
+    assert finding.verdict is Verdict.FAIL
+    assert "cannot be used" in finding.sentence
+
+
+def test_a_prefill_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--prefill", "fast"]) == 2
+    assert "--prefill" in capsys.readouterr().err

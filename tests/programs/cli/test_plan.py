@@ -38,6 +38,11 @@ def test_the_engines_of_a_daemon_are_planned_for_its_memory(
     ]
     assert planned["totals"]["ram_bytes"] == 64 << 20
     assert planned["groups"][0]["stored_token_bytes"] == planned["groups"][0]["token_bytes"] * 3 / 4
+    assert planned["needed_speed"] is None
+    read = planned["totals"]["tier_read"]
+    assert read["tokens"] == 8192
+    assert f"in {read['objects']} objects" in table
+    assert "for each 1,000 tokens/s of prefill" in table
     assert "1GiB hold" in table
     assert "a prompt of 129 tokens" in table
 

@@ -79,7 +79,7 @@ def test_what_each_size_hits_next_to_the_ceiling(
     ]
     sizes = ["--ram", str(8 * OBJECT), "--ram", str(2 * OBJECT)]
     with ControlClient(daemon.socket_path, hello=HELLO):
-        assert main.main([*words, *sizes, "--json"]) == 0
+        assert main.main([*words, *sizes, "--prefill", "1000", "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         assert main.main(words) == 0
         table = capsys.readouterr().out
@@ -97,6 +97,11 @@ def test_what_each_size_hits_next_to_the_ceiling(
     assert small["evicted"] > 8
     assert f"{hits / tokens:.1%}" in table
     assert "100.0%" in table
+    assert large["tier_read"] == {"tokens": 0, "objects": 0, "bytes": 0}
+    missed = (hits - small["tokens_hit"]) // BLOCK
+    read = {"tokens": missed * BLOCK, "objects": missed, "bytes": missed * OBJECT}
+    assert small["tier_read"] == read
+    assert small["needed_speed"]["objects_per_second"] == pytest.approx(1000 / BLOCK)
 
 
 @pytest.mark.parametrize(
