@@ -43,6 +43,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """A lane has a core. Threads that wait for each other at barriers would take the other lane's."""
 PROGRAMS = {
     "promtool": "alert rules",
+    "helm": "the chart",
     "unshare": "other namespaces",
     "mount": "file systems",
     "git": "the commit in the report",

@@ -41,9 +41,9 @@ def prefill_of(arguments: argparse.Namespace) -> float | None:
 def describe_need(cost: ReadCost, prefill: float | None) -> str:
     """Returns what a tier must deliver to pay, for one prefill speed or for each 1,000 tokens/s."""
     if prefill is None:
-        words = needed_speed(cost, 1000.0).described
+        words = needed_speed(cost, 1000.0).speed_text
         return f"{words} for each 1,000 tokens/s of prefill (--prefill names yours)"
-    return f"{needed_speed(cost, prefill).described} at {prefill:,.0f} tokens/s of prefill"
+    return f"{needed_speed(cost, prefill).speed_text} at {prefill:,.0f} tokens/s of prefill"
 
 
 def tier_finding(spec: TierSpec, preview: ConfigPreview | None, prefill: float | None) -> Finding:
@@ -76,5 +76,5 @@ def tier_finding(spec: TierSpec, preview: ConfigPreview | None, prefill: float |
     text += f", sooner than a prefill of fewer than {most:,.0f} tokens/s"
     if prefill is not None and prefill >= most:
         what = f"{text}, and yours computes {prefill:,.0f}: such hits are computed"
-        return warn("tier", what, f"one that reads {needed_speed(cost, prefill).described} works")
+        return warn("tier", what, f"one that reads {needed_speed(cost, prefill).speed_text} works")
     return ok("tier", text)

@@ -40,7 +40,7 @@ class NeededSpeed:
     seconds: float  # In which the hit would be computed.
 
     @property
-    def described(self) -> str:
+    def speed_text(self) -> str:
         """The speed for people: "0.43 GB/s and 190 objects/s"."""
         return (
             f"{self.bytes_per_second / 1e9:.3g} GB/s and {self.objects_per_second:,.0f} objects/s"

@@ -1,4 +1,4 @@
-"""An engine with a worker in a container: `client SOCKET DIRECTORY`, the volume with the arena.
+"""An engine with a worker in a container: `client SOCKET`.
 
 It imports no vLLM. For each word that it reads it does that and prints a line of JSON: "store"
 stores objects, "look" looks them up and reads them, "hold" takes leases and slots and keeps them.
@@ -31,8 +31,8 @@ START = payload_offset(1)
 class WireEngine:
     """An engine of the wire alone. Without a daemon it finds nothing, and goes on."""
 
-    def __init__(self, socket_path: str, directory: str) -> None:
-        self._socket_path, self._directory = socket_path, directory
+    def __init__(self, socket_path: str) -> None:
+        self._socket_path = socket_path
         self._connected: ExitStack | None = None
         self._scheduler: ControlClient
         self._arena: Arena
@@ -57,7 +57,7 @@ class WireEngine:
                 ControlClient(self._socket_path, hello=engine_hello("e"))
             )
             welcome = copying.welcome
-            path = arena_seen(welcome.arena_path, self._directory)
+            path = arena_seen(welcome.arena_path)
             self._arena = attach_arena(path, welcome.arena_bytes, pid=welcome.pid, lock=lock)
             stack.callback(self._arena.close)
             self._connected = stack.pop_all()
@@ -96,8 +96,7 @@ class WireEngine:
 
 
 def main() -> None:
-    socket_path, directory = sys.argv[1:]
-    engine = WireEngine(socket_path, directory)
+    engine = WireEngine(*sys.argv[1:])
     for line in sys.stdin:
         print(json.dumps(engine.obey(line.strip())), flush=True)
 

@@ -1,4 +1,8 @@
-"""What ops/ and the page say about containers: the one source of what is tested."""
+"""What ops/ and the page say about containers: the one source of what is tested.
+
+The manifests are those that scripts/chart writes, or what Helm makes of the chart with other values
+(tests.programs.containers.chart).
+"""
 
 import argparse
 import json
@@ -12,19 +16,20 @@ from hybridkv.cli.serve import run_serve
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "ops" / "container" / "Dockerfile"
+ENGINE_DOCKERFILE = ROOT / "ops" / "container" / "Dockerfile.engine"
 MANIFESTS = sorted((ROOT / "ops" / "kubernetes").glob("*.yaml"))
 PAGE = ROOT / "docs" / "containers.md"
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
     """Returns the resources of a manifest."""
-    return list(yaml.safe_load_all(path.read_text()))
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
 def pods(path: Path) -> list[dict[str, Any]]:
     """Returns the specifications of all pods of a manifest."""
     found = [document["spec"] for document in documents(path)]
-    return [spec["template"]["spec"] if "template" in spec else spec for spec in found]
+    return [spec["template"]["spec"] for spec in found if "template" in spec]
 
 
 class VolumePath(NamedTuple):

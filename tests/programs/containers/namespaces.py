@@ -1,8 +1,8 @@
 """Containers of the manifests as what they are to the kernel: namespaces, users and mounts.
 
-A container has a root of its own, whose /run and /dev/shm are empty, and its volumes; the rest is
-the machine's, in place of an image. It has process ids of its own unless its pod shares them, and
-if asked for, a user namespace of its own.
+A container has a root of its own, whose /run, /home and /dev/shm are empty, and its volumes; the
+rest is the machine's, in place of an image. It has process ids of its own unless its pod shares
+them, and if asked for, a user namespace of its own.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ for entry in /*; do
   [ -d "$entry" ] || continue
   mkdir ".$entry"
   case "$entry" in
-    /run | /mnt | /root) ;;
+    /run | /mnt | /root | /home) ;;
     *) mount --rbind "$entry" ".$entry" ;;
   esac
 done

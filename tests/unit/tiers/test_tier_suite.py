@@ -152,15 +152,18 @@ class TestSqlite(TierSuite):
     @pytest.fixture(autouse=True)
     def storage(self, tmp_path: Path) -> None:
         self.path = tmp_path / "records"
+        self.tiers: list[SqliteTier] = []
 
     def make_tier(self) -> Tier:
-        return self.kind(self.path)
+        self.tiers.append(self.kind(self.path))
+        return self.tiers[-1]
 
     def make_away(self) -> Tier:
         return self.kind(self.path / "nowhere")
 
     def make_bounded(self) -> Tier:
-        return self.kind(self.path, BOUND_BYTES)
+        self.tiers.append(self.kind(self.path, BOUND_BYTES))
+        return self.tiers[-1]
 
 
 # Wrong tiers
@@ -333,7 +336,10 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 def test_a_wrong_tier_fails(wrong: type[SqliteTier], tmp_path: Path) -> None:
     suite = TestSqlite()
-    suite.path, suite.release_seconds = tmp_path / "records", 0.1
+    suite.path, suite.tiers, suite.release_seconds = tmp_path / "records", [], 0.1
     suite.kind = wrong  # type: ignore[misc]
     with pytest.raises((AssertionError, TierError, pytest.fail.Exception)):
         WRONG[wrong](suite)
+    # Python 3.13 warns of what a failed test leaves open.
+    for tier in suite.tiers:
+        SqliteTier.close(tier)
