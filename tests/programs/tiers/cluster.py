@@ -1,6 +1,7 @@
 """A real Valkey cluster on the loopback, which an independent client makes and changes."""
 
 from pathlib import Path
+from typing import Any
 
 import valkey as library
 
@@ -8,7 +9,7 @@ from hybridkv.tiers.valkey.slots import SLOTS
 from tests.programs.tiers.servers import ValkeyServer, free_port
 from tests.waiting import until
 
-NODE_TIMEOUT_MS = 300
+NODE_TIMEOUT_MS = 2000  # With less, a busy machine is taken for a dead node.
 MIGRATE_MS = 5000
 MIGRATE_KEYS = 50
 
@@ -17,7 +18,7 @@ class ClusterNode(ValkeyServer):
     """One server of a cluster."""
 
     def __init__(self, place: Path, *arguments: str) -> None:
-        place.mkdir()
+        place.mkdir(parents=True)
         self.bus_port = free_port()
         super().__init__(
             place,
@@ -31,7 +32,7 @@ class ClusterNode(ValkeyServer):
         """Returns a client of this node alone, which follows no redirect."""
         return library.Valkey(host="127.0.0.1", port=self.port)
 
-    def call(self, *words: object) -> object:
+    def call(self, *words: object) -> Any:
         """Returns the answer to one command."""
         with self.client() as client:
             return client.execute_command(*words)
