@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import random
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ class Load:
         self.phase = "well"
         self.lookups: Counter[str] = Counter()
         self.chunks: Counter[str] = Counter()
-        self.longest_seconds: Counter[str] = Counter()
+        self.longest_seconds: defaultdict[str, float] = defaultdict(float)
         self.reasons: Counter[str] = Counter()  # For which a hit was shorter than its prompt.
         self.faults: list[BaseException] = []
         self._over = threading.Event()
@@ -107,8 +107,8 @@ def test_a_cluster_that_loses_a_primary_and_moves_slots_under_load(tmp_path: Pat
         for name in ("first", "second"):
             (tmp_path / name).mkdir(mode=0o700)
             options = ["--node", name, "--tier", f"valkey://{hosts}/0?timeout=1"]
-            daemon = ForkedDaemon(str(tmp_path / name / "daemon.sock"), RAM, options=options)
-            daemons.append(stack.enter_context(daemon))
+            started = ForkedDaemon(str(tmp_path / name / "daemon.sock"), RAM, options=options)
+            daemons.append(stack.enter_context(started))
         with Client(daemons[0].socket_path, name="writer") as client:
             for prompt in range(PROMPTS):
                 client.store(prompt, CHUNKS)

@@ -132,8 +132,10 @@ def test_the_first_node_that_answers_tells_of_the_others(
 
 
 def test_a_unix_socket_leads_to_no_cluster(cluster: ValkeyCluster) -> None:
+    tier = tier_of(f"valkey+unix://{cluster.nodes[0].socket}")
     with pytest.raises(ConfigError, match="reached over TCP"):
-        tier_of(f"valkey+unix://{cluster.nodes[0].socket}").open()
+        tier.open()
+    tier.close()
 
 
 # Slots that move

@@ -76,7 +76,6 @@ class Servers:
                 return
             except (TierError, ConfigError, TimeoutError) as failed:
                 error = error or failed
-        self.close()
         if isinstance(error, TimeoutError):
             raise TierError(f"{self._access.place} does not answer") from None
         assert error is not None
