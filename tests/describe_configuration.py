@@ -89,7 +89,7 @@ TIER_OPTIONS: Mapping[str, Mapping[str, TierOption]] = {
         "password_file": TierOption(
             NONE,
             "A file with the password, which is then in no command line. The daemon reads the file "
-            "again when it opens the tier again.",
+            "again when it opens the tier again, and when a server refuses a new connection.",
         ),
         "ca": TierOption(
             "the system's",

@@ -1,6 +1,7 @@
 """What a value costs in the tier and in the client library: python -m tests.programs.tiers.compare
 
-It prints the throughput of each, and the longest time for which another thread did not run.
+It prints the throughput of each, and the longest time for which another thread did not run. Then
+come records in one server, and in a cluster of three, on the same machine.
 """
 
 import tempfile
@@ -16,10 +17,13 @@ from hybridkv.core.tier_urls import parse_tier
 from hybridkv.tiers.conformance.samples import pages
 from hybridkv.tiers.contract import ReadRequest, WriteRequest
 from hybridkv.tiers.valkey.tier import ValkeyTier
+from tests.programs.tiers.cluster import ValkeyCluster
 from tests.programs.tiers.servers import ValkeyServer
 
 VALUE_BYTES = 32 << 20
+RECORDS = 32  # Of one call to one server, or to a cluster. Together they have VALUE_BYTES.
 ROUNDS = 10
+FINDS = 200
 TICK_SECONDS = 0.0002
 
 
@@ -57,7 +61,7 @@ def measure(name: str, call: Callable[[], object]) -> None:
         seconds = time.perf_counter() - start
     speed = ROUNDS * VALUE_BYTES / seconds / 1e9
     print(
-        f"{name:12} {speed:5.2f} GB/s, others waited up to {watch.longest_seconds * 1e3:5.1f} ms",
+        f"{name:15} {speed:5.2f} GB/s, others waited up to {watch.longest_seconds * 1e3:5.1f} ms",
         flush=True,
     )
 
@@ -82,6 +86,28 @@ def main() -> None:
         measure("tier put", lambda: tier.put([WriteRequest(key, [source[:half], source[half:]])]))
         measure("tier get", lambda: tier.get([ReadRequest(key, [into[:half], into[half:]])]))
         tier.close()
+    with tempfile.TemporaryDirectory() as place, ValkeyServer(Path(place)) as server:
+        measure_records("one server", server.url)
+    with tempfile.TemporaryDirectory() as place, ValkeyCluster(Path(place)) as cluster:
+        measure_records("a cluster", cluster.url())
+
+
+def measure_records(name: str, url: str) -> None:
+    """Measure puts and gets of several records by one call, and print a line for each."""
+    tier = ValkeyTier(parse_tier(url, "tier"))
+    tier.open()
+    size, source = VALUE_BYTES // RECORDS, pages(VALUE_BYTES)
+    parts = [source[start : start + size] for start in range(0, VALUE_BYTES, size)]
+    keys = [bytes([number]) * KEY_BYTES for number in range(RECORDS)]
+    puts = [WriteRequest(key, [part]) for key, part in zip(keys, parts, strict=True)]
+    gets = [ReadRequest(key, [part]) for key, part in zip(keys, parts, strict=True)]
+    measure(f"{name}, put", lambda: tier.put(puts))
+    measure(f"{name}, get", lambda: tier.get(gets))
+    start = time.perf_counter()
+    for _ in range(FINDS):
+        tier.find(keys)
+    print(f"{name}, find of {RECORDS}: {(time.perf_counter() - start) / FINDS * 1e3:.2f} ms")
+    tier.close()
 
 
 if __name__ == "__main__":

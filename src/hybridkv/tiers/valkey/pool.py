@@ -1,124 +1,102 @@
-"""Connections to a Valkey or Redis server that are kept for the next call, and their errors."""
+"""Connections to one Valkey or Redis server that are kept for the next call, and their errors."""
 
 import contextlib
-import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import replace
-from pathlib import Path
-from urllib.parse import SplitResult, unquote, urlsplit
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
+from hybridkv.core.breaker import Breaker
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.tier_urls import TierSpec
 from hybridkv.tiers.contract import TierError
-from hybridkv.tiers.remote import Deadline, dial
-from hybridkv.tiers.valkey.resp import ProtocolError, RefusedCommand, RespConnection, command
+from hybridkv.tiers.remote import Deadline, batches, dial
+from hybridkv.tiers.valkey.access import Access
+from hybridkv.tiers.valkey.resp import ProtocolError, RefusedCommand, Reply, RespConnection, command
+from hybridkv.tiers.valkey.slots import Address
 
-PREFIX = "hybridkv:1:"
-PORT = 6379
+FLIGHT_BYTES_MAX = 8 << 20
+"""Bytes of values in one round trip: the server keeps a copy of what it has not sent yet."""
+FLIGHT_COMMANDS_MAX = 1000
+TRIES = 2
 IDLE_MAX = 16  # Connections that are kept for the next call.
 IDLE_SECONDS_MAX = 30.0
 """The network may drop a connection that is idle for longer, and tell neither end."""
-_NEEDED = "GET SET EXISTS UNLINK SCAN DBSIZE INFO"
 _RESETS = (ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """Errors of a connection that the server, or something between, has closed."""
+_ASKING = command(b"ASKING")
 
 
 class LostConnectionError(TierError):
     """A connection was closed after its login. Another connection may work."""
 
 
-class ConnectionPool:
-    """Connections that are logged in, each for one thread at a time."""
+class PendingCommand(NamedTuple):
+    """A command and the memory for its answer."""
 
-    def __init__(self, spec: TierSpec) -> None:
-        """Raises ConfigError where the URL names no server. Its text shows no password."""
-        is_unix = spec.kind == "valkey+unix"
-        rest, own = ("/run/valkey.sock?db=0", "db") if is_unix else (f"127.0.0.1:{PORT}/0", "ca")
-        works = f'"{spec.kind}://{rest}" works'
-        parts = _split(spec, works)
-        # The last @ ends the login, so nothing secret follows it.
-        self.place = f"{spec.kind}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    send: Sequence[bytes | memoryview]
+    slot: int = 0  # Of its key in a cluster.
+    value_bytes: int = 0  # Bytes of the value in the command, or in its answer.
+    into: Sequence[memoryview] | None = None  # Memory for an answer that is a value.
+    asks: bool = False  # ASKING goes before it, since its slot is on its way to the server.
+
+
+Answer: TypeAlias = "Reply | TierError"
+
+
+class ConnectionPool:
+    """Connections to one server that are logged in, each for one thread at a time."""
+
+    def __init__(self, access: Access, address: Address) -> None:
+        self.place = access.place_of(address)
         """The URL for people: without user and password."""
-        bounds = "the server's maxmemory and maxmemory-policy"
-        shown = replace(spec, location=self.place)
-        options = shown.known_options("prefix", "password_file", own, bounded_by=bounds)
-        self.prefix = options.get("prefix", PREFIX)  # How the names of its values begin.
-        self._host, self._port = parts.hostname or "", parts.port or PORT
-        self._socket = unquote(parts.path) if is_unix else ""
-        self._authority = options.get("ca")
-        self._database = options.get("db", "0") if is_unix else parts.path.strip("/") or "0"
-        self._login = [unquote(word) for word in (parts.username, parts.password) if word]
-        self._users = int(bool(parts.username))  # Words of the login before the password.
-        self._password_file = options.get("password_file", "")
-        """A file with the password, which is read at each `open`. "" = it is in the URL."""
-        self._timeout_seconds = spec.timeout_seconds
-        if not (self._socket if is_unix else self._host):
-            raise ConfigError(f"tier {self.place} names no server", works)
-        if not re.fullmatch("[0-9]+", self._database):
-            what = f"tier {self.place}: database {self._database!r} is no number"
-            raise ConfigError(what, works)
-        if not self.prefix:
-            raise ConfigError(f"tier {self.place}: prefix is empty", f"prefix={PREFIX} works")
-        self._check_login(parts)
-        self._wants_tls = spec.kind in ("valkeys", "rediss")
-        self._tls: ssl.SSLContext | None = None
+        self.health = Breaker()  # By how the last calls ended. Its owner changes it.
+        self._access = access
+        self._address = address
         self._lock = threading.Lock()
         self._closed = False
         self._idle: list[RespConnection] = []  # The last is the one used last, and is used next.
         self._live: set[RespConnection] = set()  # All connections, idle or in use.
 
-    def _check_login(self, parts: SplitResult) -> None:
-        """Raise ConfigError unless there is one password, or neither user nor password."""
-        if parts.password and self._password_file:
-            what = f"tier {self.place}: the password is given twice, in the URL and password_file"
-            raise ConfigError(what, f"{self._works()} with password_file works")
-        if parts.username and not (parts.password or self._password_file):
-            raise ConfigError(
-                f"tier {self.place}: there is a user without a password",
-                f"{self._works('USER:PASSWORD@')} works",
-            )
-
-    def _works(self, login: str = "") -> str:
-        """Returns this URL with another login, for a message."""
-        scheme, _, rest = self.place.partition("://")
-        return f'"{scheme}://{login}{rest}"'
-
-    def _read_password(self) -> str:
-        try:
-            return Path(self._password_file).read_text().rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
-            what = f"{self.place}: password_file={self._password_file!r} cannot be read ({why})"
-            raise ConfigError(what, "a file of yours with the password alone works") from None
-
     def connect(self, deadline: Deadline) -> None:
-        """Log in anew. Raises ConfigError where the login can never work, else TierError."""
-        with self._lock:
-            self._closed = False
-        if self._wants_tls:
-            try:
-                self._tls = ssl.create_default_context(cafile=self._authority)
-            except OSError:
-                raise ConfigError(
-                    f"{self.place}: ca={self._authority!r} is no readable file of certificates",
-                    "ca=/etc/ssl/certs/ca-certificates.crt works",
-                ) from None
-        if self._password_file:
-            self._login = [*self._login[: self._users], self._read_password()]
-        self.drop_idle()
+        """Log in. Raises ConfigError where the login can never work, else TierError."""
         try:
             self._keep(self._connect(deadline))
         except ProtocolError:
             raise ConfigError(
                 f"{self.place}: what answers there is no Valkey or Redis server without TLS",
-                f"{self._works()} of one works, or valkeys:// for one with TLS",
+                f"{self._access.works()} of one works, or valkeys:// for one with TLS",
             ) from None
         except OSError as error:
             raise self._error_of(error) from None
+
+    def exchange(self, asks: Sequence[PendingCommand], deadline: Deadline) -> list[Answer]:
+        """Returns an answer or an error for each command. Never raises.
+
+        Where a connection was closed, the commands without an answer are sent again. Each of them
+        changes nothing the second time.
+        """
+        answers: list[Answer] = []
+        error = TierError("not asked")
+        sizes = [ask.value_bytes for ask in asks]
+        for _, end in batches(sizes, FLIGHT_BYTES_MAX, FLIGHT_COMMANDS_MAX):
+            for _ in range(TRIES):
+                pending = asks[len(answers) : end]
+                try:
+                    with self.connection(deadline) as connection:
+                        for ask in pending:
+                            connection.send_all([*_ASKING, *ask.send] if ask.asks else ask.send)
+                        for ask in pending:
+                            answers.append(_answer(connection, ask))
+                    break
+                except (TierError, ConfigError) as failed:
+                    error = TierError(str(failed))
+                    if not isinstance(failed, LostConnectionError):
+                        # The server does not answer, so the other batches are not tried.
+                        return answers + [error] * (len(asks) - len(answers))
+            answers += [error] * (end - len(answers))
+        return answers
 
     @contextlib.contextmanager
     def connection(self, deadline: Deadline) -> Iterator[RespConnection]:
@@ -187,40 +165,27 @@ class ConnectionPool:
         """Returns the TierError for an error of a connection."""
         # The system's texts have no secrets: addresses and the names of files at most.
         if isinstance(error, TimeoutError):
-            how = " with TLS" if self._wants_tls else ""
-            seconds = f"{self._timeout_seconds:g} s"
+            how = " with TLS" if self._access.wants_tls else ""
+            seconds = f"{self._access.timeout_seconds:g} s"
             return TierError(f"{self.place} does not answer{how} within {seconds}")
         return TierError(f"{self.place}: {getattr(error, 'strerror', None) or error}")
 
-    def refusal_error(self, refusal: RefusedCommand, step: str = "") -> TierError | ConfigError:
-        """Returns the error for a refusal at `open`. `step` is the command of the login, or ""."""
-        login = f"{self._works('USER:PASSWORD@')} with those that it knows"
-        if self._password_file:
-            login = f"the password that it knows in password_file={self._password_file!r}"
-        wrong_login = ("the server refuses this user or password", login)
-        meanings = {
-            "NOAUTH": ("the server wants a password", self._works(":PASSWORD@")),
-            "WRONGPASS": wrong_login,
-            "AUTH ERR": wrong_login,
-            "NOPERM": (
-                "the user may not do what a cache needs",
-                f"one with {_NEEDED} on ~{self.prefix}*",
-            ),
-            "DENIED": ("the server is in protected mode", "one with a password"),
-            "MOVED": ("this is a node of a cluster", "a server of its own"),
-            "SELECT ERR": (f"the server refuses database {self._database}", "0"),
-        }
-        meaning = meanings.get(f"{step} {refusal.code}") or meanings.get(refusal.code)
-        if meaning is None:
-            return TierError(f"{self.place} refuses ({refusal.code})")
-        what, remedy = meaning
-        return ConfigError(f"{self.place}: {what}", f"{remedy} works")
-
     def _connect(self, deadline: Deadline) -> RespConnection:
-        """Returns a connection after its login.
+        """Returns a connection after its login, with the password that its file has now.
 
         Raises OSError, ProtocolError, ConfigError and TierError.
         """
+        login = self._access.login
+        try:
+            return self._log_in(login, deadline)
+        except ConfigError:
+            # A password that ends after an hour is renewed in its file, and not at this moment.
+            if not self._access.renew_password(login):
+                raise
+        return self._log_in(self._access.login, deadline)
+
+    def _log_in(self, login: Sequence[str], deadline: Deadline) -> RespConnection:
+        """Returns a connection after its login. Raises as `_connect` does."""
         connection = RespConnection(self._dial(deadline), deadline)
         with self._lock:
             closed = self._closed
@@ -228,30 +193,31 @@ class ConnectionPool:
         try:
             if closed:
                 raise TierError("closed")
-            steps = {"SELECT": command(b"SELECT", b"%d" % int(self._database))}
-            if self._login:
-                words = [word.encode() for word in self._login]
-                steps = {"AUTH": command(b"AUTH", *words)} | steps
+            steps = {"SELECT": command(b"SELECT", b"%d" % int(self._access.database))}
+            if login:
+                steps = {"AUTH": command(b"AUTH", *(word.encode() for word in login))} | steps
             for buffers in steps.values():
                 connection.send_all(buffers)
             for step in steps:
                 if isinstance(answer := connection.reply(), RefusedCommand):
-                    raise self.refusal_error(answer, step)
+                    raise self._access.refusal_error(self.place, answer, step)
         except BaseException:
             self._drop([connection])
             raise
         return connection
 
     def _dial(self, deadline: Deadline) -> socket.socket:
-        if self._socket:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        host, port = self._address
+        if port:
+            sock = dial(host, port, deadline)
         else:
-            sock = dial(self._host, self._port, deadline)
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        tls = self._access.tls
         try:
             sock.settimeout(deadline.seconds_left())
-            if self._socket:
-                sock.connect(self._socket)
-            return self._tls.wrap_socket(sock, server_hostname=self._host) if self._tls else sock
+            if not port:
+                sock.connect(host)
+            return tls.wrap_socket(sock, server_hostname=host) if tls else sock
         except BaseException as error:
             sock.close()
             if isinstance(error, ssl.SSLCertVerificationError):
@@ -263,19 +229,8 @@ class ConnectionPool:
             raise
 
 
-def _split(spec: TierSpec, works: str) -> SplitResult:
-    """Returns the parts of the URL. Errors show none of it: any part may be a password."""
-    try:
-        parts = urlsplit(spec.location)
-        is_sound = parts.port is None or parts.port > 0
-    except ValueError:
-        is_sound = False
-    _, at, host = spec.location.partition("://")[2].rpartition("@")
-    if at and not (is_sound and parts.netloc.endswith("@" + host.partition("/")[0])):
-        raise ConfigError(
-            f"tier {spec.kind}: in the URL's user and password / ? # @ are written %2F %3F %23 %40",
-            works.replace("://", "://USER:PASSWORD@"),
-        )
-    if not is_sound:
-        raise ConfigError(f"tier {spec.kind}: the URL names no server", works)
-    return parts
+def _answer(connection: RespConnection, ask: PendingCommand) -> Reply:
+    """Returns the answer to a command, or to its ASKING where that is refused."""
+    asked = connection.reply() if ask.asks else None
+    answer = connection.reply(ask.into)
+    return asked if isinstance(asked, RefusedCommand) else answer

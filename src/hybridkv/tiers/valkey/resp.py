@@ -18,8 +18,8 @@ BUFFER_BYTES = 64 << 10
 LINE_BYTES_MAX = 16 << 10
 BULK_BYTES_MAX = 64 << 20  # Of a bulk string that is no value, as of INFO, or SCAN's keys.
 ELEMENTS_MAX = 1 << 20
-DEPTH_MAX = 2
-_OF_COMMANDS = frozenset(("OOM", "WRONGTYPE", "NOPERM"))
+DEPTH_MAX = 4  # Of CLUSTER SLOTS: ranges, nodes, and what is known of a node.
+_OF_COMMANDS = frozenset(("OOM", "WRONGTYPE", "NOPERM", "MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"))
 """Refusals that say nothing of the connection. After any other, as READONLY of a server that became
 a replica, the connection is left, because another one may lead to another server or login."""
 _END = b"\r\n"
@@ -33,6 +33,7 @@ class RefusedCommand(NamedTuple):
     """The server's error for one command. The connection can still be used."""
 
     code: str  # The error's first word, as OOM. The rest is not kept: it may repeat a password.
+    target: str = ""  # Of MOVED and ASK: the node to ask instead, as 10.0.0.1:6379.
 
 
 Reply: TypeAlias = "int | bytes | RefusedCommand | list[Reply] | None"
@@ -141,5 +142,7 @@ class RespConnection(io.RawIOBase):
 def _refusal(line: bytes) -> RefusedCommand:
     if line.startswith(b"ERR max number of clients"):
         return RefusedCommand("MAXCLIENTS")  # the only general error that passes
-    word = line.split(b" ", 1)[0].decode("ascii", "replace")
-    return RefusedCommand(word if word.isalnum() else "ERR")
+    words = line.decode("ascii", "replace").split(" ")
+    if words[0] in ("MOVED", "ASK") and len(words) == 3:
+        return RefusedCommand(words[0], words[2])
+    return RefusedCommand(words[0] if words[0].isalnum() else "ERR")
