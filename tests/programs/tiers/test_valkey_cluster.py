@@ -291,6 +291,10 @@ def test_a_dead_node_costs_its_own_records_alone(tmp_path: Path, make: Make) -> 
             list(tier.keys())
         with pytest.raises(TierError):
             tier.erase([lost[0].key])
+        with pytest.MonkeyPatch.context() as patch:  # The node dies after it has removed them.
+            patch.setattr(tier, "discard", lambda keys: None)
+            proofs = tier.erase([sample.key for sample in lost])
+        assert all(isinstance(proof, TierError) for proof in proofs), "nobody says that they went"
         cluster.nodes = cluster.nodes[1:]
         ports = [node.port for node in cluster.nodes]
         second = make(f"valkey://127.0.0.1:{cluster.primaries[0].port},127.0.0.1:{ports[0]}/0")

@@ -501,10 +501,10 @@ class TierSuite(ABC):
             self.close([tier])
 
     def test_a_storage_that_stops_is_an_error_in_time(self) -> None:
-        tier, there, other = self.opened(), make_sample(1), make_sample(2)
         stopped = self.storage_stopped()
         if stopped is None:
             pytest.skip("nothing says how its storage is stopped")
+        tier, there, other = self.opened(), make_sample(1), make_sample(2)
         assert tier.put([there.write_request()]) == [None]
         calls: dict[str, Callable[[], object]] = {
             "find": lambda: tier.find([other.key]) == [False],

@@ -121,6 +121,13 @@ class ValkeyTier(Tier):
         for answer in self._ask_each(b"UNLINK", keys, Deadline(self._timeout_seconds)):
             self._checked(answer)
 
+    def erase(self, keys: Sequence[bytes]) -> list[TierError | None]:
+        # `find` takes a key that nobody answers for as missing, which would prove nothing here.
+        self.discard(keys)
+        answers = self._ask_each(b"EXISTS", keys, Deadline(self._timeout_seconds))
+        there = TierError("it is still there")
+        return [there if answer == 1 else self._error_of(answer) for answer in answers]
+
     def keys(self) -> Iterator[bytes]:
         """Yields every key with our prefix. A key may come twice while others put or remove.
 
