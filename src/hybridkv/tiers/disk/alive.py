@@ -56,7 +56,8 @@ class Claim:
         self._fd = open_regular(path)
         self.release = weakref.finalize(self, _close, self._fd)
         self.token = uuid.uuid4().hex  # The file's content while this daemon has the directory.
-        if file_system(path.parent) in _LOCAL_FILE_SYSTEMS:
+        self.is_locked = file_system(path.parent) in _LOCAL_FILE_SYSTEMS
+        if self.is_locked:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self.token += _LOCKED
         if not os.path.samestat(os.fstat(self._fd), os.stat(path)):
