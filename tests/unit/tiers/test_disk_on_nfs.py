@@ -149,6 +149,19 @@ def test_what_a_client_that_died_has_renamed_is_removed_and_is_no_record(tmp_pat
     check_disk(again)
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_proves_nothing(tmp_path: Path, number: int) -> None:
+    with mock.patch("fcntl.flock", side_effect=OSError(number, os.strerror(number))):
+        tier, other = opened(tmp_path), opened(tmp_path, "other")
+        assert other.put([A.write_request()]) == [None]
+        touched_at = mtime(other.writers.alive) - 2 * QUIET_SECONDS
+        os.utime(other.writers.alive, (touched_at, touched_at))
+        look(tier)
+    look(tier)
+    assert (tmp_path / "objects/other").exists(), "it has not said that it locks"
+    assert read(tier, A) is None
+
+
 @pytest.mark.usefixtures("_on_nfs")
 def test_after_an_outage_no_writer_is_taken_over_that_has_not_come_back_yet(tmp_path: Path) -> None:
     """For two hours no writer could touch its file. The first that can again is this one."""
