@@ -24,6 +24,7 @@ def test_faults_of_nfs(tmp_path: Path, mount: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(0)
 def test_two_nodes_for_long(tmp_path: Path) -> None:
     words = pytest_of("two_nodes_for_long", minutes=MINUTES)
     print(run_inside(words, tmp_path, 2 * 60 * MINUTES + FAULTS_SECONDS + START_SECONDS))
