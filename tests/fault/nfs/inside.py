@@ -458,7 +458,7 @@ def test_no_lookup_waits_for_a_server_that_is_away(
 @pytest.mark.parametrize("mount", ["v42", "v3"])
 def test_options_that_keep_times_for_long_and_no_missing_names(server: Server, mount: str) -> None:
     options = f"{MOUNTS[mount]},actimeo=3600,lookupcache=positive"
-    with Client(1, MOUNTS[mount]) as writer, Client(2, options) as reader:
+    with Client(3, MOUNTS[mount]) as writer, Client(4, options) as reader:
         writer.call(open_tier, "node0")
         reader.call(open_tier, "node1")
         assert reader.call(find_again, "node1", SAMPLES) == [False] * len(SAMPLES)

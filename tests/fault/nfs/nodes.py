@@ -94,7 +94,7 @@ class Client:
         self._server, self._own = f"10.0.{number}.1", f"10.0.{number}.2"
         self._here, there = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=self._serve, args=(there,), daemon=False)
+        self._process = context.Process(target=self._serve, args=(there,), daemon=True)
         self._process.start()
         there.close()
         self._here.recv()
