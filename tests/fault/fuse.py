@@ -127,6 +127,8 @@ class FaultyFs:
     def __init__(self, backing: Path, mountpoint: Path) -> None:
         self.mountpoint = mountpoint
         self.backing = backing
+        self.clock_ahead_seconds = 0.0
+        """How far the clock of files is ahead of this machine's, as of a server."""
         self._lock = threading.RLock()
         self._hangs: frozenset[Op] = frozenset()
         self._fails: dict[Op, int] = {}
@@ -297,7 +299,10 @@ class FaultyFs:
     def _entry(self, parent: int, name: str) -> bytes:
         fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._dir(parent))
         number = self._enter(fd)
-        return _ENTRY.pack(number, 0, 0, 0, 0, 0) + _attr(os.fstat(self._dir(number)))
+        return _ENTRY.pack(number, 0, 0, 0, 0, 0) + self._attr(number)
+
+    def _attr(self, number: int) -> bytes:
+        return _attr(os.fstat(self._dir(number)), round(self.clock_ahead_seconds * 10**9))
 
     # Requests, each with its node and its body; the reply is bytes, or None where there is none.
 
@@ -325,7 +330,7 @@ class FaultyFs:
             self._forget(number, lookups)
 
     def _do_getattr(self, node: int, body: bytes) -> bytes:
-        return _ATTR_OUT.pack(0, 0, 0) + _attr(os.fstat(self._dir(node)))
+        return _ATTR_OUT.pack(0, 0, 0) + self._attr(node)
 
     def _do_setattr(self, node: int, body: bytes) -> bytes:
         valid, _, _, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, *_ = (
@@ -340,7 +345,9 @@ class FaultyFs:
             if valid & (_SET_ATIME_NOW | _SET_MTIME_NOW):
                 os.utime(path)
             else:
-                os.utime(path, ns=(atime * 10**9 + atime_ns, mtime * 10**9 + mtime_ns))
+                times = atime * 10**9 + atime_ns, mtime * 10**9 + mtime_ns
+                ahead_ns = round(self.clock_ahead_seconds * 10**9)
+                os.utime(path, ns=(times[0] - ahead_ns, times[1] - ahead_ns))
         return self._do_getattr(node, body)
 
     def _do_mkdir(self, node: int, body: bytes) -> bytes:
@@ -452,8 +459,8 @@ def _names(raw: bytes) -> list[str]:
     return [os.fsdecode(name) for name in raw.rstrip(b"\0").split(b"\0")]
 
 
-def _attr(status: os.stat_result) -> bytes:
-    times = status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns
+def _attr(status: os.stat_result, ahead_ns: int) -> bytes:
+    times = [ns + ahead_ns for ns in (status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns)]
     seconds, rest = [time // 10**9 for time in times], [time % 10**9 for time in times]
     return _ATTR.pack(
         status.st_ino,

@@ -7,6 +7,7 @@ not said that it locks, nothing is proven.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import uuid
@@ -31,6 +32,7 @@ _LOCAL_FILE_SYSTEMS = frozenset(
     }
 )
 """Kinds of file systems (statfs(2)) that one kernel alone uses at a time."""
+_WITHOUT_LOCKS = frozenset((errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP))
 _LOCKED = " locked"  # At the end of the token of a writer that keeps its file locked.
 
 
@@ -56,8 +58,9 @@ class Claim:
         self._fd = open_regular(path)
         self.release = weakref.finalize(self, _close, self._fd)
         self.token = uuid.uuid4().hex  # The file's content while this daemon has the directory.
-        if file_system(path.parent) in _LOCAL_FILE_SYSTEMS:
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        is_local = file_system(path.parent) in _LOCAL_FILE_SYSTEMS
+        self.is_locked = is_local and _lock(self._fd, fcntl.LOCK_SH)
+        if self.is_locked:
             self.token += _LOCKED
         if not os.path.samestat(os.fstat(self._fd), os.stat(path)):
             raise FileNotFoundError(path)
@@ -71,6 +74,20 @@ class Claim:
             os.pwrite(fd, self.token.encode(), 0)
         finally:
             os.close(fd)
+
+
+def _lock(fd: int, how: int) -> bool:
+    """Lock a file without waiting. Returns False where its file system has no locks.
+
+    Raises OSError; BlockingIOError where another process has the lock.
+    """
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        return False
+    return True
 
 
 def _open_to_write(path: Path) -> int:
@@ -109,7 +126,8 @@ def _life(fd: int, path: Path) -> Life:
     if file_system(path.parent) not in _LOCAL_FILE_SYSTEMS:
         return Life.UNKNOWN
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _lock(fd, fcntl.LOCK_EX):
+            return Life.UNKNOWN
     except BlockingIOError:
         return Life.ALIVE
     # The token is read under the lock, because a new life may have written another.

@@ -7,12 +7,12 @@ import mmap
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
 from hybridkv.core.keys import HASH_BYTES, KEY_BYTES
 from hybridkv.shm.slots import HEADER_BYTES, SHORT_HASH_BYTES, SLOT_ALIGN
@@ -28,8 +28,14 @@ from hybridkv.tiers.record import (
     read_head,
 )
 
+T = TypeVar("T")
+
 QUARANTINE_MAX = 16  # Damaged files that are kept.
 BLOCK_BYTES = 512  # The unit of st_blocks.
+_SILLY = ".nfs"
+"""How a name begins that an NFS client gives to a file that is removed while a process has it open.
+It removes the file when the process closes it, unless the client's machine ends before.
+"""
 FAILED_IN_A_ROW_MAX = 16  # Files that fail in a row. With more, the file system is to blame.
 SYSTEM_ERRORS = (
     frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
@@ -84,6 +90,19 @@ def shards(home: Path) -> list[str]:
         # The writer's directory does not exist yet, or no longer, and so has no records.
         return sorted(entry.path for entry in os.scandir(home) if len(entry.name) == 2)
     return []
+
+
+def is_silly_renamed(name: str) -> bool:
+    """Returns whether a file's name is one of an NFS client: ".nfs0000000000001a2b00000003"."""
+    return name.startswith(_SILLY)
+
+
+def silly_renamed(home: Path) -> Iterator[str]:
+    """Yields the paths of a writer's files that were removed while a process had them open."""
+    for shard in shards(home):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            # The path is gone, or is no directory of records, and so has none.
+            yield from (entry.path for entry in os.scandir(shard) if is_silly_renamed(entry.name))
 
 
 def records(home: Path) -> Iterator[tuple[str, FileName]]:
@@ -145,6 +164,20 @@ class FileErrors:
         self.count += 1
         self.first = self.first or f"{error.strerror}: {error.filename}"
         return True
+
+
+def retry_stale(do: Callable[[], T]) -> T:
+    """Returns what `do` returns, which opens a file by its name and reads it. Raises OSError.
+
+    On NFS a file that another node removed while it was open is an ESTALE. The name is looked up
+    anew then, and the file that has it by now is read, or it is a FileNotFoundError.
+    """
+    try:
+        return do()
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    return do()
 
 
 def open_regular(path: str | Path, flags: int = 0) -> int:

@@ -42,7 +42,8 @@ class WriterReport:
     damaged_bytes: int = 0
     repaired: int = 0  # Damaged files that were repaired.
     foreign: int = 0  # Files that are not the tier's.
-    leftovers: int = 0  # Files in tmp. A writer that lives is writing them.
+    leftovers: int = 0
+    """Files in tmp, which a writer that lives is writing, and removed ones that NFS keeps."""
     leftovers_removed: int = 0
 
     def count_sound(self, proof: FileProof, taken_bytes: int) -> None:
@@ -96,7 +97,7 @@ def fsck(
     `coding` has the key of encrypted files. A file that is gone meanwhile is no damage.
     """
     report = FsckReport()
-    now = clock(root) if repair else time.time()
+    now = _files_clock(root)
     for home, own_paths in paths.items():
         silent = silent_seconds(home, now)
         if silent is not None:
@@ -114,6 +115,14 @@ def fsck(
                 report.quarantined_bytes += files.taken_bytes(entry.stat(follow_symlinks=False))
                 report.quarantined += 1
     return report
+
+
+def _files_clock(root: Path) -> float:
+    """Returns the time by the files' clock, or by this node's where the files cannot be changed."""
+    try:
+        return clock(root)
+    except OSError:
+        return time.time()
 
 
 class MisnamedFile(NamedTuple):
@@ -152,7 +161,7 @@ class _WriterCheck:
         taken_bytes = files.taken_bytes(os.stat(path, follow_symlinks=False))
         folder, base = os.path.split(os.path.relpath(path, self.home))
         name = files.parse_name(base)
-        if folder.split(os.sep)[0] == TMP:
+        if folder.split(os.sep)[0] == TMP or files.is_silly_renamed(base):
             writer.leftovers += 1
             if may_move:
                 with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from hybridkv.core.keys import HASH_BYTES, KEY_BYTES
 from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
-from hybridkv.tiers.disk.files import FileErrors, FileName, file_status, records
+from hybridkv.tiers.disk.files import FileErrors, FileName, file_status, records, silly_renamed
 from hybridkv.tiers.disk.order import FIRST_ROW, FileOrder
 
 logger = logging.getLogger("hybridkv.daemon")
@@ -54,8 +54,9 @@ class Stamp(NamedTuple):
 class FileIndex:
     """The files of one directory by key.
 
-    The caller holds `lock`, except for `row_of`, `path_of`, `stamp_of`, `touch`, `replace`,
-    `add_other`, `take_shards_to_list`, `sweep`, `index_directory`, `known_keys` and `count_failed`.
+    The caller holds `lock`, except for `files_time`, `row_of`, `path_of`, `stamp_of`, `touch`,
+    `replace`, `add_other`, `take_shards_to_list`, `sweep`, `index_directory`, `known_keys` and
+    `count_failed`.
 
     A row is found by its *tag*, a hash of its namespace, short hash and gid, which a record's
     parent has as well. Of two records with one tag the index has the later one.
@@ -89,6 +90,8 @@ class FileIndex:
         self.strays: dict[str, int] = {}
         """Bytes by path, of this daemon's files that could not be removed yet."""
         self._stuck = 0  # Victims in a row that could not be removed since the last `sweep`.
+        self.clock_ahead_seconds = 0.0
+        """How far the files' clock, as of an NFS server, is ahead of this node's."""
         self.files_failed = 0  # Files that `count_failed` has counted.
 
     @property
@@ -103,6 +106,10 @@ class FileIndex:
         numbers = 2 * (self.own_count + self.other_count) + len(self._absent_parents)
         columns = len(self._bits) * _ROW_BYTES + self.order.column_bytes
         return dicts + numbers * _NUMBER_BYTES + columns
+
+    def files_time(self) -> float:
+        """Returns the time by the files' clock, seconds since the epoch."""
+        return time.time() + self.clock_ahead_seconds
 
     def row_of(self, key: bytes) -> int | None:
         """Returns the row of a record, or None where it is not there."""
@@ -184,7 +191,7 @@ class FileIndex:
 
     def touch(self, key: bytes) -> None:
         """Count a record as used, because it was read."""
-        now = time.time()
+        now = self.files_time()
         with self.lock:
             row = self.own_row_of(key)
             if row is None or not self.order.is_listed(row):
@@ -285,6 +292,10 @@ class FileIndex:
                         found.append(row)
                     else:
                         self.remove_file(path, status.taken_bytes)
+            for path in silly_renamed(home):
+                with contextlib.suppress(FileNotFoundError), errors:
+                    # Its process closed it meanwhile. One that is still open counts as a stray.
+                    self.remove_file(path, file_status(path).taken_bytes)
             if not self.max_bytes:
                 system = os.statvfs(home)
                 free = system.f_bavail * system.f_frsize + found_bytes

@@ -50,6 +50,7 @@ from hybridkv.tiers.disk.files import (
     empty_quarantine,
     open_regular,
     parse_name,
+    retry_stale,
     set_aside,
     taken_bytes,
 )
@@ -253,7 +254,7 @@ class DiskTier(Tier):
             return contract.MissingError("it is not there")
         path = stamp.path
         try:
-            error = self._read(path, item.pieces)
+            error = retry_stale(lambda: self._read(path, item.pieces))
         except FileNotFoundError:
             with index.lock:
                 # Another thread may have put it again meanwhile.
@@ -274,15 +275,14 @@ class DiskTier(Tier):
         if path is None:
             return contract.MissingError("it is not there")
         try:
-            with open(open_regular(path), "rb", buffering=0) as file:
-                status = os.fstat(file.fileno())
-                start = file.read(contract.START_BYTES)
+            start, status = retry_stale(lambda: _start_of(path))
         except FileNotFoundError:
             return contract.MissingError("it is not there any more")
         except OSError as error:
             return _translated(error)
         # A file is touched when its record is used.
-        return RecordStart(start, taken_bytes(status), used_at=status.st_mtime)
+        used_at = status.st_mtime - self.index.clock_ahead_seconds
+        return RecordStart(start, taken_bytes(status), used_at=used_at)
 
     def _erase(self, key: bytes) -> TierError | None:
         """Remove a record's files, of this writer and of all others. Returns the error, or None."""
@@ -326,6 +326,7 @@ class DiskTier(Tier):
         number, home = next(self._numbers), self.writers.home
         temporary = str(home / TMP / str(number % TMP_DIRECTORIES) / str(number))
         path = str(home / name.path)
+        leftovers = [temporary]
         with index.lock:
             if index.path_of(item.key) is not None:
                 return None
@@ -340,6 +341,8 @@ class DiskTier(Tier):
             index.writing_bytes += reserved
         try:
             file_bytes = self.write_file(temporary, item.pieces, size)
+            # A server may have renamed the file although it answered with an error, or not in time.
+            leftovers.append(path)
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
@@ -349,8 +352,13 @@ class DiskTier(Tier):
             with index.lock, contextlib.suppress(OSError):
                 # The write's own error is returned; an error of the cleaning up must not replace
                 # it.
-                index.remove_file(temporary, reserved)
                 index.writing_bytes -= reserved
+                # Only one of the names has the file, so its bytes count once.
+                uncounted = reserved
+                for leftover in leftovers:
+                    if leftover == temporary or index.own_bytes(item.key) is None:
+                        index.remove_file(leftover, uncounted)
+                        uncounted = 0 if leftover in index.strays else uncounted
                 if error.errno in FULL_ERRORS:
                     # The file system has less room than the bound, so some of it is given back.
                     index.evict_bytes(reserved)
@@ -361,7 +369,7 @@ class DiskTier(Tier):
                 index.remove_file(path, file_bytes)
             index.writing_bytes -= reserved
             if known_path is None:
-                index.insert_file(name, file_bytes, time.time())
+                index.insert_file(name, file_bytes, index.files_time())
         return None
 
     def write_file(self, path: str, pieces: Sequence[memoryview], size: int) -> int:
@@ -394,6 +402,12 @@ class DiskTier(Tier):
                     raise
             finally:
                 path.unlink(missing_ok=True)
+
+
+def _start_of(path: str) -> tuple[bytes, os.stat_result]:
+    """Returns the first bytes of a record's file, and its status. Raises OSError."""
+    with open(open_regular(path), "rb", buffering=0) as file:
+        return file.read(contract.START_BYTES), os.fstat(file.fileno())
 
 
 def _translated(error: OSError) -> TierError:

@@ -33,6 +33,7 @@ from hybridkv.tiers.disk.files import (
     FileErrors,
     FileName,
     file_status,
+    open_regular,
     parse_name,
     read_regular,
     records,
@@ -104,6 +105,9 @@ def silent_seconds(home: Path, now: float) -> float | None:
 
     Before the first touch, the age of its directory counts.
     """
+    with contextlib.suppress(OSError), open(open_regular(home / "alive")) as file:
+        # An NFS client asks the server at an open, and otherwise says what it knew minutes ago.
+        return now - os.fstat(file.fileno()).st_mtime
     for path in (home / "alive", home):
         with contextlib.suppress(FileNotFoundError):
             # Without the file that shows life, the directory's own time is used, then None.
@@ -129,6 +133,9 @@ class Writers:
         self._index = index
         self._adopts = adopts
         self.claim: Claim | None = None  # None before `make_directories`.
+        self._patient_since = -math.inf
+        """When this daemon came, or came back, to a file system on a network, by the files' clock.
+        """
         self.alive_due_at = 0.0  # When `alive` is touched next.
         self.look_due_at = 0.0  # When `tend` looks at the other writers next.
         self.has_others = False  # Whether the directory has other writers, as of the last look.
@@ -140,6 +147,9 @@ class Writers:
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         # From here on nobody takes the directory over.
         self.claim = Claim(self.alive)
+        came_at = self._read_clock()
+        if not self.claim.is_locked:
+            self._patient_since = came_at
         for number in range(TMP_DIRECTORIES):
             (self.home / TMP / str(number)).mkdir(mode=0o700, parents=True, exist_ok=True)
         (self.root / "quarantine").mkdir(mode=0o700, exist_ok=True)
@@ -183,11 +193,21 @@ class Writers:
                 what = f"another daemon writes to {self.home}; {works}"
                 raise TierError(what, Refusal.TAKEN)
             # It is touched and not written: on a full file system it would be empty afterwards.
+            seen_at = self.alive.stat().st_mtime
             os.utime(self.alive)
+            came_at = self._read_clock()
+            if came_at - seen_at > QUIET_SECONDS:
+                self._patient_since = came_at
         except FileNotFoundError:
             return False
         self.alive_due_at = now + ALIVE_SECONDS
         return True
+
+    def _read_clock(self) -> float:
+        """Returns the time at which `alive` was touched just now, by the files' clock."""
+        touched_at = self.alive.stat().st_mtime
+        self._index.clock_ahead_seconds = touched_at - time.time()
+        return touched_at
 
     def look_when_due(self, now: float) -> None:
         """Look for other writers' records if it is due, and adopt those of lost writers."""
@@ -243,21 +263,26 @@ class Writers:
     def adopt_lost(self, patience_seconds: float = -math.inf) -> dict[Path, float]:
         """Take over what lost writers left, the last that wrote first.
 
-        Whether a writer is dead is asked after `patience_seconds` of its silence. Returns the
-        directories of writers of which that is unknown, and the seconds of their silence.
+        Whether a writer is dead is asked after `patience_seconds` of its silence. What it left
+        without a proof is taken over after LOST_SECONDS, but not while a server is back so lately
+        that its other clients may not be. Returns the directories of writers of which it is unknown
+        whether they are dead, and the seconds of their silence.
         """
         unknown: dict[Path, float] = {}
         if not self._adopts:
             return unknown
         now = self.alive.stat().st_mtime
+        is_settled = now - self._patient_since >= QUIET_SECONDS
         silences = [(silent_seconds(home, now), home) for home in self._others()]
         for silent, home in sorted(
             (silent, home) for silent, home in silences if silent is not None
         ):
             if silent >= min(patience_seconds, LOST_SECONDS):
+                # A writer that leaves its files sets the time of its `alive` to 0.
+                is_lost = silent >= (LOST_SECONDS if is_settled else now)
                 with proven_life(home / "alive") as life:
-                    if silent >= LOST_SECONDS or life is Life.DEAD:
-                        self._take_over(home, drops=silent >= LOST_SECONDS)
+                    if is_lost or life is Life.DEAD:
+                        self._take_over(home, drops=is_lost)
                     elif life is Life.UNKNOWN:
                         unknown[home] = silent
         return unknown
