@@ -18,6 +18,7 @@ import pytest
 
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.tiers.conformance.samples import make_sample, read
 from hybridkv.tiers.contract import FindRequest, MissingError, TierError
 from hybridkv.tiers.disk import fsck as disk_fsck
 from hybridkv.tiers.disk.files import parse_name
@@ -26,7 +27,6 @@ from hybridkv.tiers.disk.writers import LOST_SECONDS, QUIET_SECONDS, clock, home
 from tests.fault.nfs.nodes import LEASE_SECONDS, MOUNT, Client, Server
 from tests.fault.test_tier_faults import CHUNKS, LONG_MS, WAIT_MS, forget, in_time, serve, value
 from tests.invariants import check_disk
-from tests.tier_suite import make_sample, read
 from tests.unit.daemon.tierclient import Client as Engine
 from tests.unit.daemon.tierclient import is_written
 from tests.waiting import until
@@ -78,7 +78,7 @@ def nodes(server: Server, clients: list[Client]) -> Iterator[list[Client]]:
 
 
 def open_tier(writer: str, size: str = "64MiB") -> None:
-    tier = DiskTier(parse_tier(f"disk://{MOUNT}/tier?bytes={size}", "disk"), writer)
+    tier = DiskTier(parse_tier(f"disk://{MOUNT}/tier?bytes={size}", "disk", writer))
     tier.open()
     _tiers[writer] = tier
 
