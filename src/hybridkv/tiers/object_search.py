@@ -160,6 +160,8 @@ class ObjectSearch:
         geometry = self.request.geometry
         self._shapes = [object_shapes(geometry, group) for group in geometry.groups]
         """Per group, the shapes of the objects, for one period of chunks."""
+        self._counted_on: list[bytes] = []
+        """Per group, what RAM had when it was looked at last, which no tier is asked about."""
 
     def _shape_of(self, place: ObjectPlace) -> SlotShape:
         """Returns the shape of an object. A part has 0 bytes where the chunk has no object."""
@@ -177,6 +179,7 @@ class ObjectSearch:
         is_window = [group.kind is not GroupKind.FULL for group in geometry.groups]
         missing.sort(key=lambda place: (is_window[place.group_index], *prefix_order(place)))
         self.resident_masks = None
+        self._counted_on = []
         self.missing, self.unknown = missing, dict.fromkeys(missing)
         return missing
 
@@ -221,6 +224,23 @@ class ObjectSearch:
                     break
                 chunk = mask.find(0, chunk + 1, reach)
         self._locate_tail(reach, tiers)
+
+    def _locate_evicted(self, tiers: Sequence[TierState]) -> None:
+        """Locate what RAM had, and has evicted while tiers were asked about the rest."""
+        if not self._counted_on:
+            return
+        before, self._counted_on = self._counted_on, self._present()
+        for index, (had, has) in enumerate(zip(before, self._counted_on, strict=True)):
+            chunk = had.find(1) if had != has else -1
+            while chunk >= 0:
+                place = ObjectPlace(index, chunk)
+                if not has[chunk] and place not in self.located:
+                    self._locate_object(place, tiers)
+                chunk = had.find(1, chunk + 1)
+
+    def _present(self) -> list[bytes]:
+        """Returns the presence mask per group of what RAM has now."""
+        return [*map(bytes, self.request.namespace.present(self.request.hashes)[0])]
 
     def _locate_object(self, place: ObjectPlace, tiers: Sequence[TierState]) -> bool:
         """Returns whether a tier has the object, or may have it."""
@@ -272,6 +292,9 @@ class ObjectSearch:
         masks, self.resident_masks = self.resident_masks, None
         if masks is not None:
             self._locate(masks, tiers)
+            self._counted_on = [*masks]
+        else:
+            self._locate_evicted(tiers)
         self.asked = self._choose_round()
         return self.asked
 

@@ -227,6 +227,22 @@ def test_a_tier_is_asked_in_rounds(end: str, monkeypatch: pytest.MonkeyPatch) ->
     }[end]
 
 
+def test_what_ram_loses_while_a_tier_is_asked_is_asked_for_too() -> None:
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    node.store(FULL, [1, 2, 3])
+    node.work()
+    node = remote(records, "sim://0")
+    node.store(FULL, [2])  # It is part of no hit of RAM, and so nothing holds it.
+    node.work()
+    assert isinstance(node.ask(1, 2, 3), Pending)
+    node.daemon.handle(1, Clear(1), node.now)
+    node.work()
+    found = node.answer()
+    assert (found.chunks, found.why) == (3, "")
+    node.prove(FULL, found, [1, 2, 3])
+
+
 def test_clear_empties_ram_and_if_asked_to_the_tiers(tmp_path: Path) -> None:
     node = stored(tmp_path, [1, 2, 3])
     node.daemon.handle(1, Clear(1), node.now)
