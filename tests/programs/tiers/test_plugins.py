@@ -18,6 +18,7 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.tiers.conformance.samples import make_sample
 from hybridkv.tiers.factory import make_tier
 from tests.documents import DOCS
+from tests.programs.tiers.cluster import ValkeyCluster
 from tests.programs.tiers.master import Master, needs_mooncake
 from tests.programs.tiers.servers import (
     ACCESS_KEY,
@@ -190,6 +191,13 @@ def test_each_scheme_with_tls_passes(tmp_path: Path) -> None:
         for scheme in ("valkeys", "rediss"):
             url = f"{scheme}://localhost:{tls.port}/0?ca={tls.certificate}"
             assert_passes(url, skipped=[STOPPED, AWAY, BOUND])
+
+
+@pytest.mark.soak
+def test_a_cluster_passes(tmp_path: Path) -> None:
+    with ValkeyCluster(tmp_path) as cluster:
+        away = f"valkey://127.0.0.1:{free_port()},127.0.0.1:{free_port()}/0"
+        assert_passes(cluster.url(), "--away", away, skipped=[STOPPED, BOUND])
 
 
 @pytest.mark.soak
