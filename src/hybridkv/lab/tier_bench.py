@@ -3,6 +3,7 @@
 Objects are random bytes, so that no codec makes them smaller.
 """
 
+import contextlib
 import mmap
 import os
 import random
@@ -18,7 +19,15 @@ from pathlib import Path
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES, KEY_BYTES
 from hybridkv.core.tier_urls import TierSpec
-from hybridkv.shm.slots import SlotHeader, SlotState, part_digests, payload_offset, sign, slot_bytes
+from hybridkv.shm.slots import (
+    SLOT_ALIGN,
+    SlotHeader,
+    SlotState,
+    part_digests,
+    payload_offset,
+    sign,
+    slot_bytes,
+)
 from hybridkv.store.index import Slot
 from hybridkv.tiers.contract import Tier, TierError
 from hybridkv.tiers.factory import make_tier
@@ -45,11 +54,13 @@ class TierLoad:
 
     def __init__(self, shapes: Counter[SlotShape]) -> None:
         """`shapes` says how many objects of each shape there are."""
-        self._memory = memoryview(mmap.mmap(-1, ARENA_BYTES))
+        largest = max(slot_bytes(*shape) for shape in shapes)
+        arena_bytes = max(ARENA_BYTES, len(shapes) * largest)
+        self._memory = memoryview(mmap.mmap(-1, arena_bytes))
         self._jobs: list[list[JobItem]] = [[]]
         self.size_bytes = 0
         rng, start = random.Random(0), 0
-        share = ARENA_BYTES // len(shapes)
+        share = arena_bytes // len(shapes) // SLOT_ALIGN * SLOT_ALIGN
         for shape, count in shapes.items():
             size = slot_bytes(*shape)
             slots = [self._filled(start + at * size, shape) for at in range(share // size)[:count]]
@@ -105,10 +116,13 @@ def measure_tier(spec: TierSpec, shapes: Counter[SlotShape]) -> TierSpeed:
     tier, load = make_tier(spec, name), TierLoad(shapes)
     try:
         tier.open()
-        written = _seconds(tier, load, JobKind.WRITE)
-        read = _seconds(tier, load, JobKind.READ)
         latency = _latency(tier)
-        tier.erase(load.record_keys)
+        try:
+            written = _seconds(tier, load, JobKind.WRITE)
+            read = _seconds(tier, load, JobKind.READ)
+        finally:
+            with contextlib.suppress(TierError):  # What cannot be removed is of no name in use.
+                tier.erase(load.record_keys)
     finally:
         tier.close()
         if spec.kind == "disk":

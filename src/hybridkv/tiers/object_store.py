@@ -422,7 +422,9 @@ class ObjectStoreTier(Tier):
             self._is_login_refused = True
         words = " ".join(str(word) for word in (status, code) if word)
         does = f"answers {words}" if words else "does not answer"
-        refusal = Refusal.RATE if status == 429 else _REFUSAL_CODES.get(code)
+        refusal = _REFUSAL_CODES.get(code)
+        if status == 429 or (status == 503 and not code):  # An answer to HEAD has no code.
+            refusal = Refusal.RATE
         return TierError(f"{self._place} {does} ({type(error).__name__})", refusal)
 
     def _list_error(self, error: Exception) -> Exception:

@@ -463,8 +463,9 @@ def test_a_throttled_bucket_refuses_and_does_not_fail(front: Front, make: Make) 
     front.rule = lambda headers: SLOW_DOWN
     errors = [*tier.put([make_sample(9).write_request()]), read(tier, samples[0])]
     assert [error and error.refusal for error in errors] == [Refusal.RATE] * 2
-    with pytest.raises(TierError):
+    with pytest.raises(TierError) as caught:
         tier.find([sample.key for sample in samples])
+    assert caught.value.refusal is Refusal.RATE
     front.rule = lambda headers: None
     assert tier.find([sample.key for sample in samples]) == [True] * 3
     assert [read(tier, sample) for sample in samples] == [None] * 3

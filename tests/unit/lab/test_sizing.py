@@ -1,11 +1,16 @@
 """What a hit reads from a tier, and the speed from which on a tier pays."""
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.core.coverage import needed_chunks, part_bytes
+from hybridkv.core.tier_urls import parse_tier
 from hybridkv.lab.sizing import ReadCost, break_even_prefill, hit_shapes, needed_speed, read_cost
+from hybridkv.lab.tier_bench import measure_tier
 from hybridkv.shm.slots import slot_bytes
 from tests.layouts import LAYOUTS
 
@@ -53,3 +58,11 @@ def test_the_cost_of_a_trace_is_the_sum(name: str) -> None:
     whole = read_cost(geometry, 40 * geometry.chunk_tokens, 0, slot_bytes)
     assert whole + ReadCost() == whole
     assert sum([whole, whole], ReadCost()).bytes == 2 * whole.bytes
+
+
+def test_objects_of_any_size_are_measured(tmp_path: Path) -> None:
+    """One is larger than its share of the memory that all are written from."""
+    shapes = Counter({(70 << 20, 1): 1, (5000, 2): 3})
+    speed = measure_tier(parse_tier(f"disk://{tmp_path}/kv?bytes=1GiB", "tier"), shapes)
+    assert speed.read_bytes_per_second > 0
+    assert list((tmp_path / "kv").iterdir()) == []
