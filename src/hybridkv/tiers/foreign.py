@@ -5,11 +5,12 @@ waiting. What a call returns is taken only if there is one answer of the right t
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Any
 
-from hybridkv.core.tier_urls import TierSpec
+from hybridkv.core.errors import ConfigError
 from hybridkv.tiers.contract import (
     FindRequest,
     ReadRequest,
@@ -20,14 +21,19 @@ from hybridkv.tiers.contract import (
 )
 
 GAUGES = ("bytes", "bytes_max", "objects")
+_NAME = re.compile(r"[a-z0-9+-]+")
 
 
 class ForeignTier(Tier):
     """Wraps a tier of another package. Its threads ask for its gauges when it is tended."""
 
-    def __init__(self, tier: Tier, spec: TierSpec) -> None:
-        self.name = spec.kind
+    def __init__(self, tier: Tier) -> None:
+        """Raises ConfigError where the tier has no name for metrics."""
+        self.name = getattr(tier, "name", "")
         self._class = f"{type(tier).__module__}:{type(tier).__qualname__}"  # For messages.
+        if not _NAME.fullmatch(self.name):
+            what = f"the name {self.name!r} of {self._class} has to be of a-z, 0-9, + and -"
+            raise ConfigError(what, "self.name = spec.kind works")
         self._tier = tier
         self._gauges: Mapping[str, float] = {}
 

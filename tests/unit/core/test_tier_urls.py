@@ -101,7 +101,9 @@ def test_what_only_a_kind_knows_is_its_own_to_refuse() -> None:
 def test_a_bound_is_refused_where_others_bound_the_tier() -> None:
     """And nobody is led to it."""
     spec = parse_tier("s3://bucket?byte=1GiB", "tier")
-    says = "unknown option 'byte'; endpoint, region, write, timeout, hourly, codec, key work$"
+    says = (
+        "unknown option 'byte'; endpoint, region, write, timeout, hourly, codec, key, class work$"
+    )
     with pytest.raises(ConfigError, match=says):
         spec.known_options("endpoint", "region", bounded_by="others")
     assert parse_tier("s3://bucket", "tier").known_options(bounded_by="others") == {}

@@ -22,10 +22,10 @@ class PlugInTier(Tier):
     """A right tier, in memory. The options `forget` and `fail` make it a wrong one."""
 
     def __init__(self, spec: TierSpec) -> None:
-        self.options = spec.known_options("raises")
+        self.options = spec.known_options("raises", "name")
         if "raises" in self.options:
             raise RuntimeError(self.options["raises"])
-        self.name = "another name"
+        self.name = self.options.get("name", spec.kind)
         self.node = spec.node
         self.records: dict[bytes, bytes] = {}
         self.numbers: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def wrapped(tier_class: type[PlugInTier] = PlugInTier) -> tuple[ForeignTier, Plu
     """Returns a tier as the daemon has it, and the one inside."""
     spec = parse_tier("mine://place", "tier", "here")
     inner = tier_class(spec)
-    return ForeignTier(inner, spec), inner
+    return ForeignTier(inner), inner
 
 
 def test_a_class_of_the_url_is_a_tier_under_its_scheme() -> None:
@@ -123,6 +123,8 @@ def test_a_class_of_the_url_is_a_tier_under_its_scheme() -> None:
         (f"mine://place?class={HERE}:made", "no subclass"),
         (f"mine://place?class={HERE}:PlugInTier&raises=some+fault", "RuntimeError: some fault"),
         (f"mine://place?class={HERE}:PlugInTier&speed=1", "unknown option 'speed'"),
+        (f"mine://place?class={HERE}:PlugInTier&name=my+tier", "self.name = spec.kind works"),
+        (f"mine://place?class={HERE}:PlugInTier&name=", "self.name = spec.kind works"),
         ("mine://place?class=PlugInTier", "class=my_package.tier:MyTier works"),
         ("mine://place?class=a:b:c", "class=my_package.tier:MyTier works"),
         ("mine://place?class=", "class=my_package.tier:MyTier works"),
