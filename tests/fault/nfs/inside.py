@@ -540,6 +540,7 @@ def own_bytes(served: Path, writer: str) -> int:
 
 
 @pytest.mark.skipif(not MINUTES, reason="it takes as long as NFS_MINUTES says")
+@pytest.mark.timeout(0)
 def test_two_nodes_for_long(server: Server, clients: list[Client]) -> None:
     seconds, seed = 60 * MINUTES / len(MOUNTS), random.randrange(1 << 30)
     print("seed", seed)
