@@ -291,6 +291,8 @@ def test_a_dead_node_costs_its_own_records_alone(tmp_path: Path, make: Make) -> 
             list(tier.keys())
         with pytest.raises(TierError):
             tier.erase([lost[0].key])
+        starts = tier.read_starts([sample.key for sample in lost])
+        assert {type(start) for start in starts} == {TierError}, "nobody says that they went"
         with pytest.MonkeyPatch.context() as patch:  # The node dies after it has removed them.
             patch.setattr(tier, "discard", lambda keys: None)
             proofs = tier.erase([sample.key for sample in lost])

@@ -218,6 +218,9 @@ class ValkeyTier(Tier):
         if isinstance(start, bytes) and isinstance(size, int):
             return RecordStart(start, size) if start else contract.MissingError("no such value")
         error = self._get_error(0, start) or self._get_error(0, size)
+        if isinstance(error, UnservedError):
+            # Who lists records, as to delete a tenant's, must not take it for one that went.
+            error = TierError(str(error))
         return error or TierError(f"{self._place} answers with something else")
 
     def _error_of(self, answer: Answer) -> TierError | None:
