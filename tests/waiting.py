@@ -1,20 +1,10 @@
-"""Waiting for events, with a deadline that is generous on any machine."""
+"""Waiting for events and for other processes."""
 
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-DEADLINE_SECONDS = float(os.environ.get("HYBRIDKV_TEST_DEADLINE", "60"))
-"""tests.mutations sets less: with a fault, many tests wait for an event that never happens."""
+from hybridkv.tiers.conformance.waiting import DEADLINE_SECONDS, until
 
-
-def until(happened: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-    """Wait until `happened()`. Raises AssertionError with `what` after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"waited in vain for: {what}"
-        time.sleep(0.01)
+__all__ = ["DEADLINE_SECONDS", "has_ended", "is_stopped", "state_of", "until"]
 
 
 def is_stopped(pid: int) -> bool:

@@ -3,9 +3,9 @@
 A tier keeps records (tiers.record) by key, KEY_BYTES each, and may lose any of them at any time.
 The reader of a record checks it, not the tier. Methods may block. They are called by the tier's own
 threads, several at once. The daemon's loop calls only `peek`, `has_other_writers` and `gauges`,
-which return at once. A fault of one item is the TierError of that item, and the call does not fail
-as a whole. After a call has returned, the tier writes to none of its memory. Only a `put` that was
-given up may still read it for a moment (S3).
+which return at once, and of tiers of other packages none. A fault of one item is the TierError of
+that item, and the call does not fail as a whole. After a call has returned, the tier writes to none
+of its memory. Only a `put` that was given up may still read it for a moment (buckets).
 
 A tier of another package is a plug-in (tiers.factory). Every tier passes the suite in
 tiers.conformance. docs/tiers-of-your-own.md has an example.
@@ -119,6 +119,13 @@ def zero_after(pieces: Sequence[memoryview], size: int) -> None:
         piece[:] = bytes(len(piece))
 
 
+def _error_of_erasure(start: RecordStart | TierError) -> TierError | None:
+    """Returns why a record is not proven to be gone, by what `read_starts` says of it."""
+    if isinstance(start, MissingError):
+        return None
+    return TierError("it is still there") if isinstance(start, RecordStart) else start
+
+
 class Tier(ABC):
     """A store of records below RAM."""
 
@@ -174,7 +181,8 @@ class Tier(ABC):
     def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
         """Returns what the start of each record says, or its error. It counts as no use.
 
-        It may lack records that are there. Then nobody can tell whose they are.
+        It may lack records that are there. Then nobody can tell whose they are. A MissingError says
+        that no reader finds the record: it is the proof of `erase`.
         """
         return [TierError("this kind of tier reads no starts of records") for _ in keys]
 
@@ -196,8 +204,8 @@ class Tier(ABC):
         no error. Raises TierError where nobody answers.
         """
         self.discard(keys)
-        found = self.find_again([FindRequest(key) for key in keys])
-        return [TierError("it is still there") if is_there else None for is_there in found]
+        # `find_again` may say False of a record that nobody could be asked about.
+        return [_error_of_erasure(start) for start in self.read_starts(keys)]
 
     def empty_quarantine(self) -> None:  # noqa: B027  # most kinds put nothing aside
         """Remove all damaged records that were put aside. Raises TierError."""

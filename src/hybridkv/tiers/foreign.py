@@ -29,7 +29,7 @@ class ForeignTier(Tier):
 
     def __init__(self, tier: Tier) -> None:
         """Raises ConfigError where the tier has no name for metrics."""
-        self.name = getattr(tier, "name", "")
+        self.name = str(getattr(tier, "name", ""))
         self._class = f"{type(tier).__module__}:{type(tier).__qualname__}"  # For messages.
         if not _NAME.fullmatch(self.name):
             what = f"the name {self.name!r} of {self._class} has to be of a-z, 0-9, + and -"
@@ -93,7 +93,8 @@ class ForeignTier(Tier):
         return list(answers)
 
     def _read_gauges(self) -> None:
-        known = {name: self._tier.gauges().get(name) for name in GAUGES}
+        gauges = self._tier.gauges()
+        known = {name: gauges.get(name) for name in GAUGES}
         self._gauges = {
             name: float(value)
             for name, value in known.items()

@@ -237,8 +237,9 @@ class ObjectStoreTier(Tier):
         deadline = Deadline(self.timeout_seconds)
 
         def write(batch: Sequence[WriteRequest], _sizes: Sequence[int]) -> list[TierError | None]:
-            # A request that is given up may still read the pieces for a moment. The server compares
-            # the bytes with the signature that it was sent before, and refuses others.
+            # A request that is given up may still read the pieces for a moment. S3 compares the
+            # bytes with the signature that it was sent before. Elsewhere an object of other bytes
+            # may appear, and its checksums are wrong for whoever reads it.
             send = partial(obstore.put_async, self._store, use_multipart=False)
             # Each object is sent once: some servers refuse two puts of one name at a time.
             pieces_of = {_path(item.key): item.pieces for item in batch}

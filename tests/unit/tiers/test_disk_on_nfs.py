@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 
-from hybridkv.core.tier_urls import parse_tier
 from hybridkv.tiers.conformance.samples import make_sample, read
 from hybridkv.tiers.contract import MissingError, RecordStart, TierError
 from hybridkv.tiers.disk.fsck import fsck, list_files
@@ -18,22 +17,11 @@ from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LOST_SECONDS, QUIET_SECONDS
 from tests.fault.fuse import FaultyFs, Op
 from tests.invariants import check_disk
+from tests.unit.tiers.test_disk import opened, path_of
 
 NFS = 0x6969  # The kind of the file system (statfs(2)).
 MINUTES_OFF = 600.0
 A, B = make_sample(1), make_sample(2)
-
-
-def opened(root: Path, writer: str = "here") -> DiskTier:
-    tier = DiskTier(parse_tier(f"disk://{root}?bytes=64MiB", "disk", writer))
-    tier.open()
-    return tier
-
-
-def path_of(tier: DiskTier, key: bytes) -> str:
-    path = tier.index.path_of(key)
-    assert path is not None
-    return path
 
 
 def look(tier: DiskTier) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hybridkv.core.errors import ConfigError
+from hybridkv.core.keys import KEY_BYTES
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.tiers.conformance.samples import make_sample, pages, read
 from hybridkv.tiers.contract import MissingError, ReadRequest, Tier, TierError, WriteRequest
@@ -174,7 +175,7 @@ def test_the_node_is_the_daemons() -> None:
 def test_the_loop_calls_none_of_its_code() -> None:
     tier, inner = wrapped()
     inner.numbers = {"bytes": 5}
-    assert tier.peek(bytes(65)) is None
+    assert tier.peek(bytes(KEY_BYTES)) is None
     assert tier.has_other_writers()
     assert tier.gauges() == {}
     tier.tend()

@@ -33,6 +33,7 @@ from hybridkv.core.tier_urls import TIMEOUT_SECONDS
 from hybridkv.shm.slots import SHORT_HASH_BYTES, SLOT_ALIGN
 from hybridkv.tiers.conformance import writer
 from hybridkv.tiers.conformance.samples import PARENT, make_sample, pages, read
+from hybridkv.tiers.conformance.waiting import DEADLINE_SECONDS, until
 from hybridkv.tiers.contract import (
     DamagedError,
     FindRequest,
@@ -46,22 +47,12 @@ from hybridkv.tiers.contract import (
 )
 from hybridkv.tiers.record import read_start
 
-DEADLINE_SECONDS = float(os.environ.get("HYBRIDKV_TEST_DEADLINE", "60"))
-"""For what the suite waits for. It is generous, because a machine may be busy."""
 THREADS = 4
 CALLS = 20  # Calls that `waits` makes.
 BOUND_BYTES = 256 << 10
 PUTS_BEFORE_KILL = (1, 4, 13)  # Of writers that are killed one after the other.
 SLACK_SECONDS = 5.0  # For a busy machine.
 ALONE = "its storage takes one daemon at a time"
-
-
-def until(happened: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-    """Wait until `happened()`. Raises AssertionError with `what` after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"waited in vain for: {what}"
-        time.sleep(0.01)
 
 
 def waits(call: Callable[[], object]) -> bool:
@@ -497,6 +488,7 @@ class TierSuite(ABC):
                 killed.kill()
             tier = self.opened()
             errors = [read(tier, sample) for sample in writer.written_samples()]
+            assert None in errors, "what was put before is there"
             assert all(isinstance(error, MissingError | None) for error in errors), errors
             self.close([tier])
 

@@ -112,6 +112,7 @@ class DiskTier(Tier):
         """
         spec.known_options()
         writer = spec.node
+        assert writer, "its files lie in a directory of this name"
         root = Path(spec.location.removeprefix("disk://"))
         self.index = FileIndex(spec.max_bytes or 0, home_of(root, writer))
         self.writers = Writers(root, writer, self.index, adopts)

@@ -36,8 +36,15 @@ _UNSERVED = (*_DOWN, "TRYAGAIN", "MOVED", "ASK")  # Refusals that say nothing of
 _SLOTS = PendingCommand(command(b"CLUSTER", b"SLOTS"))
 
 
-class UnservedError(MissingError):
-    """The node of this key does not answer, or serves it to nobody now. Other nodes do."""
+class UnservedError(TierError):
+    """The node of this key does not answer, or serves it to nobody now. Other nodes do.
+
+    Nothing is proven of the record.
+    """
+
+
+class UnservedReadError(MissingError):
+    """The same of a read, which is a miss: the tier is read as before, for other nodes' records."""
 
 
 class Sending(NamedTuple):

@@ -23,7 +23,7 @@ from hybridkv.tiers.remote import FIND_SHARE, KEY_DIGITS, Deadline, sizes_of
 from hybridkv.tiers.valkey.access import Access
 from hybridkv.tiers.valkey.pool import Answer, PendingCommand
 from hybridkv.tiers.valkey.resp import RefusedCommand, Reply, command
-from hybridkv.tiers.valkey.servers import Servers, UnservedError
+from hybridkv.tiers.valkey.servers import Servers, UnservedError, UnservedReadError
 from hybridkv.tiers.valkey.slots import Address, slot_of
 
 VALUE_BYTES_MAX = 512 << 20  # The server's default of proto-max-bulk-len.
@@ -87,7 +87,11 @@ class ValkeyTier(Tier):
         for item, size, answer in zip(items, sizes, answers, strict=True):
             if isinstance(answer, int) and contract.is_length(answer, size):
                 contract.zero_after(item.pieces, answer)
-        return [self._get_error(size, answer) for size, answer in zip(sizes, answers, strict=True)]
+        errors = map(self._value_error, sizes, answers)
+        return [
+            UnservedReadError(str(error)) if isinstance(error, UnservedError) else error
+            for error in errors
+        ]
 
     def read_starts(self, keys: Sequence[bytes]) -> list[RecordStart | TierError]:
         end = b"%d" % (contract.START_BYTES - 1)
@@ -120,13 +124,6 @@ class ValkeyTier(Tier):
         # A damaged value is not put aside: it would take the memory of sound ones.
         for answer in self._ask_each(b"UNLINK", keys, Deadline(self._timeout_seconds)):
             self._checked(answer)
-
-    def erase(self, keys: Sequence[bytes]) -> list[TierError | None]:
-        # `find` takes a key that nobody answers for as missing, which would prove nothing here.
-        self.discard(keys)
-        answers = self._ask_each(b"EXISTS", keys, Deadline(self._timeout_seconds))
-        there = TierError("it is still there")
-        return [there if answer == 1 else self._error_of(answer) for answer in answers]
 
     def keys(self) -> Iterator[bytes]:
         """Yields every key with our prefix. A key may come twice while others put or remove.
@@ -204,7 +201,8 @@ class ValkeyTier(Tier):
         name = self._prefix + key.hex().encode()
         return PendingCommand(command(verb, name, *rest, value=value), slot_of(name))
 
-    def _get_error(self, size: int, answer: Answer) -> TierError | None:
+    def _value_error(self, size: int, answer: Answer) -> TierError | None:
+        """Returns the error in the answer to a command that reads a value."""
         if answer is None:
             return contract.MissingError("no such value")
         if isinstance(answer, RefusedCommand) and answer.code == "WRONGTYPE":
@@ -217,10 +215,7 @@ class ValkeyTier(Tier):
         """Returns a record's start, from the answers to GETRANGE and STRLEN."""
         if isinstance(start, bytes) and isinstance(size, int):
             return RecordStart(start, size) if start else contract.MissingError("no such value")
-        error = self._get_error(0, start) or self._get_error(0, size)
-        if isinstance(error, UnservedError):
-            # Who lists records, as to delete a tenant's, must not take it for one that went.
-            error = TierError(str(error))
+        error = self._value_error(0, start) or self._value_error(0, size)
         return error or TierError(f"{self._place} answers with something else")
 
     def _error_of(self, answer: Answer) -> TierError | None:
