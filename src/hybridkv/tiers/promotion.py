@@ -77,8 +77,13 @@ class ShortfallKind(Enum):
     SILENT = "tiers_away", "{tier} does not answer"
     SLOWER = (
         "slower",
-        "reading {tokens} tokens would take {read_seconds:.2g} s, "
-        "computing them {compute_seconds:.2g} s",
+        "reading {tokens} tokens would take {read_seconds:.3g} s, "
+        "computing them {compute_seconds:.3g} s",
+    )
+    LATE = (
+        "late",
+        "reading {tokens} tokens would take {read_seconds:.3g} s, "
+        "and the lookup waits {patience_seconds:.3g} s",
     )
     NO_ROOM = "no_room", "RAM has room for {fits} of {tokens} tokens"
     FAILED = "failed", "{tier}: {error}"
@@ -797,12 +802,14 @@ def choose_load(
         room_facts = {"fits": fits, "tokens": longest.tokens}
         shortfalls.append(Shortfall(ShortfallKind.NO_ROOM, room_facts))
     if best < fits:
-        time_facts = {
-            "tokens": fits,
-            "read_seconds": seconds[fits],
-            "compute_seconds": (fits - resident.tokens) * token_seconds,
-        }
-        shortfalls.append(Shortfall(ShortfallKind.SLOWER, time_facts))
+        facts = {"tokens": fits, "read_seconds": seconds[fits]}
+        compute_seconds = (fits - resident.tokens) * token_seconds
+        if not token_seconds or patience_seconds < seconds[fits] < compute_seconds:
+            facts["patience_seconds"] = patience_seconds
+            shortfalls.append(Shortfall(ShortfallKind.LATE, facts))
+        else:
+            facts["compute_seconds"] = compute_seconds
+            shortfalls.append(Shortfall(ShortfallKind.SLOWER, facts))
     hits = by_tokens[best].hits if best > resident.tokens else ()
     return hits, shortfalls
 

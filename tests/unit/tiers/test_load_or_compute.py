@@ -164,6 +164,17 @@ def test_what_is_slower_than_computing_is_named_with_both_times() -> None:
     ]
 
 
+@pytest.mark.parametrize("token_seconds", [0.0, 10.0])
+def test_what_would_come_too_late_is_not_called_slower_than_computing(token_seconds: float) -> None:
+    """Where the time of computing is not known, and where it is longer."""
+    hits, shortfalls = choice(40, LoadableHit((hit_of(40),), 150.0), token_seconds=token_seconds)
+    facts = {"tokens": 40, "read_seconds": 150.0, "patience_seconds": 100.0}
+    assert (hits, shortfalls) == ((), [Shortfall(ShortfallKind.LATE, facts)])
+    assert shortfalls[0].sentence == (
+        "reading 40 tokens would take 150 s, and the lookup waits 100 s"
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "facts", "sentence"),
     [
@@ -177,7 +188,7 @@ def test_what_is_slower_than_computing_is_named_with_both_times() -> None:
         (
             ShortfallKind.SLOWER,
             {"tokens": 4096, "read_seconds": 1.234, "compute_seconds": 0.0567},
-            "reading 4096 tokens would take 1.2 s, computing them 0.057 s",
+            "reading 4096 tokens would take 1.23 s, computing them 0.0567 s",
         ),
     ],
 )
