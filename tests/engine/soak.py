@@ -150,7 +150,9 @@ def footprint(pid: int) -> Footprint:
     )
 
 
-def learn(starting: EngineProcess, rng: random.Random, chunk_tokens: int) -> Reference:
+def learn(
+    starting: EngineProcess, rng: random.Random, chunk_tokens: int, count: int = PROBES
+) -> Reference:
     """Ask an engine without a connector. Returns its answers, and how far batches differ."""
     with starting as plain:
 
@@ -165,7 +167,7 @@ def learn(starting: EngineProcess, rng: random.Random, chunk_tokens: int) -> Ref
         tail = chunk_tokens // 3
         prompts = [
             rng.choices(range(2, plain.info["vocab_size"]), k=PROBE_CHUNKS * chunk_tokens + tail)
-            for _ in range(PROBES)
+            for _ in range(count)
         ]
         probes = [
             Probe(prompt, [alone(prompt, chunks) for chunks in range(PROBE_CHUNKS + 1)])
