@@ -59,14 +59,14 @@ class InjectedTier(Tier):
     def peek(self, key: bytes) -> bool | None:
         return self._tier.peek(key)
 
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
+    def find(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         self._delay(0)
         return self._tier.find(keys)
 
     def has_other_writers(self) -> bool:
         return self._tier.has_other_writers()
 
-    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
+    def find_again(self, wanted: Sequence[FindRequest]) -> Sequence[bool | None]:
         self._delay(0)
         return self._tier.find_again(wanted)
 

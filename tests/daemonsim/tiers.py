@@ -198,16 +198,16 @@ class SimTier(Tier):
             return self._rng.choice((True, False, None))
         return (is_there or None) if self._vault.is_remote else is_there
 
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
+    def find(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         self._call("find")
         if self._vault.is_ill("tier_stale", 0.3):
-            return [self._rng.random() < 0.5 for _ in keys]
+            return [self._rng.choice((True, False, None)) for _ in keys]
         return [key in self._vault.records for key in keys]
 
-    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
+    def find_again(self, wanted: Sequence[FindRequest]) -> Sequence[bool | None]:
         found = super().find_again(wanted)
         self._vault.counts["asked_again"] += 1
-        self._vault.counts["come_meanwhile"] += sum(found)
+        self._vault.counts["come_meanwhile"] += sum(map(bool, found))
         return found
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:

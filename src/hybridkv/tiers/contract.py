@@ -145,17 +145,18 @@ class Tier(ABC):
         return None
 
     @abstractmethod
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
+    def find(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         """Returns for each key whether its record is there. False is always allowed.
 
-        Keys are in the order of prefixes. Raises TierError where nobody answers.
+        None = nobody said so in time. It is a miss too, and daemons count it and say why. Keys are
+        in the order of prefixes. Raises TierError where nobody answers for any of them.
         """
 
     def has_other_writers(self) -> bool:
         """Returns whether other daemons may put records, as known without I/O."""
         return True
 
-    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
+    def find_again(self, wanted: Sequence[FindRequest]) -> Sequence[bool | None]:
         """Returns what `find` returns, as the storage says now.
 
         Nothing is answered from what is remembered of records that were not there. Raises TierError
@@ -163,7 +164,7 @@ class Tier(ABC):
         """
         return self.find([request.key for request in wanted])
 
-    def use(self, keys: Sequence[bytes]) -> list[bool]:
+    def use(self, keys: Sequence[bytes]) -> Sequence[bool | None]:
         """Count records as used, because RAM hits them. Returns what `find` returns.
 
         A tier that evicts by use evicts used records last. Raises TierError as `find` does.

@@ -188,9 +188,9 @@ class Demotion:
                     self._append(tier, again)
 
     def on_use_done(self, tier: TierState, job: TierJob, outcome: JobOutcome) -> None:
-        """Write the objects of a USE job again that the tier does not have any more."""
+        """Write the objects of a USE job again that the tier says it does not have any more."""
         for queued, is_there in zip(self._use_jobs.pop(job), outcome.found, strict=False):
-            if not is_there and _is_there(queued):
+            if is_there is False and _is_there(queued):
                 queued.slot.in_tiers &= ~tier.bit
                 if tier in self._through:
                     self._queue((tier,), (queued.slot,), is_read=True)

@@ -43,20 +43,20 @@ class EncodedTier(Tier):
     def peek(self, key: bytes) -> bool | None:
         return False if key in self._undecodable else self._tier.peek(key)
 
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
+    def find(self, keys: Sequence[bytes]) -> list[bool | None]:
         return self._decodable(keys, self._tier.find(keys))
 
     def has_other_writers(self) -> bool:
         return self._tier.has_other_writers()
 
-    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
+    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool | None]:
         keys = [request.key for request in wanted]
         return self._decodable(keys, self._tier.find_again(wanted))
 
-    def use(self, keys: Sequence[bytes]) -> list[bool]:
+    def use(self, keys: Sequence[bytes]) -> list[bool | None]:
         return self._decodable(keys, self._tier.use(keys))
 
-    def _decodable(self, keys: Sequence[bytes], found: Sequence[bool]) -> list[bool]:
+    def _decodable(self, keys: Sequence[bytes], found: Sequence[bool | None]) -> list[bool | None]:
         return [
             is_there and key not in self._undecodable
             for key, is_there in zip(keys, found, strict=True)

@@ -41,14 +41,14 @@ class ForeignTier(Tier):
         self._tier.open()
         self._read_gauges()
 
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._checked(self._tier.find(keys), len(keys), bool)
+    def find(self, keys: Sequence[bytes]) -> list[bool | None]:
+        return self._checked(self._tier.find(keys), len(keys), bool | None)
 
-    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool]:
-        return self._checked(self._tier.find_again(wanted), len(wanted), bool)
+    def find_again(self, wanted: Sequence[FindRequest]) -> list[bool | None]:
+        return self._checked(self._tier.find_again(wanted), len(wanted), bool | None)
 
-    def use(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._checked(self._tier.use(keys), len(keys), bool)
+    def use(self, keys: Sequence[bytes]) -> list[bool | None]:
+        return self._checked(self._tier.use(keys), len(keys), bool | None)
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         return self._checked(self._tier.get(items), len(items), TierError | None)

@@ -298,6 +298,7 @@ class TierState:
 
     def _count(self, job: TierJob, outcome: JobOutcome) -> None:
         self.counters["failures"] += outcome.error is not None
+        self.counters["finds_cut"] += None in outcome.found
         counters = MOVE_COUNTERS.get(job.kind)
         if counters is None or outcome.error is not None:
             return

@@ -115,8 +115,9 @@ class JobOutcome:
     error: TierError | None = None  # The error of the whole job, which then did nothing.
     errors: Sequence[TierError | None] = field(default_factory=list)
     """For READ and WRITE: the error of each item, or None. For ERASE: that of each key."""
-    found: Sequence[bool] = ()
-    """For FIND and USE: whether each record is there. For WRITE: whether it was there already."""
+    found: Sequence[bool | None] = ()
+    """For FIND and USE: whether each record is there. None = nobody said so. For WRITE: whether it
+    was there already."""
     tenants: Sequence[int] = ()  # For READ: the tenant of each item.
     page: Sequence[HeldObject] = ()  # For LIST: the next records. Empty = there are no more.
     config: ConfigError | None = None  # For OPEN: why the tier's settings can never work.
@@ -259,7 +260,7 @@ def _write(tier: Tier, items: Sequence[JobItem], memory: memoryview) -> JobOutco
         with contextlib.suppress(TierError):  # A tier that cannot remove it may write over it.
             tier.discard(replaced)
     found = [
-        is_there and not item.replaces
+        bool(is_there) and not item.replaces
         for item, is_there in zip(items, tier.find([item.key for item in items]), strict=True)
     ]
     for at, copy in enumerate(_item_memories(items, memory)):

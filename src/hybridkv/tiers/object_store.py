@@ -171,7 +171,7 @@ class ObjectStoreTier(Tier):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread  # Serves the loop, where there is one.
         self._aside = 0
-        self._finds_cut = self._logins_renewed = 0
+        self._logins_renewed = 0
 
     # The contract
 
@@ -186,10 +186,9 @@ class ObjectStoreTier(Tier):
                 self._thread.start()
         next(self._names(self._list_error), None)
 
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
+    def find(self, keys: Sequence[bytes]) -> list[bool | None]:
         # There is one HEAD for each key, since a listing by a prefix of hashes would bring a random
-        # share of the bucket. A request that fails, or takes too long, finds nothing. The call as a
-        # whole fails only where all requests do.
+        # share of the bucket. The call as a whole fails only where all requests do.
         deadline = Deadline(FIND_SHARE * self.timeout_seconds)
         answers: list[Any] = []
         while len(answers) < len(keys):
@@ -201,10 +200,10 @@ class ObjectStoreTier(Tier):
         errors = list(filter(_is_failure, answers))
         if errors and len(errors) == len(answers):
             raise errors[0]
-        with self._lock:
-            self._finds_cut += bool(errors)
-        found = [not isinstance(answer, TierError) for answer in answers]
-        return found + [False] * (len(keys) - len(found))
+        found = [
+            None if _is_failure(answer) else not isinstance(answer, TierError) for answer in answers
+        ]
+        return found + [None] * (len(keys) - len(found))
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         deadline = Deadline(self.timeout_seconds)
@@ -286,8 +285,8 @@ class ObjectStoreTier(Tier):
             logger.info("%s: its login was read anew", self._place)
 
     def gauges(self) -> Mapping[str, float]:
-        """Returns how often `find` learned of objects in part, and a login was read anew."""
-        return {"finds_cut": float(self._finds_cut), "logins_renewed": float(self._logins_renewed)}
+        """Returns how often a login was read anew."""
+        return {"logins_renewed": float(self._logins_renewed)}
 
     def close(self) -> None:
         with self._lock:

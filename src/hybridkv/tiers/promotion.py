@@ -75,6 +75,7 @@ class ShortfallKind(Enum):
     CROWDED = "crowded", "too many lookups wait"
     TIERS_AWAY = "tiers_away", "no tier can be asked at the moment"
     SILENT = "tiers_away", "{tier} does not answer"
+    PARTLY_SILENT = "tiers_away", "{tier} does not answer for {objects} of {asked} objects"
     SLOWER = (
         "slower",
         "reading {tokens} tokens would take {read_seconds:.3g} s, "
@@ -720,6 +721,10 @@ class Promotion:
         tier = self._tiers[job.tier]
         if outcome.error is not None:
             lookup.add_shortfall(ShortfallKind.FAILED, tier=tier.name, error=str(outcome.error))
+        if silent := sum(is_there is None for is_there in outcome.found):
+            lookup.add_shortfall(
+                ShortfallKind.PARTLY_SILENT, tier=tier.name, objects=silent, asked=len(places)
+            )
         for place, is_there in zip(places, outcome.found, strict=False):
             if is_there:
                 lookup.search.located.setdefault(place, tier)

@@ -196,12 +196,10 @@ def test_what_was_found_before_the_time_is_over_is_found(
 
     monkeypatch.setattr(ConnectionPool, "connection", connected)
     flights = 2
-    assert tier.find([sample.key for sample in samples]) == [True] * 8 + [False] * 2
-    assert tier.gauges()["finds_cut"] == 1
+    assert tier.find([sample.key for sample in samples]) == [True] * 8 + [None] * 2
     flights = 0
     with pytest.raises(TierError, match="no answer in time"):
         tier.find([sample.key for sample in samples])
-    assert tier.gauges()["finds_cut"] == 1
 
 
 def test_a_full_server_is_full_and_still_answers(tmp_path: Path, make: Make) -> None:

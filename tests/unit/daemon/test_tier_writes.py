@@ -209,6 +209,19 @@ def test_what_a_tier_lost_is_written_again_once_it_is_hit(policy: str) -> None:
         assert found.chunks == 2
 
 
+def test_what_nobody_answers_for_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a node of a cluster is dead: its records may all be there."""
+    records: dict[bytes, bytes] = {}
+    node = remote(records, "sim://0")
+    node.store(FULL, [1, 2])
+    node.work()
+    monkeypatch.setattr(node.daemon.tiers[0].tier, "use", lambda keys: [None] * len(keys))
+    records.clear()
+    node.tick(USE_SECONDS)
+    assert all(slot.in_tiers for slot in hit(node, 1, 2))
+    assert not records
+
+
 def test_what_a_tier_refused_is_written_once_it_is_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     records: dict[bytes, bytes] = {}
     node = remote(records, "sim://0")

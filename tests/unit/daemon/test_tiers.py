@@ -257,6 +257,20 @@ def test_clear_empties_ram_and_if_asked_to_the_tiers(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("objects/*/??/*"))
 
 
+def test_objects_for_which_nobody_answers_are_a_miss_with_a_reason() -> None:
+    """As those of a cluster's dead node are."""
+    node = remote({}, "sim://0")
+    assert isinstance(node.ask(1, 2), Pending)
+    (job,) = node.jobs
+    node.jobs.clear()
+    silent = [None, *[False] * (len(job.items) - 1)]
+    node.finish(job, JobOutcome(found=silent))
+    found = node.answer()
+    assert (found.chunks, found.why) == (0, f"disk does not answer for 1 of {len(silent)} objects")
+    assert node.daemon.promotion.shortfalls == {"tiers_away": 1}
+    assert node.daemon.tiers[0].counters["finds_cut"] == 1
+
+
 def test_a_reason_is_no_longer_than_a_message_may_have() -> None:
     """The engine would take it for nonsense and end the connection."""
     node = remote({}, "sim://0")

@@ -134,7 +134,7 @@ class MooncakeTier(Tier):
         self.client: IsolatedProcess | None = None
         self.keeper: IsolatedProcess | None = None
         self._starts = 0
-        self._finds_cut, self._forgotten = 0, 0
+        self._forgotten = 0
         self._is_sick = False
         """The last call had no answer: the client has to show that it works, or is replaced."""
         self._closed = False
@@ -176,13 +176,13 @@ class MooncakeTier(Tier):
         """Returns False for a record that was discarded here. Only the master knows of others."""
         return False if key in self._discarded else None
 
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask the master. Keys that it does not answer in time are not found.
+    def find(self, keys: Sequence[bytes]) -> list[bool | None]:
+        """Ask the master, in groups. What it does not answer in time is not known.
 
         Raises TierError where it answers nothing.
         """
         deadline = self._deadline()
-        found: list[bool] = []
+        found: list[bool | None] = []
         while len(found) < len(keys):
             # A child that is asked with too little time left would be killed as late.
             if found and deadline - time.monotonic() < PATIENCE * self._timeout_seconds:
@@ -195,8 +195,7 @@ class MooncakeTier(Tier):
                     raise
                 break
             found += [code == 1 and key not in self._discarded for key, code in codes]
-        self._finds_cut += len(found) < len(keys)
-        return found + [False] * (len(keys) - len(found))
+        return found + [None] * (len(keys) - len(found))
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         """Read records from the nodes that have them."""
@@ -267,16 +266,12 @@ class MooncakeTier(Tier):
             self.remove_keys(discarded, self._deadline())
 
     def gauges(self) -> Mapping[str, float]:
-        """Returns this node's share. Only the master knows how full the store is.
-
-        `finds_cut` is how often `find` did not learn of every object in time.
-        """
+        """Returns this node's share. Only the master knows how full the store is."""
         return {
             "bytes_max": self._segment_bytes,
             "discards_waiting": len(self._discarded),
             "client_starts": self._starts,
             "discards_forgotten": self._forgotten,
-            "finds_cut": self._finds_cut,
         }
 
     def close(self) -> None:

@@ -50,7 +50,6 @@ class ValkeyTier(Tier):
         self._ours = re.compile(re.escape(self._prefix) + b"(%b)" % KEY_DIGITS.encode())
         self._timeout_seconds = spec.timeout_seconds
         self._gauges: dict[str, float] = {}
-        self._finds_cut = 0
 
     # The contract
 
@@ -66,16 +65,16 @@ class ValkeyTier(Tier):
             if not isinstance(answer, UnservedError):
                 self._checked(answer)
 
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
-        # A key without an answer is not found. Only where no key has an answer, and no other node
-        # of a cluster is well, the call fails.
+    def find(self, keys: Sequence[bytes]) -> list[bool | None]:
+        # Only where no key has an answer, and no other node of a cluster is well, the call fails.
         answers = self._ask_each(b"EXISTS", keys, Deadline(FIND_SHARE * self._timeout_seconds))
-        errors = [error for answer in answers if (error := self._error_of(answer))]
-        failed = [error for error in errors if not isinstance(error, UnservedError)]
-        if failed and len(errors) == len(answers):
+        errors = [self._error_of(answer) for answer in answers]
+        failed = [error for error in errors if error and not isinstance(error, UnservedError)]
+        if failed and all(errors):
             raise failed[0]
-        self._finds_cut += bool(errors)
-        return [answer == 1 for answer in answers]
+        return [
+            None if error else answer == 1 for error, answer in zip(errors, answers, strict=True)
+        ]
 
     def get(self, items: Sequence[ReadRequest]) -> list[TierError | None]:
         sizes = sizes_of(items)
@@ -167,9 +166,8 @@ class ValkeyTier(Tier):
         """Returns `bytes` and `bytes_max` of the server, `objects` of the database, as of `tend`.
 
         Of a cluster they are sums over its primaries. There is a bound if each of them has one.
-        `finds_cut` is how often `find` did not learn of every object in time.
         """
-        return {**self._gauges, "finds_cut": float(self._finds_cut)}
+        return self._gauges
 
     def close(self) -> None:
         self._servers.close()
