@@ -3,10 +3,7 @@
 import contextlib
 import errno
 import itertools
-import json
 import os
-import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,10 +18,9 @@ from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.tiers.conformance.samples import make_sample, read
 from hybridkv.tiers.contract import FindRequest, MissingError, TierError
 from hybridkv.tiers.disk import fsck as disk_fsck
-from hybridkv.tiers.disk.files import parse_name
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LOST_SECONDS, QUIET_SECONDS, clock, home_of, silent_seconds
-from tests.fault.nfs.nodes import LEASE_SECONDS, MOUNT, Client, Server
+from tests.fault.nfs.nodes import LEASE_SECONDS, MOUNT, MOUNTS, Client, Server
 from tests.fault.test_tier_faults import CHUNKS, LONG_MS, WAIT_MS, forget, in_time, serve, value
 from tests.invariants import check_disk
 from tests.unit.daemon.tierclient import Client as Engine
@@ -34,17 +30,6 @@ from tests.waiting import until
 SAMPLES = range(20)
 NAMES_SECONDS = 70.0  # A client keeps names and times for 60 s at most.
 BACK_SECONDS = 6 * LEASE_SECONDS  # The longest that clients take to find a server that is back.
-MOUNTS = {
-    "v42": "vers=4.2",
-    "v40": "vers=4.0",
-    "v3": "vers=3,nolock,mountport=20048",
-    "soft": "vers=4.2,soft,timeo=10,retrans=1",
-}
-"""The options of mount(8) that are tried, by their names here."""
-MINUTES = float(os.environ.get("NFS_MINUTES", "0"))  # Of the long test; 0 leaves it out.
-RESTART_SECONDS, AWAY_SECONDS = 40.0, 5.0
-"""How often the long test restarts the server, and for how long it is away."""
-POPULATION, BOUND_BYTES = 600, 8 << 20
 _tiers: dict[str, DiskTier] = {}
 """The tiers of a client's process, by the name of the writer."""
 _fds: list[int] = []  # What a client's process has open.
@@ -117,6 +102,14 @@ def tend(writer: str) -> None:
 
 def check(writer: str) -> None:
     check_disk(_tiers[writer])
+
+
+def bytes_held(writer: str) -> int:
+    """Returns the bytes that an index takes the files to have, after the index was checked."""
+    index = _tiers[writer].index
+    with index.lock:
+        index.check_index()
+        return index.held_bytes
 
 
 def direct_io(writer: str) -> bool:
@@ -474,95 +467,3 @@ def test_options_that_keep_times_for_long_and_no_missing_names(server: Server, m
         for client in (writer, reader):
             client.call(close_all)
     server.empty()
-
-
-# The long test
-
-
-def work(writer: str, seconds: float, seed: int) -> dict[str, int]:
-    """Write, read, find and discard by several threads. Returns the counts of what happened."""
-    counts, lock, ends_at = Counter[str](), threading.Lock(), time.monotonic() + seconds
-    open_tier(writer, str(BOUND_BYTES))
-    tier = _tiers[writer]
-    faults: list[BaseException] = []
-
-    def count(what: str, error: TierError | None) -> None:
-        with lock:
-            counts[f"{what} {type(error).__name__ if error else 'done'}"] += 1
-
-    def one(rng: random.Random) -> None:
-        number = rng.randrange(POPULATION)
-        sample = make_sample(number, 1000 + 97 * number % 30_000)
-        match rng.randrange(10):
-            case 0 | 1 | 2:
-                count("put", tier.put([sample.write_request()])[0])
-            case 3:
-                with contextlib.suppress(TierError):
-                    tier.find_again([FindRequest(sample.key)])
-            case 4 if rng.randrange(4) == 0:
-                tier.discard([sample.key])
-            case _:
-                count("read", read(tier, sample))
-
-    def loop(number: int) -> None:
-        rng = random.Random(f"{seed} {writer} {number}")
-        try:
-            while time.monotonic() < ends_at and not faults:
-                one(rng)
-        except BaseException as error:  # noqa: BLE001  # raised by the test's own thread
-            faults.append(error)
-
-    threads = [threading.Thread(target=loop, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        time.sleep(1)
-        try:
-            tier.tend()
-        except TierError as error:
-            count("tend", error)
-            with contextlib.suppress(TierError):
-                tier.open()
-    if faults:
-        raise AssertionError(repr(faults))
-    check_disk(tier)
-    return dict(counts)
-
-
-def own_bytes(served: Path, writer: str) -> int:
-    """Returns the bytes of a writer's records, as the server has them."""
-    taken = 0
-    for path in served.glob(f"tier/objects/{writer}/*/**/*"):
-        with contextlib.suppress(FileNotFoundError):
-            if path.is_file() and (parse_name(path.name) or path.parent.parent.name == "tmp"):
-                taken += path.stat().st_blocks * 512
-    return taken
-
-
-@pytest.mark.skipif(not MINUTES, reason="it takes as long as NFS_MINUTES says")
-@pytest.mark.timeout(0)
-def test_two_nodes_for_long(server: Server, clients: list[Client]) -> None:
-    seconds, seed = 60 * MINUTES / len(MOUNTS), random.randrange(1 << 30)
-    print("seed", seed)
-    started, most, restarts = time.monotonic(), 0, 0
-    for number, client in enumerate(clients):
-        client.begin(work, f"node{number}", seconds, seed)
-    while (passed := time.monotonic() - started) < seconds:
-        time.sleep(2)
-        for number, client in enumerate(clients):
-            with client.stopped():
-                taken = own_bytes(server.path, f"node{number}")
-            most = max(most, taken)
-            assert taken <= BOUND_BYTES
-        if passed > RESTART_SECONDS * (restarts + 1):
-            restarts += 1
-            with server.stopped():
-                time.sleep(AWAY_SECONDS)
-    counts = [client.result() for client in clients]
-    for client in clients:
-        client.call(close_all)
-    server.empty()
-    print(json.dumps({"most_bytes": most, "restarts": restarts, "counts": counts}))
-    for each in counts:
-        assert each["read done"] > seconds
-        assert not each.get("read DamagedError")

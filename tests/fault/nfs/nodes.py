@@ -6,23 +6,32 @@ locks and caches, as the clients of several machines do.
 
 import contextlib
 import ctypes
+import itertools
 import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
 from tests.fault.nfs.machine import ROOT
-from tests.waiting import is_stopped, until
+from tests.waiting import has_ended, is_stopped, until
 
 DISK = Path("/tmp/server")  # The server's file system.
 MOUNT = Path("/tmp/nfs")  # Where every client has it.
 NFSD = Path("/proc/fs/nfsd")
 LEASE_SECONDS = 10  # The least that the server takes.
+MOUNTS = {
+    "v42": "vers=4.2",
+    "v40": "vers=4.0",
+    "v3": "vers=3,nolock,mountport=20048",
+    "soft": "vers=4.2,soft,timeo=10,retrans=1",
+}
+"""The options of mount(8) that are tried, by their names here."""
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -134,12 +143,19 @@ class Client:
         """Do nothing in the context, so that what the server has can be counted."""
         pid = self._process.pid
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        stopped: list[int] = []
         try:
-            until(lambda: is_stopped(pid), "its calls are done", 60)
+            # The process first, which starts and ends the others.
+            for each in itertools.chain([pid], _others_with_mounts_of(pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGSTOP)
+                    stopped.append(each)
+                until(lambda: has_ended(each) or is_stopped(each), "its calls are done", 60)  # noqa: B023
             yield
         finally:
-            os.kill(pid, signal.SIGCONT)
+            for each in stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGCONT)
 
     def _serve(self, pipe: Connection) -> None:
         self._here.close()
@@ -166,5 +182,15 @@ class Client:
             try:
                 pipe.send((do(*args), None))
             except Exception as error:  # noqa: BLE001  # raised where it was asked for
+                error.add_note(traceback.format_exc())
                 pipe.send((None, error))
         tool("umount", "-l", str(MOUNT))
+
+
+def _others_with_mounts_of(pid: int) -> Iterator[int]:
+    """The other processes that see the mounts of a process."""
+    mounts = Path(f"/proc/{pid}/ns/mnt").readlink()
+    for path in Path("/proc").glob("[0-9]*/ns/mnt"):
+        with contextlib.suppress(FileNotFoundError):  # It has ended since.
+            if path.readlink() == mounts and (other := int(path.parts[2])) != pid:
+                yield other
