@@ -221,6 +221,9 @@ class TierState:
             case JobKind.TEND if failed:
                 self.writing = updated(self.writing)
                 self._reading = updated(self._reading) if refusal is None else self._reading
+            case JobKind.TEND:
+                self._reading = self._reading.on_upkeep(now)
+                self.writing = self.writing.on_upkeep(now)
         failures = max(self._reading.failures, self.writing.failures)
         is_due = failures >= FAILURES_TO_REOPEN and now >= self._reopen_at
         if failed and refusal is None and self.is_open and is_due:

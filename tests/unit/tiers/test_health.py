@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from hybridkv.core.breaker import IDLE_SECONDS
 from hybridkv.core.refusals import REFUSALS, Refusal, describe_refusal
 from hybridkv.observe.status import health
 from hybridkv.tiers.contract import FullError, TierError, WriteRequest
@@ -178,6 +179,30 @@ def test_what_is_refused_now_and_then_is_reported_too(node: Node, storage: Stora
     storage.refusals = (None,)
     store_for(node, LASTING_SECONDS + 8, new, step=4 * SECOND)
     assert not line.refusals
+
+
+def test_a_tier_that_nobody_asks_any_more_is_well_again_by_its_upkeep(
+    node: Node, storage: Storage
+) -> None:
+    """Else its alert would stay until the next lookup, and nobody looks anything up at night."""
+    (line,) = node.daemon.tiers
+    ill, line.tier.find = line.tier.find, _fail  # type: ignore[method-assign]
+    while not line.is_shut:
+        node.ask(1, 2, lease=1, wait_ms=1000)
+        node.work()
+        node.tick(SECOND / 4)
+    line.tier.find = ill  # type: ignore[method-assign]
+    node.tick(SECOND)
+    node.work()
+    assert line.is_shut, "a tier that is asked closes its breaker by a probe"
+    for _ in range(round(IDLE_SECONDS)):
+        node.tick(SECOND)
+        node.work()
+    assert not line.is_shut
+
+
+def _fail(keys: Sequence[bytes]) -> list[bool]:
+    raise TierError("the server is ill")
 
 
 def test_every_reason_has_a_cause_and_a_cure() -> None:
