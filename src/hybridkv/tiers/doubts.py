@@ -1,4 +1,4 @@
-"""Doubts: who was waited for in vain is not waited for again for a while."""
+"""What came of waits: who was waited for in vain is not waited for again for a while."""
 
 from dataclasses import dataclass
 
@@ -14,23 +14,30 @@ class Doubt:
     until: float = 0.0  # When it is believed again.
 
 
-class Doubts:
-    """The doubts about all connections, by their numbers. Times are seconds of one clock."""
+class JudgedWaits:
+    """Waits of one kind, and the connections that are doubted. Times are seconds of one clock."""
 
     def __init__(self) -> None:
-        self._by_connection: dict[int, Doubt] = {}
+        self.kept = 0  # Waits that brought something.
+        self.broken = 0  # Waits in vain.
+        self._doubts: dict[int, Doubt] = {}
 
     def is_doubted(self, connection_id: int, now: float) -> bool:
         """Return True while no wait is to begin because of this connection."""
-        doubt = self._by_connection.get(connection_id)
+        doubt = self._doubts.get(connection_id)
         return doubt is not None and now < doubt.until
 
-    def add_doubt(self, connection_id: int, now: float) -> None:
-        """Begin a doubt after a wait in vain. Each next one takes twice as long."""
-        doubt = self._by_connection.setdefault(connection_id, Doubt())
+    def judge_wait(self, connection_id: int, is_kept: bool, now: float) -> None:
+        """Note what came of a wait. In vain, it begins a doubt. Each next one is twice as long."""
+        if is_kept:
+            self.kept += 1
+            self._doubts.pop(connection_id, None)
+            return
+        self.broken += 1
+        doubt = self._doubts.setdefault(connection_id, Doubt())
         seconds = min(DOUBT_SECONDS * 2**doubt.count, DOUBT_SECONDS_MAX)
         doubt.count, doubt.until = min(doubt.count + 1, _COUNT_MAX), now + seconds
 
-    def forget_doubt(self, connection_id: int) -> None:
-        """Begin anew, after a wait that brought something, or the end of the connection."""
-        self._by_connection.pop(connection_id, None)
+    def on_disconnect(self, connection_id: int) -> None:
+        """A connection was closed, and its number is used no more."""
+        self._doubts.pop(connection_id, None)

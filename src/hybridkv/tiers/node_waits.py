@@ -19,7 +19,7 @@ and tiers have less than it asks for, they may still be written, by another node
    time.
 """
 
-from hybridkv.tiers.doubts import Doubts
+from hybridkv.tiers.doubts import JudgedWaits
 from hybridkv.tiers.object_search import LookupRequest
 
 PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.01, 0.5
@@ -33,13 +33,8 @@ QUIET_SECONDS = 1.0
 class NodeWait:
     """The wait of one lookup. Times are seconds of the loop's clock."""
 
-    def __init__(self, connection_id: int, tokens: int, missing: int, now: float, latest: float):
-        """RAM has a hit of `tokens` tokens, and `missing` objects of the prompt are nowhere.
-
-        Computing it would be over at `latest`.
-        """
-        self.connection_id = connection_id
-        self.tokens = tokens
+    def __init__(self, missing: int, now: float, latest: float) -> None:
+        """`missing` objects of the prompt are nowhere. Computing it would be over at `latest`."""
         self.latest = latest
         self.asks_at = now + PAUSE_SECONDS  # When tiers are asked next.
         self._began_at = now
@@ -68,19 +63,16 @@ class NodeWait:
         self.asks_at = now + min(pause, PAUSE_SECONDS_MAX)
 
 
-class NodeWaits:
-    """What is known of all waits for other nodes."""
+class NodeWaits(JudgedWaits):
+    """What is known of all waits for other nodes. Those after which RAM had more were kept."""
 
     def __init__(self) -> None:
-        self._doubts = Doubts()
-        self.kept = 0  # Waits after which RAM had more.
-        self.broken = 0  # Waits after which it had not.
+        super().__init__()
         self.questions = 0  # Times that tiers were asked again.
 
     def may_wait(self, request: LookupRequest, now: float) -> bool:
         """Return True if the prompt of a lookup may be computed by another node just now."""
-        is_doubted = self._doubts.is_doubted(request.connection_id, now)
-        return request.computed_elsewhere and not is_doubted
+        return request.computed_elsewhere and not self.is_doubted(request.connection_id, now)
 
     def begin_wait(
         self, request: LookupRequest, tokens: int, missing: int, now: float, latest: float
@@ -95,17 +87,4 @@ class NodeWaits:
             latest = min(latest, now + tokens_missing * request.token_seconds)
         if not missing or now >= latest or not self.may_wait(request, now):
             return None
-        return NodeWait(request.connection_id, tokens, missing, now, latest)
-
-    def end_wait(self, wait: NodeWait, tokens: int, now: float) -> None:
-        """Note what came of a wait, after which RAM's hit has `tokens` tokens."""
-        if tokens > wait.tokens:
-            self.kept += 1
-            self._doubts.forget_doubt(wait.connection_id)
-        else:
-            self.broken += 1
-            self._doubts.add_doubt(wait.connection_id, now)
-
-    def on_disconnect(self, connection_id: int) -> None:
-        """A connection was closed, and its number is used no more."""
-        self._doubts.forget_doubt(connection_id)
+        return NodeWait(missing, now, latest)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hybridkv.core.coverage import Hit
 from hybridkv.core.geometry import GroupKind
 from hybridkv.store.index import Namespace
-from hybridkv.tiers.doubts import Doubts
+from hybridkv.tiers.doubts import JudgedWaits
 from hybridkv.tiers.object_search import LookupKey, LookupRequest
 
 BEGIN_SECONDS = 0.25
@@ -77,16 +77,17 @@ class PromisedWait:
         return min(self.latest, self.promise.fails_at())
 
 
-class Promises:
-    """All open promises, by the names of what is promised."""
+class Promises(JudgedWaits):
+    """All open promises, by the names of what is promised. Connections that broke some are doubted.
+
+    Waits after which RAM had more were kept.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.by_connection: dict[int, dict[LookupKey, Promise]] = {}
         """By the number of the connection. Each one's oldest promise is first."""
         self.by_name: dict[Namespace, dict[bytes, Promise]] = {}
-        self._doubts = Doubts()  # About connections that broke promises.
-        self.kept = 0  # Waits after which RAM had more.
-        self.broken = 0  # Waits after which it had not.
 
     def __len__(self) -> int:
         return sum(map(len, self.by_connection.values()))
@@ -148,7 +149,7 @@ class Promises:
         for promise in [*self.by_connection.get(connection_id, {}).values()]:
             promise.is_lost = True
             self._close(promise)
-        self._doubts.forget_doubt(connection_id)
+        super().on_disconnect(connection_id)
 
     def find_wait(
         self, request: LookupRequest, hit: Hit, now: float, latest: float
@@ -185,20 +186,14 @@ class Promises:
             return None
         return PromisedWait(promise, min(latest, now + compute_seconds))
 
-    def judge_wait(self, wait: PromisedWait, is_kept: bool, now: float) -> None:
-        """Note what came of a wait."""
-        connection_id = wait.promise.key.connection_id
-        if is_kept:
-            self.kept += 1
-            self._doubts.forget_doubt(connection_id)
-            return
-        self.broken += 1
-        if not wait.promise.is_lost:
-            self._doubts.add_doubt(connection_id, now)
+    def judge_promise(self, promise: Promise, is_kept: bool, now: float) -> None:
+        """Note what came of a wait for a promise."""
+        self.judge_wait(promise.key.connection_id, is_kept, now)
+        if promise.is_lost:  # Nobody can be doubted any more.
+            super().on_disconnect(promise.key.connection_id)
 
     def _is_believed(self, promise: Promise, now: float) -> bool:
-        is_doubted = self._doubts.is_doubted(promise.key.connection_id, now)
-        return promise.is_credible(now) and not is_doubted
+        return promise.is_credible(now) and not self.is_doubted(promise.key.connection_id, now)
 
     def _close(self, promise: Promise) -> None:
         own = self.by_connection[promise.key.connection_id]

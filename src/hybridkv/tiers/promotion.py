@@ -471,7 +471,7 @@ class Promotion:
         finally:
             waits.end_waiting(held)
             lookup.chosen_at += self._now - began_at  # Nothing was read for it meanwhile.
-        waits.note_end(lookup.request, is_there, self._now)
+        waits.judge_wait(lookup.request.connection_id, is_there, self._now)
         return is_there
 
     def _room_until(self, lookup: WaitingLookup, room_bytes: int) -> float:
@@ -516,7 +516,7 @@ class Promotion:
             while not wait.is_wait_over(self._now):
                 yield Wait.PROMISE
             before, hit = hit, resident_of(request).hit
-            promises.judge_wait(wait, hit.tokens > before.tokens, self._now)
+            promises.judge_promise(wait.promise, hit.tokens > before.tokens, self._now)
             if wait.promise.is_open:
                 return self._now  # Computing is sooner from now on.
         return latest
@@ -541,7 +541,8 @@ class Promotion:
                 yield Wait.NODES
             else:
                 yield from self._ask_again(lookup, wait, tiers)
-        self.node_waits.end_wait(wait, resident_of(lookup.request).hit.tokens, self._now)
+        has_grown = resident_of(lookup.request).hit.tokens > tokens
+        self.node_waits.judge_wait(lookup.request.connection_id, has_grown, self._now)
 
     def _ask_again(
         self, lookup: WaitingLookup, wait: NodeWait, tiers: Sequence[TierState]

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from hybridkv.core.coverage import LoadableHit
 from hybridkv.store.index import Slot
 from hybridkv.store.store import Store
-from hybridkv.tiers.doubts import Doubts
+from hybridkv.tiers.doubts import JudgedWaits
 from hybridkv.tiers.object_search import LookupRequest, NeededObject
 from hybridkv.tiers.shared_reads import ObjectReads
 
@@ -50,19 +50,17 @@ class DistinctBytes:
             self.total -= size_bytes
 
 
-class RoomWaits:
+class RoomWaits(JudgedWaits):
     """What admitted hits have claimed, and what lookups that wait for room hold."""
 
     def __init__(self, store: Store, reads: ObjectReads) -> None:
+        super().__init__()
         self._store = store
         self._reads = reads
         self.claimed = DistinctBytes()
         """By its key, each object of an admitted hit whose read is not begun."""
         self.held = DistinctBytes()  # The slots that lookups hold while they wait for room.
         self.waiting = 0  # These lookups.
-        self._doubts = Doubts()
-        self.kept = 0  # Waits that ended with room.
-        self.broken = 0  # Waits in vain.
 
     def claim(self, needs: Iterable[NeededObject]) -> None:
         """A hit is admitted that reads these objects."""
@@ -104,8 +102,7 @@ class RoomWaits:
 
         It needs some objects beside those that it holds.
         """
-        is_doubted = self._doubts.is_doubted(request.connection_id, now)
-        if is_doubted or self.waiting >= ROOM_WAITS_MAX:
+        if self.is_doubted(request.connection_id, now) or self.waiting >= ROOM_WAITS_MAX:
             return False
         own_bytes = sum(slot.size_bytes for slot in set(held) if slot not in self.held)
         room_bytes = self._reads.room_bytes - self._store.retention.charged_bytes
@@ -122,19 +119,6 @@ class RoomWaits:
         self.waiting -= 1
         for slot in set(held):
             self.held.subtract(slot, slot.size_bytes)
-
-    def note_end(self, request: LookupRequest, has_room: bool, now: float) -> None:
-        """Note what came of a wait."""
-        if has_room:
-            self.kept += 1
-            self._doubts.forget_doubt(request.connection_id)
-        else:
-            self.broken += 1
-            self._doubts.add_doubt(request.connection_id, now)
-
-    def on_disconnect(self, connection_id: int) -> None:
-        """A connection was closed, and its number is used no more."""
-        self._doubts.forget_doubt(connection_id)
 
     @property
     def _free_bytes(self) -> int:

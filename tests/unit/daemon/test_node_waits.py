@@ -174,7 +174,7 @@ def test_pauses_between_two_questions_grow() -> None:
 
 
 def test_the_questions_of_a_wait_are_few_though_something_comes_each_time() -> None:
-    wait = NodeWait(connection_id=1, tokens=0, missing=10_000, now=0.0, latest=30.0)
+    wait = NodeWait(missing=10_000, now=0.0, latest=30.0)
     now, count = 0.0, 0
     while not wait.is_spent(now := wait.asks_at):
         count += 1
