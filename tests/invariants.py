@@ -37,6 +37,8 @@ def check_daemon(daemon: Daemon) -> None:
     check_promotion(daemon.promotion, daemon.store)
     check_room_waits(daemon.promotion)
     check_promises(daemon.promises)
+    for waits in (daemon.promises, daemon.promotion.node_waits, daemon.promotion.room_waits):
+        assert waits.doubts.keys() <= daemon.sessions.connections.keys()
     pins.update(slot for lookup in daemon.promotion.lookups.values() for slot in lookup.held)
     prefetch = daemon.promotion.prefetch
     pins.update(prefetch.held if prefetch is not None else ())

@@ -20,24 +20,24 @@ class JudgedWaits:
     def __init__(self) -> None:
         self.kept = 0  # Waits that brought something.
         self.broken = 0  # Waits in vain.
-        self._doubts: dict[int, Doubt] = {}
+        self.doubts: dict[int, Doubt] = {}  # By the numbers of open connections.
 
     def is_doubted(self, connection_id: int, now: float) -> bool:
         """Return True while no wait is to begin because of this connection."""
-        doubt = self._doubts.get(connection_id)
+        doubt = self.doubts.get(connection_id)
         return doubt is not None and now < doubt.until
 
     def judge_wait(self, connection_id: int, is_kept: bool, now: float) -> None:
         """Note what came of a wait. In vain, it begins a doubt. Each next one is twice as long."""
         if is_kept:
             self.kept += 1
-            self._doubts.pop(connection_id, None)
+            self.doubts.pop(connection_id, None)
             return
         self.broken += 1
-        doubt = self._doubts.setdefault(connection_id, Doubt())
+        doubt = self.doubts.setdefault(connection_id, Doubt())
         seconds = min(DOUBT_SECONDS * 2**doubt.count, DOUBT_SECONDS_MAX)
         doubt.count, doubt.until = min(doubt.count + 1, _COUNT_MAX), now + seconds
 
     def on_disconnect(self, connection_id: int) -> None:
         """A connection was closed, and its number is used no more."""
-        self._doubts.pop(connection_id, None)
+        self.doubts.pop(connection_id, None)

@@ -8,6 +8,7 @@ from hybridkv.daemon.handlers import Daemon
 from hybridkv.tiers.doubts import DOUBT_SECONDS
 from hybridkv.tiers.promises import BEGIN_SECONDS
 from hybridkv.wire.messages import Computed, Computing, Found, Lookup, Pending, Release
+from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
 
@@ -95,6 +96,15 @@ def test_a_prompt_that_several_engines_get_at_once_is_computed_once(node: Node) 
     assert node.answers(102.0) == {SECOND: 3, THIRD: 3}
     assert (node.daemon.promises.kept, node.daemon.promises.broken) == (2, 0)
     assert not len(node.daemon.promises), "who has all promises nothing"
+
+
+def test_nobody_doubts_an_engine_that_has_left(node: Node) -> None:
+    promise(node, 1, 2, 3)
+    node.ask(SECOND, 1, 2, 3)
+    node.daemon.on_disconnect(FIRST)
+    assert node.answers(101.0) == {SECOND: 0}
+    assert node.daemon.promises.broken == 1
+    check_daemon(node.daemon)
 
 
 def test_an_engine_alone_promises_nothing(node: Node) -> None:
