@@ -1,6 +1,8 @@
 """What `scripts/demo` says of the answers, and the demo itself."""
 
+import ast
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,16 @@ def test_an_answer_is_that_of_the_prefill_or_of_the_engines_own_hit(
 def test_a_hit_covers_most_of_the_first_prompt() -> None:
     assert has_hit(scene(1, cached=96))
     assert not has_hit(scene(1, cached=16))
+
+
+def test_what_the_demo_imports_of_this_checkout_needs_no_pytest() -> None:
+    """Its environment has what users have."""
+    statements = ast.walk(ast.parse((ROOT / "benchmarks" / "demo.py").read_text()))
+    names = {each.module or "" for each in statements if isinstance(each, ast.ImportFrom)}
+    own = [name for name in sorted(names) if name.startswith(("tests", "benchmarks", "hybridkv"))]
+    assert "tests.waiting" in own
+    program = f"import sys; sys.modules['pytest'] = None; import {', '.join(own)}"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.soak
