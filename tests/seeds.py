@@ -139,7 +139,8 @@ class _Worker:
     """A process that runs one case after the other."""
 
     def __init__(self, case: Case) -> None:
-        context = get_context("spawn")
+        # Beside real engines it is a fork of a process that has imported vLLM.
+        context = get_context("forkserver")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(case.program, theirs))
         self._process.start()

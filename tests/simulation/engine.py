@@ -520,8 +520,14 @@ def _copiers(copier: Copier) -> list[BusyCopier]:
     return [busy for busy in own if isinstance(busy, BusyCopier)]
 
 
+DEVICE_BYTES = 16 << 20
+"""Free on a device: room for all that a step stores. The loads' staging would take 512 MiB, which
+is written to, and takes a second of each seed."""
+
+
 def _habits(rng: random.Random) -> Habits:
     return Habits(
+        free_bytes=DEVICE_BYTES,
         can_digest=rng.random() < 0.7,
         registers=rng.choice((0, 5, 1 << 30, 1 << 30)),
         slow_registration=rng.random() < 0.5,
