@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from hybridkv.cli.main import main
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict
 from hybridkv.core.settings import TRANSFER
@@ -19,7 +18,7 @@ from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.lab.pairs import EngineOfPair, pair_findings
 from hybridkv.vllm.preflight import CONNECTOR
-from tests.engine.forked import ForkedChild, lines_of
+from tests.engine.forked import lines_of
 from tests.engine.support import CommandReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -185,7 +184,6 @@ def test_the_connector_raises_what_doctor_shows() -> None:
 
 
 def doctor(*arguments: str) -> CommandReport:
-    """Runs the command as users do."""
     process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "doctor", "--json", "--", "vllm", "serve", *arguments],
         capture_output=True,
@@ -196,11 +194,8 @@ def doctor(*arguments: str) -> CommandReport:
     return CommandReport(process.returncode, json.loads(process.stdout))
 
 
-def test_a_whole_command_line_with_several_faults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
     """All of them at once, where the engine would stop at the first."""
-    monkeypatch.setattr("hybridkv.lab.configuration.AnsweringChild", ForkedChild)
     transfer = {
         "kv_connector": "HybridKVConnector",
         "kv_connector_module_path": "hybridkv.connector",
@@ -211,11 +206,15 @@ def test_a_whole_command_line_with_several_faults(
             "ram": "100TiB",
         },
     }
-    words = ["--skip-tokenizer-init", "--max-model-len=4096", "--port=8001"]
-    words = [str(bundled_models()["qwen3next"]), *words, "--kv-transfer-config"]
-    status = main(["doctor", "--json", "--", "vllm", "serve", *words, json.dumps(transfer)])
+    status, report = doctor(
+        str(bundled_models()["qwen3next"]),
+        "--skip-tokenizer-init",
+        "--max-model-len=4096",
+        "--port=8001",
+        "--kv-transfer-config",
+        json.dumps(transfer),
+    )
     assert status == 1
-    report = json.loads(capsys.readouterr().out)
     checks = {check["check"]: check for check in report["checks"]}
     assert {name for name, check in checks.items() if check["verdict"] == "FAIL"} == {
         "chunk",
