@@ -27,6 +27,9 @@ pytest.register_assert_rewrite("tests.programs.tiers")
 # Before a test module imports torch.
 choose_cpu()
 
+# What is collected stays, so the garbage collector need not look at it again and again.
+gc.disable()
+
 # A run in the background of a shell ignores these, and so would the programs that tests interrupt.
 for _number, _handler in (
     (signal.SIGINT, signal.default_int_handler),
@@ -48,9 +51,10 @@ hypothesis.settings.load_profile("hybridkv")
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests live until the end, so the garbage collector need not look at them."""
+    """Modules and tests live until the end, so the garbage collector never looks at them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
