@@ -59,7 +59,7 @@ def run_forked(
         status = fork.wait(DEADLINE_SECONDS)
         for file in (out, errors):
             file.seek(0)
-        return subprocess.CompletedProcess(words, status, out.read(), errors.read())
+        return subprocess.CompletedProcess([*map(str, words)], status, out.read(), errors.read())
 
 
 class Fork:
@@ -159,7 +159,7 @@ def _watch(order: bytes, status: socket.socket, outputs: Sequence[int]) -> None:
     """Run the order in a child, send its pid, and its exit status once it has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _end_with_parent(signal.SIGKILL)
-    namespaces, program = json.loads(order)
+    namespaces, (code, words, directory, variables) = json.loads(order)
     for namespace in namespaces:
         with open(namespace) as file:
             if ctypes.CDLL(None).setns(file.fileno(), 0):
@@ -167,7 +167,7 @@ def _watch(order: bytes, status: socket.socket, outputs: Sequence[int]) -> None:
     pid = os.fork()
     if pid == 0:
         status.close()
-        _run(*program, outputs)
+        _run(code, words, directory, variables, outputs)
     for descriptor in outputs:
         os.close(descriptor)
     status.send(str(pid).encode())
@@ -200,6 +200,7 @@ def _run(
         ended = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException:
         traceback.print_exc()
+        raise
     finally:
         sys.stdout.flush()
         os._exit(ended)
