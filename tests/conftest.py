@@ -1,13 +1,13 @@
 """Fixtures: a real daemon process on a socket of its own."""
 
 import gc
+import logging
 import os
 import random
 import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 from hybridkv.lab.daemon_process import DaemonProcess
 from tests.avx2 import choose_cpu
 from tests.chance import is_fixed, seed_of
-from tests.forked_daemon import ForkedDaemon
+from tests.forked_daemon import Fork, ForkedDaemon
 from tests.waiting import DEADLINE_SECONDS, until
 
 # Their assertions say what the two sides are.
@@ -26,6 +26,9 @@ pytest.register_assert_rewrite("tests.programs.tiers")
 
 # Before a test module imports torch.
 choose_cpu()
+
+# What is collected stays, so the garbage collector need not look at it again and again.
+gc.disable()
 
 # A run in the background of a shell ignores these, and so would the programs that tests interrupt.
 for _number, _handler in (
@@ -48,9 +51,15 @@ hypothesis.settings.load_profile("hybridkv")
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests live until the end, so the garbage collector need not look at them."""
+    """Modules and tests live until the end, so the garbage collector never looks at them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+    # pytest gives each logger that does not propagate its handlers, in each phase of each test, and
+    # torch has many. Their records reach the same handlers by way of the root.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +115,7 @@ def other_users_socket() -> Iterator[str]:
         " sys.exit(main(['serve', '--socket', sys.argv[1], '--ram', '16MiB',"
         " '--metrics-port', '-1']))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, f"{place}/daemon.sock"])
+    process = Fork([f"{place}/daemon.sock"], [1, 2], code)
 
     def listens() -> bool:
         """The file is there a moment before."""
@@ -127,7 +136,12 @@ def other_users_socket() -> Iterator[str]:
 def torch_draws_alike(request: pytest.FixtureRequest) -> None:
     """What torch draws in a test does not depend on the tests before it."""
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed_of(request.node.nodeid))
+        torch, seed = sys.modules["torch"], seed_of(request.node.nodeid)
+        if torch.cuda.is_initialized():
+            torch.manual_seed(seed)
+        else:
+            # It asks no kind of device, which takes milliseconds.
+            torch.default_generator.manual_seed(seed)
 
 
 @pytest.fixture

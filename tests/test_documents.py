@@ -34,10 +34,10 @@ from hybridkv.vllm import hook_guard
 from hybridkv.wire.messages import PROTOCOL_VERSION
 from tests.describe_configuration import PAGES, TABLES, TIER_OPTIONS, documented
 from tests.documents import COLUMNS, DOCS, filled
+from tests.sources import SOURCES, nodes, trees
 from tests.unit.observe.metric_names import OF_THE_DAEMON, find_metric
 
 ROOT = DOCS.parent
-SOURCES = ROOT / "src" / "hybridkv"
 OF_THE_ROOT = (
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
     "tests/REQUIREMENTS.md",
@@ -284,18 +284,13 @@ def text_of(node: ast.expr) -> str:
 
 
 @cache
-def trees() -> tuple[ast.Module, ...]:
-    return tuple(ast.parse(path.read_text()) for path in sorted(SOURCES.rglob("*.py")))
-
-
-@cache
 def texts() -> str:
     """Returns every text in the code, a line each."""
     kinds = (ast.Constant, ast.JoinedStr, ast.BinOp)
     return "\n".join(
         re.sub(r"%[\d.]*[sdg]", "…", text_of(node))
-        for tree in trees()
-        for node in ast.walk(tree)
+        for tree in trees().values()
+        for node in nodes(tree)
         if isinstance(node, kinds)
     )
 
@@ -316,8 +311,8 @@ def pieces(message: str) -> list[str]:
 def quoted_texts() -> Iterator[str]:
     """Yields the code's warnings and errors of the log, and the text of each decline."""
     yield from DECLINES.values()
-    for tree in trees():
-        for node in ast.walk(tree):
+    for tree in trees().values():
+        for node in nodes(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
                 "logger.warning",
                 "logger.error",

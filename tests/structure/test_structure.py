@@ -3,34 +3,26 @@
 import ast
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from itertools import combinations
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 import pytest
 
+from tests.sources import nodes, texts, trees
 from tests.structure.shared_names import SHARED_NAMES
 
-SOURCES = Path(__file__).parents[2] / "src" / "hybridkv"
 CATCH_ALL = {"Exception", "BaseException"}
 # Bases that say how a class is made, and not what its methods mean.
 NO_CONTRACT = {"ABC", "Enum", "Exception", "Generic", "NamedTuple", "Protocol", "StrEnum", "Struct"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@cache
-def trees() -> dict[str, ast.Module]:
-    """Return the syntax tree of each module of the package, by the path of its file."""
-    paths = sorted(SOURCES.rglob("*.py"))
-    return {path.relative_to(SOURCES).as_posix(): ast.parse(path.read_text()) for path in paths}
-
-
-def silent_clauses(node: ast.AST) -> Iterator[range]:
+def silent_clauses(tree: ast.Module) -> Iterator[range]:
     """Yield the lines, from 0, of each clause that hides any error, up to what is done then.
 
     That is `contextlib.suppress`, or an `except` of everything that does not end with `raise`.
     """
-    for child in ast.walk(node):
+    for child in nodes(tree):
         match child:
             case ast.ExceptHandler(type=types, body=body) if catches_all(types):
                 if not isinstance(body[-1], ast.Raise):
@@ -41,12 +33,12 @@ def silent_clauses(node: ast.AST) -> Iterator[range]:
                     yield range(child.lineno - 1, body[0].lineno - 1)
 
 
-def unexplained(source: str) -> list[str]:
+def unexplained(source: str, tree: ast.Module) -> list[str]:
     """Return the first line of each silent clause without a comment in it or above it."""
     lines = source.splitlines()
     return [
         lines[clause.start].strip()
-        for clause in silent_clauses(ast.parse(source))
+        for clause in silent_clauses(tree)
         if not any(" # " in f" {line.strip()}" for line in lines[clause.start : clause.stop])
         and not lines[clause.start - 1].strip().startswith("#")
     ]
@@ -64,7 +56,7 @@ def repeated_classes(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]:
     """Return the names that several classes have, each with the paths of these classes."""
     paths = defaultdict(list)
     for path, tree in modules.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef):
                 paths[node.name].append(path)
     return {name: places for name, places in paths.items() if len(places) > 1}
@@ -72,9 +64,7 @@ def repeated_classes(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]:
 
 def shared_methods(modules: Iterable[ast.Module]) -> dict[str, set[str]]:
     """Return the public method names of classes without a common base, with these classes."""
-    classes = [
-        node for tree in modules for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    ]
+    classes = [node for tree in modules for node in nodes(tree) if isinstance(node, ast.ClassDef)]
     bases = {
         owner.name: {ast.unparse(base).partition("[")[0].split(".")[-1] for base in owner.bases}
         for owner in classes
@@ -126,8 +116,9 @@ def differ_by_one_letter(first: str, second: str) -> bool:
 
 
 def test_what_hides_an_error_says_why() -> None:
-    paths = sorted(SOURCES.rglob("*.py"))
-    found = {path.name: lines for path in paths if (lines := unexplained(path.read_text()))}
+    found = {
+        path: lines for path, tree in trees().items() if (lines := unexplained(texts()[path], tree))
+    }
     assert found == {}, "say in a comment there why the error may be hidden, and what counts it"
 
 
@@ -182,7 +173,7 @@ def goes_on():
 
 
 def test_what_hides_an_error_without_a_reason_is_found() -> None:
-    assert sorted(unexplained(EXAMPLE)) == [
+    assert sorted(unexplained(EXAMPLE, ast.parse(EXAMPLE))) == [
         "except (OSError, Exception):",
         "except: pass",
         "with lock, contextlib.suppress(OSError, ValueError):",

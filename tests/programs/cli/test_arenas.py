@@ -17,6 +17,7 @@ import pytest
 
 from hybridkv.client.link import peer_pid
 from hybridkv.core.sizes import parse_size
+from tests.forked_daemon import run_forked
 from tests.waiting import DEADLINE_SECONDS, has_ended, is_stopped, until
 
 RAM = "16MiB"
@@ -52,13 +53,10 @@ class Node:
         self._pid = pid
         self.shm_path = Path(f"/proc/{pid}/root/dev/shm")
 
-    def _command(self, *words: object) -> list[str]:
-        there = ["nsenter", f"--mount=/proc/{self._pid}/ns/mnt", "--", *HYBRIDKV]
-        return [*there, *map(str, words)]
-
     def run(self, *words: object) -> CommandResult:
         """Run one command of hybridkv."""
-        return run(self._command(*words))
+        ended = run_forked(words, namespaces=[f"/proc/{self._pid}/ns/mnt"])
+        return CommandResult(ended.returncode, ended.stdout, ended.stderr)
 
     def json(self, *words: object) -> object:
         """Run one command with --json, which must succeed. Returns its document."""
@@ -185,9 +183,9 @@ def test_a_daemon_that_hangs_is_named(node: Node, tmp_path: Path) -> None:
 def test_another_users_daemon_goes_on(other_users_socket: str) -> None:
     pid = peer_pid(other_users_socket)
     for words in (["stop"], ["stop", "--free"]):
-        status, out, err = run([*HYBRIDKV, *words, "--socket", other_users_socket])
-        assert (status, out) == (2, "")
-        assert err == f"hybridkv: {other_users_socket} is served by another user\n"
+        ended = run_forked([*words, "--socket", other_users_socket])
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr == f"hybridkv: {other_users_socket} is served by another user\n"
     assert peer_pid(other_users_socket) == pid
 
 

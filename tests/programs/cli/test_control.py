@@ -2,8 +2,6 @@
 
 import json
 import socket
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -13,12 +11,12 @@ from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.wire.messages import ReportRequest, RequestExplanation
-from tests.forked_daemon import ForkedDaemon
+from tests.forked_daemon import ForkedDaemon, run_forked
 from tests.layouts import LAYOUTS
 from tests.programs.tiers.servers import free_port
 from tests.unit.daemon.harness import engine_hello
 from tests.unit.daemon.tierclient import IDENTITY, Client, hashes, stats
-from tests.waiting import DEADLINE_SECONDS, until
+from tests.waiting import until
 
 HOSTILE = "x\x1b]0;pwned\x07\x1b[31m\r\n\u202e[bold]"
 SHOWN = "x\ufffd]0;pwned\ufffd\ufffd[31m\ufffd\ufffd\ufffd[bold]"
@@ -86,13 +84,7 @@ def test_that_a_socket_is_another_users_is_said(other_users_socket: str) -> None
         "import os, sys; from hybridkv.cli import control; from hybridkv.cli.main import main;"
         " main([]); os.setuid(65533); sys.exit(main(['stats', '--socket', sys.argv[1]]))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, other_users_socket],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
+    result = run_forked([other_users_socket], code)
     assert result.returncode == 2
     assert "belongs to user id 65534, and you are user id 65533" in result.stderr, result.stderr
 

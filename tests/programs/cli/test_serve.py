@@ -21,6 +21,7 @@ from hybridkv.core.paths import check_node_name
 from hybridkv.core.settings import parse_settings
 from hybridkv.daemon import filesystem as place
 from hybridkv.lab.daemon_process import DaemonProcess
+from tests.forked_daemon import run_forked
 from tests.waiting import DEADLINE_SECONDS, until
 
 
@@ -110,8 +111,7 @@ def test_settings_of_a_file_of_variables_and_of_options(
     monkeypatch.setenv("HYBRIDKV_CONFIG", str(file))
     monkeypatch.setenv("HYBRIDKV_NODE", "variable")
     monkeypatch.setenv("HYBRIDKV_SALT_QUOTA", "2MiB")
-    command = [sys.executable, "-m", "hybridkv", "serve", "--salt-quota", "1MiB", "--detach"]
-    subprocess.run(command, check=True, timeout=DEADLINE_SECONDS)
+    run_forked(["serve", "--salt-quota", "1MiB", "--detach"]).check_returncode()
     try:
         shown = settings_shown(path)
         assert (shown["ram"], shown["node"], shown["salt-quota"]) == ("24MiB", "variable", "1MiB")

@@ -20,6 +20,7 @@ import pytest
 import hybridkv
 from hybridkv.core.sizes import parse_size
 from tests.fault.fuse import mounted
+from tests.forked_daemon import COMMAND, run_forked
 from tests.programs.containers.manifests import ROOT, Container, image_variables
 from tests.waiting import DEADLINE_SECONDS, has_ended, until
 
@@ -102,17 +103,15 @@ class RunningContainer:
         until(lambda: has_ended(self.pid), "it is gone")
 
     def execute(self, words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        """Run a command in the container, as `kubectl exec` and probes do."""
-        pids = ["--pid"] if self._has_own_pids else []
-        ids = [f"--setuid={self._user}", f"--setgid={self._user}"]
-        command = ["nsenter", f"--target={self.pid}", "--mount", *pids, *ids, "--", *words]
-        return subprocess.run(
-            command,
-            env=variables(),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_SECONDS,
-            check=False,
+        """Run a command of hybridkv in the container, as `kubectl exec` and probes do."""
+        assert words[0] == "hybridkv"
+        kinds = ["mnt", *(["pid"] if self._has_own_pids else [])]
+        return run_forked(
+            words[1:],
+            f"import os; os.setgroups([]); os.setgid({self._user}); os.setuid({self._user})\n"
+            f"os.chdir('/')\n{COMMAND}",
+            variables(),
+            [f"/proc/{self.pid}/ns/{kind}" for kind in reversed(kinds)],
         )
 
 

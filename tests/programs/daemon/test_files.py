@@ -11,8 +11,8 @@ from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.client.start_daemon import EXIT_ALREADY_SERVED, daemon_command
 from hybridkv.daemon.filesystem import stale_arenas
 from hybridkv.lab.daemon_process import DaemonProcess
-from tests.forked_daemon import ForkedDaemon
-from tests.waiting import DEADLINE_SECONDS, until
+from tests.forked_daemon import ForkedDaemon, run_forked
+from tests.waiting import until
 
 SERVE = ["--ram", "16MiB", "--metrics-port", "-1"]
 
@@ -26,14 +26,9 @@ def boot_at(socket_path: str) -> str:
         return ""
 
 
-def serve(socket_path: str, *options: str) -> "subprocess.CompletedProcess[bytes]":
+def serve(socket_path: str, *options: str) -> "subprocess.CompletedProcess[str]":
     """Run a daemon that is expected to end by itself."""
-    return subprocess.run(
-        daemon_command(socket_path, [*SERVE, *options]),
-        capture_output=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
+    return run_forked(daemon_command(socket_path, [*SERVE, *options])[3:])
 
 
 @pytest.mark.parametrize("removed", ["socket", "lock", "directory"])

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,8 @@ from hybridkv.client.link import peer_pid
 from hybridkv.core.errors import ConfigError
 from hybridkv.shm.access import group_id
 from hybridkv.shm.slots import slot_bytes
+from tests.forked_daemon import run_forked
 from tests.programs.daemon.holder import PART
-from tests.waiting import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as other users")
 
@@ -96,14 +94,7 @@ def run_as(
 ) -> Ended:
     """Run a command of hybridkv as another user."""
     given = [str(user), ",".join(map(str, groups)), *map(str, words)]
-    run = subprocess.run(
-        [sys.executable, "-c", code, *given],
-        env={**os.environ, "XDG_RUNTIME_DIR": "", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_SECONDS,
-    )
+    run = run_forked(given, code, {"XDG_RUNTIME_DIR": "", **variables})
     return Ended(run.returncode, run.stdout, run.stderr)
 
 

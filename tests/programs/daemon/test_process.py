@@ -6,8 +6,6 @@ import re
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -40,7 +38,7 @@ from hybridkv.wire.messages import (
     Reserved,
     Stats,
 )
-from tests.forked_daemon import ForkedDaemon
+from tests.forked_daemon import Fork, ForkedDaemon, run_forked
 from tests.layouts import LAYOUTS
 from tests.unit.daemon.harness import engine_hello
 from tests.waiting import DEADLINE_SECONDS, until
@@ -134,9 +132,7 @@ def test_a_signal_as_soon_as_the_socket_is_there_is_heard(
         "sys.exit(main(['serve', '--socket', sys.argv[1], '--ram', '16MiB',"
         " '--metrics-port', '-1']))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "private" / "daemon.sock")]
-    )
+    process = Fork([str(tmp_path / "private" / "daemon.sock")], [1, 2], code)
     try:
         assert process.wait(DEADLINE_SECONDS) == 0
     finally:
@@ -241,22 +237,7 @@ def test_an_arena_of_another_size_or_version_is_not_taken_over(
 
 
 def test_there_is_one_daemon_per_socket(daemon: DaemonProcess) -> None:
-    second = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "hybridkv",
-            "serve",
-            "--socket",
-            daemon.socket_path,
-            "--ram",
-            "64MiB",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
+    second = run_forked(["serve", "--socket", daemon.socket_path, "--ram", "64MiB"])
     assert second.returncode == 3
     assert "already serving" in second.stderr
     with ControlClient(daemon.socket_path):
@@ -361,13 +342,7 @@ def test_auto_says_why_a_daemon_cannot_start(tmp_path: Path) -> None:
 def test_serve_says_what_works(
     arguments: list[str], says: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "hybridkv", "serve", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-    )
+    ended = run_forked(["serve", *arguments])
     assert ended.returncode == 2
     assert len(ended.stderr.strip().splitlines()) == 1
     assert re.search(says, ended.stderr), ended.stderr

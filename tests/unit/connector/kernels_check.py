@@ -155,18 +155,18 @@ def main() -> None:
     check_padding()
     check_long_run()
     kernels = TritonKernels(8, torch.device("cpu"))
-    counts = [1, 3, 0]
+    counts = [0, 2]
     draw = torch.Generator().manual_seed(1)
-    data = torch.randint(0, 256, (3, 3 * PIECE_BYTES), dtype=torch.uint8, generator=draw)
-    entries = torch.zeros(3, ENTRY, dtype=torch.int64)
+    data = torch.randint(0, 256, (2, 2 * PIECE_BYTES), dtype=torch.uint8, generator=draw)
+    entries = torch.zeros(2, ENTRY, dtype=torch.int64)
     for number, pieces in enumerate(counts):
         entries[number, 0], entries[number, 7] = data[number].data_ptr(), pieces
-    digests = torch.zeros(3, 3, dtype=torch.int64)
-    kernels.digest_pieces(entries.data_ptr(), 3, 3, digests.data_ptr())
+    digests = torch.zeros(2, 2, dtype=torch.int64)
+    kernels.digest_pieces(entries.data_ptr(), 2, 2, digests.data_ptr())
     for number, pieces in enumerate(counts):
         found = digests[number].numpy().tobytes()
         part = memoryview(data[number, : pieces * PIECE_BYTES].numpy())
-        assert found == piece_digests(part).ljust(24, bytes(1))
+        assert found == piece_digests(part).ljust(16, bytes(1))
     print(f"{len(words)} layouts and the digests of Triton, of torch and of xxhash are equal")
 
 

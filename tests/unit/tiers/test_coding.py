@@ -3,6 +3,7 @@
 import random
 import struct
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tests.unit.daemon.dict_tier import DictTier
 CODING = Coding(Codec.ZPLANES)
 
 
+@cache
 def numbers(width: int, size: int, seed: int = 1) -> bytes:
     """Numbers as models have them: of one magnitude, with as many bits of noise as they hold."""
     rng = random.Random(seed)
