@@ -38,7 +38,7 @@ class LoraRig(Rig):
     loaded: dict[int, bytes]
     """The worker's adapters, by number."""
 
-    def arrive(self, name: str = "r", *, in_place: bool = False) -> Any:
+    def ask(self, name: str = "r", *, in_place: bool = False) -> Any:
         """A request of the prompt with the adapter."""
         names = adapter_hashes(b"".join(hashes(1, CHUNKS)), OLD)
         asking = requests.request(name, TOKENS, names)
@@ -67,7 +67,7 @@ class LoraRig(Rig):
 
     def load(self) -> Any:
         """The plan of the step with the load of a request."""
-        asking = self.arrive()
+        asking = self.ask()
         offer = self.offered(asking)
         assert offer == STORED * CHUNK
         self.side.on_allocated(asking, lambda: tables(TOKENS), offer)
@@ -89,20 +89,20 @@ def test_a_request_that_loads_its_adapter_anew_is_not_looked_up(rig: LoraRig) ->
     """The engine reads the files in each of its steps, the first of which comes after a load."""
     rig.loaded = {1: OLD}
     rig.run({})
-    asking = rig.arrive(in_place=True)
+    asking = rig.ask(in_place=True)
     assert rig.side.offer_hit(asking, 0) == 0
     assert rig.why() == (Decline.ADAPTER, AdapterRefusal.RELOADED)
-    assert rig.offered(rig.arrive("later")) == STORED * CHUNK
+    assert rig.offered(rig.ask("later")) == STORED * CHUNK
     rig.loaded = {}
     rig.run({})
-    assert rig.side.offer_hit(rig.arrive("unknown", in_place=True), 0) == 0, "it is waited for"
+    assert rig.side.offer_hit(rig.ask("unknown", in_place=True), 0) == 0, "it is waited for"
 
 
 @pytest.mark.parametrize("loaded", [NEW, b""], ids=["replaced", "evicted"])
 def test_a_hit_of_weights_that_are_replaced_is_not_offered(rig: LoraRig, loaded: bytes) -> None:
     rig.loaded = {1: OLD}
     rig.run({})
-    asking = rig.arrive()
+    asking = rig.ask()
     assert rig.offered(asking) == STORED * CHUNK
     rig.loaded = {1: loaded} if loaded else {}
     rig.run({})
@@ -121,20 +121,20 @@ def test_what_was_loaded_is_of_the_adapters_old_weights(rig: LoraRig) -> None:
     assert rig.counters[LOADS_DONE] == 1
     rig.loaded = {1: NEW}
     rig.run({"r": 1})
-    assert rig.side.offer_hit(rig.arrive("s"), 0) == 0
+    assert rig.side.offer_hit(rig.ask("s"), 0) == 0
     assert rig.why("s") == (Decline.ADAPTER, AdapterRefusal.MIXED)
     rig.side.on_reset(is_empty=False)
-    assert rig.side.offer_hit(rig.arrive("t"), 0) == 0
+    assert rig.side.offer_hit(rig.ask("t"), 0) == 0
     rig.side.on_reset(is_empty=True)
     rig.run({})
-    assert rig.offered(rig.arrive("u")) == 0
+    assert rig.offered(rig.ask("u")) == 0
     assert rig.counters[LOOKUPS_MISSED] == 1, "the new weights are looked up"
 
 
 def test_other_weights_of_the_adapter_find_nothing(rig: LoraRig) -> None:
     rig.loaded = {1: NEW}
     rig.run({})
-    assert rig.offered(rig.arrive()) == 0
+    assert rig.offered(rig.ask()) == 0
     assert rig.counters[LOOKUPS_MISSED] == 1
 
 
@@ -145,7 +145,7 @@ def test_what_is_computed_before_an_adapter_is_known_is_stored_afterwards(
     """The first step with an adapter loads it, and its report says which weights it has."""
     rig.run({})
     rig.await_slots()
-    asking = rig.arrive()
+    asking = rig.ask()
     rig.run({})
     assert rig.side.offer_hit(asking, 0) == 0
     rig.side.on_allocated(asking, lambda: tables(TOKENS), 0)

@@ -155,8 +155,7 @@ def test_a_request_that_goes_on_is_prefetched_after_what_else_it_advises(
 def test_an_aborted_request_is_let_go_once_its_copies_are_over(advised: Advised) -> None:
     request = advised.rig.request(1, PROMPT)
     request.kv_transfer_params = {RELEASE: True}
-    advised.rig.side.on_new_request(request)
-    assert advised.rig.offered(request) == 0
+    assert advised.rig.arrive(request) == 0
     advised.rig.side.on_allocated(request, lambda: tables(PROMPT), 0)
     plan = advised.rig.planned({"r": PROMPT}, tables(PROMPT))
     advised.end()
@@ -184,8 +183,7 @@ def test_a_prompt_without_names_advises_nothing(advised: Advised) -> None:
 def test_what_was_not_said_before_the_connection_was_lost_is_not_said(advised: Advised) -> None:
     request = advised.rig.request(1, PROMPT)
     request.kv_transfer_params = {RELEASE: True}
-    advised.rig.side.on_new_request(request)
-    assert advised.rig.offered(request) == 0
+    assert advised.rig.arrive(request) == 0
     advised.rig.side.on_allocated(request, lambda: tables(PROMPT), 0)
     plan = advised.rig.planned({"r": PROMPT}, tables(PROMPT))
     advised.end()

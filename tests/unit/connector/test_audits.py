@@ -42,8 +42,7 @@ def rig(daemon: DaemonProcess) -> Iterator[Rig]:
 def begun(rig: Rig, name: str = "r") -> Any:
     """A request with the load of a hit that is a chunk shorter."""
     request = rig.request(1, TOKENS, name)
-    rig.side.on_new_request(request)
-    offer = rig.offered(request)
+    offer = rig.arrive(request)
     assert offer == SHORTER
     rig.side.on_allocated(request, lambda: tables(TOKENS), offer)
     rig.step({})
@@ -134,8 +133,7 @@ def test_what_differs_is_dropped_and_its_identity_is_used_no_more(
     assert rig.value("objects_condemned") == len(objects - {0}), "a wrong chunk is seldom alone"
     assert not rig.value("duplicates"), "what the engine computed is not committed"
     waiting = rig.request(1, TOKENS, "waiting")
-    rig.side.on_new_request(waiting)
-    assert rig.offered(waiting) == 0
+    assert rig.arrive(waiting) == 0
     assert rig.counters[declined(Decline.AUDIT)] == 1
     waiting.num_computed_tokens = 0
     assert not rig.step({"waiting": TOKENS}, tables(TOKENS)).stores, "nothing is stored either"
@@ -148,8 +146,7 @@ def test_what_differs_is_dropped_and_its_identity_is_used_no_more(
 def test_a_chunk_that_the_engine_has_itself_is_not_audited(rig: Rig, local: int) -> None:
     """Then nothing of the hit is given up."""
     request = rig.request(1, TOKENS)
-    rig.side.on_new_request(request)
-    assert rig.offered(request, local) == STORED * CHUNK - local
+    assert rig.arrive(request, local) == STORED * CHUNK - local
     rig.side.on_finished("r")
     released(rig)
 
@@ -187,8 +184,7 @@ def test_prompts_with_images_are_not_audited(rig: Rig) -> None:
     request = rig.request(1, TOKENS)
     place = PlaceholderRange(offset=STORED * CHUNK, length=1)
     request.mm_features = [MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", "i", place)]
-    rig.side.on_new_request(request)
-    assert rig.offered(request) == STORED * CHUNK
+    assert rig.arrive(request) == STORED * CHUNK
     rig.side.on_finished("r")
     released(rig)
 
@@ -198,16 +194,14 @@ def test_audits_may_be_off(daemon: DaemonProcess) -> None:
         client.store(1, STORED)
         rig = Rig(daemon, {"audit": "off"})
         request = rig.request(1, TOKENS)
-        rig.side.on_new_request(request)
-        assert rig.offered(request) == STORED * CHUNK
+        assert rig.arrive(request) == STORED * CHUNK
         rig.side.close()
 
 
 def test_a_hit_that_was_found_before_is_not_offered_after_a_difference(rig: Rig) -> None:
     request = begun(rig)
     early = rig.request(1, TOKENS, "early")
-    rig.side.on_new_request(early)
-    assert rig.offered(early) == STORED * CHUNK
+    assert rig.arrive(early) == STORED * CHUNK
     found(rig, compared(rig, request), DIFFERED, PASSED, PASSED)
     assert rig.side.offer_hit(early, 0) == 0
     assert rig.counters[declined(Decline.AUDIT)] == 1

@@ -1,6 +1,5 @@
 """What a drafter leaves in the engine's blocks, and what of it may be stored."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -256,24 +255,6 @@ def test_after_a_step_of_which_nothing_is_known_no_block_is_proven() -> None:
     assert engine.step(b=(8, 5)) == {"b": 0}
     engine.add("c", range(13), [11, 12, 13, 14])
     assert engine.step(c=(0, 13)) == {"c": 12}
-
-
-def test_that_blocks_are_proven_no_more_is_one_line_of_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A role that knew of none has lost nothing."""
-    ours = logging.getLogger("vllm.hybridkv")
-    ours.addHandler(caplog.handler)
-    engine = Engine()
-    engine.drafted.on_unobserved_steps(0.0)
-    assert not caplog.records
-    engine.add("a", range(9), [1, 2, 3])
-    engine.step(a=(0, 9))
-    for _ in range(3):
-        engine.drafted.on_unobserved_steps(0.0)
-    ours.removeHandler(caplog.handler)
-    (line,) = {record.getMessage() for record in caplog.records}
-    assert "not stored until" in line
 
 
 def test_a_request_beside_an_adapter_is_not_stored_where_the_kernel_is_wrong() -> None:

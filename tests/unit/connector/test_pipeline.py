@@ -434,16 +434,6 @@ def test_memory_is_used_once_the_engines_work_with_it_is_over(arena: Arena) -> N
     assert not any(Rig(arena).device.streams)
 
 
-def test_a_long_prefill_is_stored_whole_with_the_staging_of_one_step(arena: Arena) -> None:
-    """128k tokens in steps of 8k: 16 steps, each of as many bytes as the staging has (F2)."""
-    rig = Rig(arena, sizes=SIZES, step=8)
-    rig.copier.pin_below(ARENA)
-    for step in range(16):
-        ops = rig.ops(8, 1 + 8 * (step % 4))
-        assert rig.store_all(ops) == [True] * 8
-    assert stores_shed(Shed.STAGING_FULL) not in rig.pipeline.take_counters()
-
-
 @pytest.mark.parametrize("broken", ["hybridkv-store", "hybridkv-load", "hybridkv-pin"])
 def test_a_thread_that_cannot_choose_the_device_hangs_nobody(arena: Arena, broken: str) -> None:
     class Device(SimulatedDevice):

@@ -14,7 +14,6 @@ import pytest
 from hybridkv.connector.metrics import (
     ATTACH_FAILED,
     BYTES_LOADED,
-    DAEMON_LOSSES,
     HINTS_MISTAKEN,
     HINTS_SHORTENED,
     LOADS_DONE,
@@ -40,7 +39,7 @@ from hybridkv.core.speed import PrefillSpeed, Speed
 from hybridkv.lab.daemon_process import DaemonProcess
 from hybridkv.vllm.hints import PRIORITY, READ, RETAIN_SECONDS, WRITE
 from hybridkv.vllm.weights import StepLook, WeightsAnswer
-from hybridkv.wire.messages import Commit, Decline, Found, Free, Lookup
+from hybridkv.wire.messages import Commit, Decline, Found, Free
 from tests.unit.connector import requests
 from tests.unit.daemon.tierclient import GEOMETRY, IDENTITY, Client, hashes, stats
 from tests.waiting import DEADLINE_SECONDS, until
@@ -105,6 +104,11 @@ class Rig:
 
         until(asked, "the lookup is answered")
         return offers[0]
+
+    def arrive(self, request: Any, local: int = 0) -> int:
+        """A new request, and the answer to its lookup."""
+        self.side.on_new_request(request)
+        return self.offered(request, local)
 
     def step(
         self,
@@ -172,33 +176,13 @@ def rig(daemon: DaemonProcess) -> Iterator[Rig]:
 def loading(rig: Rig, name: str = "r", local: int = 0) -> Any:
     """A request whose load the workers were told of."""
     request = rig.request(1, STORED * CHUNK + 1, name)
-    rig.side.on_new_request(request)
-    offer = rig.offered(request, local)
+    offer = rig.arrive(request, local)
     assert offer == STORED * CHUNK - local
     rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), offer)
     ((planned, load),) = rig.step({}).loads.items()
     assert planned == name
     assert [op for run in load.runs for op in run.ops()], "workers go through the plan first"
     return request
-
-
-def test_a_daemon_that_stays_away_is_one_line_of_the_log(
-    rig: Rig, daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
-) -> None:
-    """However often it is greeted in vain; each loss is counted."""
-    ours = logging.getLogger("vllm.hybridkv")
-    ours.addHandler(caplog.handler)
-    assert daemon.process is not None
-    daemon.process.send_signal(signal.SIGSTOP)
-    try:
-        for index in range(100):
-            rig.side.session.queue_message(Lookup(index, index, bytes(1 << 20)), time.monotonic())
-        until(lambda: _poll(rig) or rig.counters[DAEMON_LOSSES] >= 3, "it is greeted in vain")
-    finally:
-        daemon.process.send_signal(signal.SIGCONT)
-        ours.removeHandler(caplog.handler)
-    lines = {record.created: record.getMessage() for record in caplog.records}
-    assert len([line for line in lines.values() if "lost the daemon" in line]) == 1
 
 
 def test_a_lease_is_held_until_the_load_has_ended(rig: Rig) -> None:
@@ -236,15 +220,13 @@ def test_the_daemon_is_not_blamed_for_the_engines_pause(
 
 def test_a_lease_that_nothing_is_loaded_under_is_let_go_at_once(rig: Rig) -> None:
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.on_new_request(request)
-    assert rig.offered(request)
+    assert rig.arrive(request)
     assert rig.value("leases") == 1
     rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), 0)
     rig.step({})
     until(lambda: not rig.value("leases"), "the engine took nothing of it")
     aborted = rig.request(1, STORED * CHUNK + 1, "aborted")
-    rig.side.on_new_request(aborted)
-    assert rig.offered(aborted)
+    assert rig.arrive(aborted)
     rig.side.on_finished("aborted")
     rig.step({})
     until(lambda: not rig.value("leases"), "it was aborted before it had blocks")
@@ -264,8 +246,7 @@ def test_a_hit_is_what_is_beyond_the_engines_own(rig: Rig) -> None:
     ):
         name = f"{tokens} {local}"
         request = rig.request(1, tokens, name)
-        rig.side.on_new_request(request)
-        assert rig.offered(request, local) == offer
+        assert rig.arrive(request, local) == offer
         rig.side.on_finished(name)
 
 
@@ -299,25 +280,13 @@ def test_a_resumed_request_is_looked_up_with_what_it_has_generated(rig: Rig) -> 
     assert rig.counters[LOOKUPS_ASKED] == 2
 
 
-def test_a_load_proves_nothing_of_the_blocks_of_a_later_hit(rig: Rig) -> None:
-    """It was loaded, preempted before it ran, and hits blocks of another prompt of that length."""
-    request = loading(rig)
-    rig.step({}, finished=("r",))
-    tracked = rig.side.requests.by_id["r"]
-    assert tracked.load.restored == range(STORED * CHUNK)
-    request.num_preemptions = 1
-    assert not rig.offered(request, STORED * CHUNK)
-    assert tracked.load.restored == range(0)
-
-
 def test_a_request_that_needs_each_token_is_stored_and_not_looked_up(rig: Rig) -> None:
     """Its client may say that cached prefixes can be read; an output of each token cannot."""
     request = rig.request(1, STORED * CHUNK + 1)
     request.sampling_params = SimpleNamespace(prompt_logprobs=1)
     request.skip_reading_prefix_cache = False
     rig.await_slots()
-    rig.side.on_new_request(request)
-    assert rig.offered(request) == 0
+    assert rig.arrive(request) == 0
     assert (rig.counters[LOOKUPS_ASKED], rig.counters[declined(Decline.UNWANTED)]) == (0, 1)
     rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), 0)
     assert rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1)).stores
@@ -328,8 +297,7 @@ def test_a_request_reads_and_writes_what_it_may(rig: Rig, wish: str) -> None:
     request = rig.request(1, (STORED + 1) * CHUNK + 1)
     request.kv_transfer_params = {"do_remote_decode": True, wish: False}
     rig.await_slots()
-    rig.side.on_new_request(request)
-    assert rig.offered(request) == (STORED * CHUNK if wish == WRITE else 0)
+    assert rig.arrive(request) == (STORED * CHUNK if wish == WRITE else 0)
     assert rig.counters[declined(Decline.UNWANTED)] == (wish == READ)
     rig.side.on_allocated(request, lambda: tables(request.num_tokens), 0)
     plan = rig.step({"r": request.num_tokens}, tables(request.num_tokens))
@@ -354,8 +322,7 @@ def test_what_a_request_of_low_priority_stores_is_evicted_first(rig: Rig) -> Non
     request = rig.request(2, CHUNK + 1)
     request.kv_transfer_params = {PRIORITY: "low"}
     rig.await_slots()
-    rig.side.on_new_request(request)
-    assert rig.offered(request) == 0
+    assert rig.arrive(request) == 0
     rig.side.on_allocated(request, lambda: tables(CHUNK + 1), 0)
     plan = rig.planned({"r": CHUNK + 1}, tables(CHUNK + 1))
     done = {number: {0} for number in plan.stores}
@@ -371,8 +338,7 @@ def test_an_engine_that_needs_each_token_neither_asks_nor_stores(daemon: DaemonP
         client.store(1, STORED)
         rig = Rig(daemon, why_computed="a pooler reads each token")
         request = rig.request(1, STORED * CHUNK + 1)
-        rig.side.on_new_request(request)
-        assert rig.offered(request) == 0
+        assert rig.arrive(request) == 0
         assert (rig.counters[LOOKUPS_ASKED], rig.counters[declined(Decline.UNWANTED)]) == (0, 1)
         rig.side.on_allocated(request, lambda: tables(STORED * CHUNK + 1), 0)
         assert not rig.step({"r": STORED * CHUNK + 1}, tables(STORED * CHUNK + 1)).stores
@@ -479,8 +445,7 @@ def test_a_lookup_asks_for_no_more_than_a_hit_may_have(
     """The daemon looks at BATCH_MAX // groups chunks; no group is blamed for later chunks."""
     monkeypatch.setattr("hybridkv.wire.messages.BATCH_MAX", 2 * len(GEOMETRY.groups))
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.on_new_request(request)
-    assert rig.offered(request) == 2 * CHUNK
+    assert rig.arrive(request) == 2 * CHUNK
     explanation = explain_request(GEOMETRY, rig.side.requests.by_id["r"])
     assert (explanation.asked_chunks, explanation.hit_chunks) == (2, 2)
     assert {group.lacks for group in explanation.groups} == {None}
@@ -533,18 +498,6 @@ def test_patience_is_what_computing_takes_and_has_a_cap(daemon: DaemonProcess) -
     assert rig.side.lookups.patience.tier_wait(500) == (0.5, 1000)
     assert rig.side.lookups.patience.tier_wait(1 << 20) == (12.0, 1000)
     rig.side.close()
-
-
-def test_the_speed_of_prefill_is_measured_step_by_step(rig: Rig) -> None:
-    request = rig.request(2, 9 * CHUNK)
-    rig.side.on_new_request(request)
-    assert rig.offered(request) == 0
-    rig.step({"r": 1}, tables(9 * CHUNK))
-    assert rig.side.lookups.patience.prefill.speed == Speed(), "a step of a few tokens says nothing"
-    began = time.monotonic()
-    rig.step({"r": 4 * CHUNK}, tables(9 * CHUNK))
-    rate, most = rig.side.lookups.patience.prefill.speed.per_second, 4 * CHUNK / 1e-4
-    assert min(most, 4 * CHUNK / (time.monotonic() - began)) <= rate <= most
 
 
 def test_the_speed_of_prefill_is_that_of_its_own_step(
@@ -644,8 +597,7 @@ def test_the_deadline_is_the_lookups_own(daemon: DaemonProcess) -> None:
 def test_a_fault_while_blocks_are_given_fails_the_load_once(rig: Rig) -> None:
     """A second report, while the request runs, would end the engine."""
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.on_new_request(request)
-    offer = rig.offered(request)
+    offer = rig.arrive(request)
     broken = rig.side.room.most_blocks
     rig.side.room.most_blocks = lambda tokens: 1 // 0
     with pytest.raises(ZeroDivisionError):
@@ -657,19 +609,6 @@ def test_a_fault_while_blocks_are_given_fails_the_load_once(rig: Rig) -> None:
     assert rig.side.requests.by_id["r"].state is RequestState.BYPASS
     rig.side.on_finished("r")
     assert not rig.side.requests.by_id
-
-
-def test_a_side_that_is_switched_off_gives_back_what_it_held(rig: Rig) -> None:
-    """Its workers say that they are done with all its greetings: none is greeted with any more."""
-    request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.on_new_request(request)
-    assert rig.offered(request)
-    assert rig.value("leases") == 1
-    greeted = rig.side.session.link.greetings
-    plan = rig.side.plan_failures((), is_off=True)
-    assert plan.session == greeted + 1
-    until(lambda: rig.value("sessions") == 0 or rig.value("leases") == 0, "no worker copies")
-    assert rig.side.session.link.welcome is None
 
 
 def test_a_miss_does_not_wait_for_workers(rig: Rig) -> None:
@@ -766,17 +705,6 @@ def test_a_connector_that_is_switched_off_ends_its_session(rig: Rig) -> None:
     until(lambda: not rig.value("leases"), "no worker copies")
 
 
-def test_a_fault_while_the_cache_is_reset_switches_the_connector_off(rig: Rig) -> None:
-    """What was found before is of other weights."""
-    connector = connector_of(rig)
-    request = rig.request(1, STORED * CHUNK + 1)
-    connector.on_new_request(request)
-    until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
-    rig.side.on_reset = None
-    assert connector.reset_cache()
-    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
-
-
 def answered(digest: str, *steps: int) -> dict[int, WeightsAnswer]:
     """What the one rank says of its weights after the first question, and of these steps."""
     return {0: WeightsAnswer(1, 0, digest, tuple(StepLook(step, 0) for step in steps))}
@@ -789,8 +717,7 @@ def test_a_reset_that_says_nothing_to_connectors_is_seen(rig: Rig) -> None:
     manager = SimpleNamespace(get_blocks=None, block_pool=None, reset_prefix_cache=lambda: True)
     connector.bind_kv_cache_manager(manager)
     request = rig.request(1, STORED * CHUNK + 1)
-    rig.side.on_new_request(request)
-    assert rig.offered(request) == STORED * CHUNK
+    assert rig.arrive(request) == STORED * CHUNK
     assert manager.reset_prefix_cache()
     assert rig.side.offer_hit(request, 0) is None, "nobody knows the weights"
     output = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
@@ -907,8 +834,7 @@ def test_what_was_computed_before_a_weight_update_is_committed_under_the_old_nam
     ):
         rig.await_slots()
         request = rig.request(2, STORED * CHUNK + 1)
-        rig.side.on_new_request(request)
-        assert rig.offered(request) == 0
+        assert rig.arrive(request) == 0
         rig.side.on_allocated(request, lambda: [], 0)
         plan = rig.planned({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
         assert plan.stores
@@ -933,8 +859,7 @@ def test_the_first_step_of_an_engine_is_stored(daemon: DaemonProcess) -> None:
     rig.await_slots()
     for name, stores in (("first", True), ("second", False)):
         request = rig.request(2, STORED * CHUNK + 1, name)
-        rig.side.on_new_request(request)
-        assert rig.offered(request) == 0
+        assert rig.arrive(request) == 0
         rig.side.on_allocated(request, lambda: [], 0)
         plan = rig.planned({name: STORED * CHUNK}, tables(STORED * CHUNK + 1))
         assert bool(plan.stores) == stores
@@ -953,8 +878,7 @@ def test_an_engine_steps_until_its_last_stores_are_committed(
     connector = connector_of(rig)
     assert not connector.has_pending_push_work()
     request = rig.request(2, STORED * CHUNK + 1)
-    rig.side.on_new_request(request)
-    assert rig.offered(request) == 0
+    assert rig.arrive(request) == 0
     rig.side.on_allocated(request, lambda: [], 0)
     plan = rig.step({"r": STORED * CHUNK}, tables(STORED * CHUNK + 1))
     assert plan.stores

@@ -33,14 +33,6 @@ def test_a_junction_is_the_deepest_hit_for_which_states_or_windows_are_missing(
     assert junction(geometry, masks, chunks) == (deepest if is_deeper else 0)
 
 
-def test_prompts_part_after_the_chunks_that_both_began_with() -> None:
-    """An earlier prompt of 9 chunks left its one state at its end, which is not this prompt's."""
-    geometry, shared, none = LAYOUTS["qwen3next"], bytes([1] * 7 + [0] * 2), bytes(9)
-    assert junction(geometry, [none, none, shared], 9) == 7
-    assert junction(geometry, [shared, shared, shared], 9) == 0, "the states are there by now"
-    assert junction(geometry, [none, none, none], 9) == 0, "nobody began like this"
-
-
 def test_boundaries_are_those_at_which_prompts_parted_most_often() -> None:
     branches = Branches()
     for number in (2, 2, 4, 7, 7, 7):

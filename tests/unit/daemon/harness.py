@@ -9,6 +9,7 @@ from hybridkv.store.store import Store
 from hybridkv.wire.messages import (
     PROTOCOL_VERSION,
     Commit,
+    Error,
     Found,
     Hello,
     Lookup,
@@ -79,6 +80,18 @@ def engine(
 ) -> Reply | None:
     daemon.sessions.on_connect(connection)
     return daemon.handle(connection, engine_hello(geometry, name, identity))
+
+
+def command(daemon: Daemon, connection: int, tenant: int = 0) -> None:
+    """Connect a command, as which nothing is stored."""
+    daemon.sessions.on_connect(connection, tenant=tenant)
+    daemon.handle(connection, Hello(1, PROTOCOL_VERSION, "control"))
+
+
+def refusal_of(reply: Reply | None) -> str:
+    """Return the code of a reply that is an Error."""
+    assert isinstance(reply, Error), reply
+    return reply.code
 
 
 def grant(

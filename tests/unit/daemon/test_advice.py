@@ -12,12 +12,10 @@ from hybridkv.daemon import advice, pins
 from hybridkv.daemon.handlers import Daemon
 from hybridkv.shm.slots import slot_bytes
 from hybridkv.wire.messages import (
-    PROTOCOL_VERSION,
     RETENTION_MS_MAX,
     Advise,
     Commit,
     Error,
-    Hello,
     Lookup,
     Pin,
     Pinned,
@@ -29,7 +27,7 @@ from hybridkv.wire.messages import (
 )
 from tests.invariants import check_daemon
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import engine, grant, hashes, make_daemon
+from tests.unit.daemon.harness import command, engine, grant, hashes, make_daemon
 
 QWEN3 = LAYOUTS["qwen3"]
 PART = QWEN3.groups[0].block_bytes
@@ -175,8 +173,7 @@ def pin(daemon: Daemon, **named: Any) -> Pinned | Error:
 def operated(slots: int) -> Daemon:
     """A daemon of an engine and a command."""
     daemon = daemon_of(slots)
-    daemon.sessions.on_connect(2)
-    daemon.handle(2, Hello(1, PROTOCOL_VERSION, "control"))
+    command(daemon, 2)
     return daemon
 
 
@@ -229,8 +226,7 @@ def test_a_tenant_is_pinned_without_the_others(steps: int, monkeypatch: pytest.M
 
 def test_with_quotas_of_users_nothing_is_pinned_by_a_salt() -> None:
     daemon = daemon_of(24)
-    daemon.sessions.on_connect(2, tenant=5)
-    daemon.handle(2, Hello(1, PROTOCOL_VERSION, "control"))
+    command(daemon, 2, tenant=5)
     assert isinstance(pin(daemon, ttl_ms=SECOND, tenant=7), Error)
 
 

@@ -10,14 +10,13 @@ from hybridkv.wire.messages import (
     Announced,
     Clear,
     Describe,
-    Error,
     Identify,
     ReadAnnouncements,
     Removed,
     Subscribe,
 )
 from tests.layouts import LAYOUTS
-from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon
+from tests.unit.daemon.harness import commit, engine, grant, hashes, make_daemon, refusal_of
 from tests.unit.daemon.tier_node import FULL, Node
 
 QWEN3 = LAYOUTS["qwen3"]
@@ -151,8 +150,7 @@ def test_another_identity_has_other_chunks() -> None:
 def test_a_description_that_does_not_fit_its_chunks_is_refused() -> None:
     daemon = node_of("first")
     reply = daemon.handle(1, Describe(hashes(1, 2), hashes(1, 1), [b"a"]))
-    assert isinstance(reply, Error)
-    assert reply.code == "describe"
+    assert refusal_of(reply) == "describe"
 
 
 def test_what_a_directory_has_is_announced_as_being_below(tmp_path: Path) -> None:

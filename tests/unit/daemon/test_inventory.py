@@ -12,9 +12,9 @@ from hybridkv.tiers.contract import TierError
 from hybridkv.tiers.jobs import JobKind
 from hybridkv.tiers.record import record_key
 from hybridkv.wire import messages as wire
-from hybridkv.wire.messages import Commit, Error, Hello, ListObjects, ObjectPage
+from hybridkv.wire.messages import Commit, ListObjects, ObjectPage
 from tests.unit.daemon.dict_tier import DictTier
-from tests.unit.daemon.harness import engine, grant, hashes
+from tests.unit.daemon.harness import command, engine, grant, hashes, refusal_of
 from tests.unit.daemon.tier_node import FULL, Node
 
 COMMAND = 50
@@ -22,8 +22,7 @@ SIM = "sim://0"
 
 
 def control(node: Node, connection: int = COMMAND) -> None:
-    node.daemon.sessions.on_connect(connection)
-    node.daemon.handle(connection, Hello(1, wire.PROTOCOL_VERSION, "control"), node.now)
+    command(node.daemon, connection)
 
 
 def page_of(node: Node, place: int, cursor: int, connection: int = COMMAND) -> ObjectPage:
@@ -147,12 +146,10 @@ def test_the_loop_hands_out_what_a_thread_has_read(node: Node) -> None:
 
 @pytest.mark.parametrize(("place", "cursor"), [(2, 0), (1, 5), (1 << 40, 0)])
 def test_a_place_that_is_not_there_is_refused(node: Node, place: int, cursor: int) -> None:
-    refused = node.daemon.handle(COMMAND, ListObjects(2, place, cursor), node.now)
-    assert isinstance(refused, Error)
-    assert refused.code == "place"
+    assert (
+        refusal_of(node.daemon.handle(COMMAND, ListObjects(2, place, cursor), node.now)) == "place"
+    )
 
 
 def test_only_commands_may_list(node: Node) -> None:
-    refused = node.daemon.handle(1, ListObjects(2, 0), node.now)
-    assert isinstance(refused, Error)
-    assert refused.code == "role"
+    assert refusal_of(node.daemon.handle(1, ListObjects(2, 0), node.now)) == "role"

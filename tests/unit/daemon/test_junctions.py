@@ -104,13 +104,3 @@ def test_prompts_part_where_windows_inside_an_earlier_one_went_first(layout: str
             node.daemon.store.drop(slot)
     found = ask(node, 1, 2, 3, 98, 99)
     assert (found.chunks, found.junctions) == (0, [3])
-
-
-@pytest.mark.parametrize("layout", ["qwen3", "mistral_swa"])
-def test_models_of_one_kind_of_group_have_no_junctions(layout: str) -> None:
-    node = node_of(layout=layout)
-    geometry = LAYOUTS[layout]
-    node.store(geometry, [1, 2, 3, 4, 5], states=[])
-    found = ask(node, 1, 2, 3, 8, 9)
-    assert found.junctions == []
-    assert not node.daemon.branches

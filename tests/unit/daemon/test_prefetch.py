@@ -9,8 +9,6 @@ from hybridkv.tiers.jobs import JobKind, execute
 from hybridkv.tiers.prefetches import LATE_SECONDS, MARGIN_SECONDS, UNKNOWN_SECONDS
 from hybridkv.wire.messages import (
     PREFETCH_MS_MAX,
-    PROTOCOL_VERSION,
-    Hello,
     Identify,
     Pending,
     Prefetch,
@@ -22,7 +20,7 @@ from hybridkv.wire.messages import (
     RequestExplanation,
     StartPrefetch,
 )
-from tests.unit.daemon.harness import engine, grant, hashes
+from tests.unit.daemon.harness import command, engine, grant, hashes
 from tests.unit.daemon.tier_node import FULL, Node, is_found, stored
 
 PROMPT = [1, 2, 3, 4]
@@ -244,8 +242,7 @@ def test_without_tiers_nothing_is_kept() -> None:
 
 def test_a_command_names_a_request_or_a_family(tmp_path: Path) -> None:
     node = stored(tmp_path, PROMPT)
-    node.daemon.sessions.on_connect(3)
-    node.daemon.handle(3, Hello(1, PROTOCOL_VERSION, "control"))
+    command(node.daemon, 3)
     is_found(node.ask(*PROMPT[:2], wait_ms=0))
     is_found(node.ask(*PROMPT, wait_ms=0))
     explanation = RequestExplanation(1, 0, first_chunk=hashes(1), asked_chunks=len(PROMPT))

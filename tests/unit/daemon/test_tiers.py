@@ -303,23 +303,6 @@ def test_what_is_hit_already_stays_until_the_answer(tmp_path: Path) -> None:
     node.prove(FULL, first, [1, 2])
 
 
-def test_swapped_files_are_each_other_objects(tmp_path: Path) -> None:
-    node = stored(tmp_path, [1, 2, 3])
-    by_size: dict[int, list[Path]] = {}
-    for path in tmp_path.glob("objects/*/??/*"):
-        by_size.setdefault(path.stat().st_size, []).append(path)
-    first, second = next(paths for paths in by_size.values() if len(paths) > 1)[:2]
-    first_bytes, second_bytes = first.read_bytes(), second.read_bytes()
-    first.write_bytes(second_bytes)
-    second.write_bytes(first_bytes)
-    assert isinstance(node.ask(1, 2, 3), Pending)
-    node.work()
-    found = node.answer()
-    node.prove(FULL, found, [1, 2, 3])
-    assert found.chunks < 3
-    assert node.daemon.tiers[0].counters["objects_damaged"] > 0
-
-
 def test_a_tier_that_hangs_holds_up_no_other(tmp_path: Path) -> None:
     stored(tmp_path / "slow", [1, 2, 3])
     stored(tmp_path / "well", [4, 5, 6])

@@ -174,6 +174,11 @@ class MultiEngine:
         assert not self.scheduler.has_requests(), f"unfinished: {self.scheduler.requests}"
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1, "blocks are kept"
 
+    def serve(self, tokens: list[int]) -> None:
+        """Serve one request of this prompt to its end."""
+        self.add(tokens)
+        self.run()
+
     def selection(self, name: str) -> Counter[str]:
         """One child's counts of the choices, summed over all payloads."""
         counts: Counter[str] = Counter()

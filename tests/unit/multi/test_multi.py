@@ -205,8 +205,7 @@ def test_a_late_child_is_waited_for_while_nobody_has_a_hit(rng: random.Random) -
     )
     fast = Script()
     engine = MultiEngine([child(fast), child(slow)], hybrid())
-    engine.add(prompt(rng))
-    engine.run()
+    engine.serve(prompt(rng))
     assert engine.selection("Scripted-2")["hit_tokens"] == HIT
     assert engine.selection("Scripted")["misses"] == 1
     assert slow.calls["get_num_new_matched_tokens"] == 9, "asked in every step"
@@ -258,19 +257,8 @@ def test_the_requirement_to_the_letter(rng: random.Random) -> None:
     assert calls_of(late, "update_state_after_alloc") == [("r1", 0)], "it is not waited for"
     late.calls.clear()
     engine = MultiEngine([child(late), child(never)], hybrid(), patience_seconds=0)
-    engine.add(prompt(rng))
-    engine.run()
+    engine.serve(prompt(rng))
     assert engine.selection("Scripted")["hit_tokens"] == HIT, "no child had answered before"
-
-
-def test_a_hit_in_hand_waits_for_the_grace_alone(rng: random.Random) -> None:
-    never = Script(tokens=lambda request, local: None)
-    has = Script(tokens=upto(HIT))
-    engine = MultiEngine([child(never), child(has)], hybrid(), grace_ms=25)
-    engine.add(prompt(rng))
-    engine.run()
-    assert has.calls["get_num_new_matched_tokens"] == 4, "at once, after 10, 20 and 30 ms"
-    assert engine.selection("Scripted-2")["hit_tokens"] == HIT
 
 
 def test_weights_and_measured_speed(rng: random.Random) -> None:
@@ -280,8 +268,7 @@ def test_weights_and_measured_speed(rng: random.Random) -> None:
         [child(slow, load_weight="auto"), child(fast, load_weight="auto")], hybrid()
     )
     for _ in range(4):
-        engine.add(prompt(rng, 300))
-        engine.run()
+        engine.serve(prompt(rng, 300))
         fast.tokens = upto(HIT)
         slow.tokens = upto(2 * HIT) if engine.selection("Scripted-2")["hits"] else upto(0)
     assert engine.selection("Scripted-2")["hits"] == 3
@@ -297,8 +284,7 @@ def test_a_failed_load_is_not_offered_again_but_another_childs_hit_is(
 ) -> None:
     bad, good = Script(tokens=upto(2 * HIT), fails=True), Script(tokens=upto(HIT))
     engine = MultiEngine([child(bad), child(good)], layout(), ranks=2)
-    engine.add(prompt(rng, 300))
-    engine.run()
+    engine.serve(prompt(rng, 300))
     assert [tokens for _, tokens in calls_of(bad, "update_state_after_alloc")] == [2 * HIT, 0, 0]
     assert engine.selection("Scripted-2")["hit_tokens"] == HIT
     assert engine.connector.counters[of_child("", LOADS_FAILED)] == 1
@@ -394,15 +380,13 @@ def test_a_child_that_faults_too_often_is_asked_again_after_a_pause(rng: random.
     first = engine.connector.children.all[0]
     first.guard = HookGuard("first", clock=lambda: engine.now)
     while first.guard.is_on:
-        engine.add(prompt(rng))
-        engine.run()
+        engine.serve(prompt(rng))
     bad.raises = set()
     calls_before = {hook: bad.calls[hook] for hook in ("on_new_request", "build_connector_meta")}
     assert first.is_alive
     assert first_state(engine) is ChildState.PAUSED
     for hits in (0, 1):
-        engine.add(prompt(rng))
-        engine.run()
+        engine.serve(prompt(rng))
         assert engine.selection("Scripted")["hits"] == hits
         assert all(bad.calls[hook] > count for hook, count in calls_before.items())
         engine.now += PAUSE_SECONDS
@@ -424,8 +408,7 @@ def test_a_child_whose_lookups_keep_the_engine_is_asked_twice(rng: random.Random
     for each in engine.connector.children.all:
         each.guard = HookGuard(each.name, clock=lambda: engine.now, slow_seconds=HOOK_SECONDS_MAX)
     for _ in range(5):
-        engine.add(prompt(rng))
-        engine.run()
+        engine.serve(prompt(rng))
     assert slow.calls["get_num_new_matched_tokens"] == SLOW_MAX
     assert engine.selection("Scripted")["hits"] == 5
     assert engine.connector.counters[of_child("Slow", SLOW_HOOKS)] == SLOW_MAX
@@ -518,12 +501,10 @@ def test_what_was_not_loaded_within_the_step_is_computed(hook: str, rng: random.
 def test_a_synchronous_hit_is_declined_where_it_could_not_fail(rng: random.Random) -> None:
     sync = Script(tokens=upto(HIT), is_async=False)
     engine = MultiEngine([child(sync)], hybrid())
-    engine.add(prompt(rng))
-    engine.run()
+    engine.serve(prompt(rng))
     assert engine.connector.counters[of_child("Scripted", SYNC_DECLINED)] == 1
     engine = MultiEngine([child(sync)], single())
-    engine.add(prompt(rng))
-    engine.run()
+    engine.serve(prompt(rng))
     assert engine.selection("Scripted")["hit_tokens"] == HIT
 
 
@@ -531,8 +512,7 @@ def test_a_synchronous_hit_is_declined_where_it_could_not_fail(rng: random.Rando
 def test_an_impossible_answer_is_a_miss(tokens: int, rng: random.Random) -> None:
     """vLLM would end in an assertion, or count tokens below 0 (requirements B30)."""
     engine = MultiEngine([child(Script(tokens=lambda request, local: tokens))], hybrid())
-    engine.add(prompt(rng))
-    engine.run()
+    engine.serve(prompt(rng))
     assert engine.totals["hits"] == 0
 
 

@@ -43,15 +43,6 @@ def test_ties_go_by_order() -> None:
     assert decide(answers, [2.0, 1.0, 2.0], 500, AT_ONCE).child == 0
 
 
-def test_who_could_not_win_is_not_waited_for() -> None:
-    late, has = ChildAnswer(None), ChildAnswer(400)
-    assert decide([late, has], [1.0, 1.0], 500, AT_ONCE).is_waiting
-    assert decide([late, has], [0.8, 1.0], 500, AT_ONCE) == LoadDecision(1, 400)
-    assert decide(
-        [ChildAnswer(None, awaited=False), has], [9.0, 1.0], 500, AT_ONCE
-    ) == LoadDecision(1, 400)
-
-
 def test_patience_is_what_computing_takes() -> None:
     """Requirements B21, D18."""
     undecided, silent = [MISS, ChildAnswer(None)], [ChildAnswer(None), ChildAnswer(None)]

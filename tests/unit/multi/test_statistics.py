@@ -206,6 +206,5 @@ def test_sources_that_do_not_add_up_are_unknown(
     sources: dict[Any, int], rng: random.Random
 ) -> None:
     engine = MultiEngine([child(Script(tokens=upto(HIT), sources=sources))], hybrid())
-    engine.add(prompt(rng))
-    engine.run()
+    engine.serve(prompt(rng))
     assert engine.totals["CacheHitSource.EXTERNAL_UNSPECIFIED"] == HIT

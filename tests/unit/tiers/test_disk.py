@@ -48,6 +48,12 @@ def opened(root: Path, writer: str = "here", size: str = "64MiB") -> DiskTier:
     return tier
 
 
+def look(tier: DiskTier) -> None:
+    """Tend the tier, and look at the other writers however short ago that was."""
+    tier.writers.look_due_at = 0
+    tier.tend()
+
+
 def path_of(tier: DiskTier, key: bytes) -> str:
     path = tier.index.path_of(key)
     assert path is not None
@@ -206,13 +212,11 @@ def test_what_a_lost_writer_left_is_taken_over_within_the_bound(tmp_path: Path) 
     tier.tend()
     assert (tmp_path / "objects/lost").exists(), "it may still live"
     os.utime(tmp_path / "objects/lost/alive", (1, 1))
-    tier.writers.look_due_at = 0
-    tier.tend()
+    look(tier)
     assert not (tmp_path / "objects/lost").exists()
     assert 500 << 10 < real_bytes(tmp_path) <= 1 << 20
     check_disk(tier)
-    tier.writers.look_due_at = 0
-    tier.tend()
+    look(tier)
     kept = [
         sample
         for sample, there in zip(
@@ -262,8 +266,7 @@ def test_a_new_daemon_leaves_what_it_has_no_room_for_until_its_writer_is_lost(
     assert [read(tier, sample) for sample in samples] == [None] * 10, "read where it is"
     (home,) = tmp_path.glob("objects/dead*")
     os.utime(home, (1, 1))
-    tier.writers.look_due_at = 0
-    tier.tend()
+    look(tier)
     assert os.listdir(tmp_path / "objects") == ["here"]
     check_disk(tier)
 
@@ -272,14 +275,12 @@ def test_a_daemon_that_runs_gives_a_dead_one_time_to_come_back(tmp_path: Path) -
     tier, other, sample = opened(tmp_path), opened(tmp_path, "other"), make_sample(1)
     other.put([sample.write_request()])
     other.close()
-    tier.writers.look_due_at = 0
-    tier.tend()
+    look(tier)
     back = opened(tmp_path, "other")
     assert back.index.own_count
     silent = time.time() - 2 * QUIET_SECONDS
     os.utime(tmp_path / "objects/other/alive", (silent, silent))
-    tier.writers.look_due_at = 0
-    tier.tend()
+    look(tier)
     assert not tier.index.own_count, "it lives, and has only been silent"
 
 
@@ -289,8 +290,7 @@ def test_a_dead_writer_of_this_machine_is_taken_over_within_minutes(tmp_path: Pa
     other.close()
     silent = time.time() - 2 * QUIET_SECONDS
     os.utime(tmp_path / "objects/other/alive", (silent, silent))
-    tier.writers.look_due_at = 0
-    tier.tend()
+    look(tier)
     assert tier.index.own_bytes(sample.key)
     assert os.listdir(tmp_path / "objects") == ["here"]
 
@@ -310,8 +310,7 @@ def test_a_silent_writer_that_may_live_is_left_and_the_log_says_so_once(
     silent = time.time() - 2 * QUIET_SECONDS
     os.utime(alive, (silent, silent))
     for _ in range(3):
-        tier.writers.look_due_at = 0
-        tier.tend()
+        look(tier)
     assert sorted(os.listdir(tmp_path / "objects")) == ["here", "other"]
     (message,) = caplog.messages
     assert "the writer other of" in message
@@ -387,8 +386,7 @@ def test_a_writer_that_was_silent_for_too_long_goes_on(tmp_path: Path) -> None:
     tier, neighbour = opened(tmp_path), opened(tmp_path, "other")
     tier.put([make_sample(1).write_request()])
     os.utime(tmp_path / "objects/here/alive", (1, 1))
-    neighbour.writers.look_due_at = 0
-    neighbour.tend()
+    look(neighbour)
     assert isinstance(read(tier, make_sample(1)), MissingError)
     tier.tend()
     assert read(tier, make_sample(1)) is None, "it is the other's now"
@@ -404,16 +402,14 @@ def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
     )
     guest.open()
     guest.put([make_sample(1).write_request()])
-    tier.writers.look_due_at = 0
-    tier.tend()
+    look(tier)
     assert (tmp_path / "objects/guest").exists()
     opened(tmp_path, "lost")
     os.utime(tmp_path / "objects/lost/alive", (1, 1))
     guest.tend()
     assert (tmp_path / "objects/lost").exists(), "that is for those who stay"
     guest.release_files()
-    tier.writers.look_due_at = 0
-    tier.tend()
+    look(tier)
     assert [path.name for path in (tmp_path / "objects").iterdir()] == ["here"]
     assert read(tier, make_sample(1)) is None
     assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
@@ -801,8 +797,7 @@ def test_a_file_that_cannot_be_taken_over_keeps_no_other_from_it(
 
     with mock.patch(f"os.{call}", fails):
         for _ in range(3):
-            tier.writers.look_due_at = 0
-            tier.tend()
+            look(tier)
         assert [read(tier, sample) for sample in samples] == [None] * 5, "it is read where it is"
     assert tier.index.own_count == 4
     assert tier.gauges()["files_failed"] == 1, "and is not tried again each second"

@@ -13,21 +13,14 @@ from hybridkv.tiers.conformance.samples import make_sample, read
 from hybridkv.tiers.contract import MissingError, RecordStart, TierError
 from hybridkv.tiers.disk.fsck import fsck, list_files
 from hybridkv.tiers.disk.index import TOUCH_SECONDS
-from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import LOST_SECONDS, QUIET_SECONDS
 from tests.fault.fuse import FaultyFs, Op
 from tests.invariants import check_disk
-from tests.unit.tiers.test_disk import opened, path_of
+from tests.unit.tiers.test_disk import look, opened, path_of
 
 NFS = 0x6969  # The kind of the file system (statfs(2)).
 MINUTES_OFF = 600.0
 A, B = make_sample(1), make_sample(2)
-
-
-def look(tier: DiskTier) -> None:
-    """Tend the tier, and look at the other writers however short ago that was."""
-    tier.writers.look_due_at = 0
-    tier.tend()
 
 
 def fails_once(name: str, number: int, before: Callable[[], object]) -> Any:

@@ -173,26 +173,3 @@ def test_what_would_come_too_late_is_not_called_slower_than_computing(token_seco
     assert shortfalls[0].sentence == (
         "reading 40 tokens would take 150 s, and the lookup waits 100 s"
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "facts", "sentence"),
-    [
-        (ShortfallKind.SILENT, {"tier": "disk"}, "disk does not answer"),
-        (ShortfallKind.FAILED, {"tier": "disk", "error": "{no} answer"}, "disk: {no} answer"),
-        (
-            ShortfallKind.NO_ROOM,
-            {"fits": 2048, "tokens": 4096},
-            "RAM has room for 2048 of 4096 tokens",
-        ),
-        (
-            ShortfallKind.SLOWER,
-            {"tokens": 4096, "read_seconds": 1.234, "compute_seconds": 0.0567},
-            "reading 4096 tokens would take 1.23 s, computing them 0.0567 s",
-        ),
-    ],
-)
-def test_a_reason_is_told_with_its_facts(
-    kind: ShortfallKind, facts: dict[str, str | float], sentence: str
-) -> None:
-    assert Shortfall(kind, facts).sentence == sentence

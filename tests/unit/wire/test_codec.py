@@ -13,7 +13,6 @@ from hybridkv.wire.messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
     Explain,
-    Found,
     Hello,
     geometry_from_wire,
 )
@@ -70,11 +69,6 @@ def test_geometry_crosses_the_wire(name: str) -> None:
         group.block_bytes for group in geometry.groups
     ]
     assert (back.chunk_tokens, back.ranks) == (geometry.chunk_tokens, geometry.ranks)
-
-
-def test_a_reply_crosses_the_wire() -> None:
-    found = Found(id=1, lease=2, depth=3, masks=[b"\1\0"], slots=b"s" * 16)
-    assert decode_reply(encode(found)[4:]) == found
 
 
 @given(st.integers(0, HEADER_BYTES - 1), st.integers(0, 7))
