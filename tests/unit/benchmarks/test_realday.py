@@ -1,10 +1,13 @@
 """What a real day publishes: its tables, its picture, and whether all is as promised."""
 
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 from benchmarks.realday.page import faults_of, text_of
+from benchmarks.realday.plot import picture
 from benchmarks.realday.results import (
+    COMPUTED,
     FROM_DISK,
     LMCACHE,
     OWN_HIT,
@@ -55,6 +58,16 @@ def run_of(*days: ModelDay) -> Run:
     return Run("2026-11-28", "2 cores", {"vLLM": "0.32.0"}, load=0.1, days=[*days])
 
 
+def test_a_day_as_promised_has_its_tables() -> None:
+    run = run_of(day())
+    text = text_of(run)
+    assert faults_of(run) == []
+    assert "| 1,024 | 2.00 | 1.00 (0) | 0.67 (0) | 0.50 (0) |" in text
+    assert f"{OWN_HIT} 4 of 4; {RESTARTED} 4 of 4; {FROM_DISK} 4 of 4" in text
+    assert "ratios 1.000" in text
+    assert "LMCache: not run: no --lmcache." in text
+
+
 def test_another_answer_is_a_fault_unless_the_engines_own_hit_gives_it() -> None:
     """The engine's own hit may differ from what it computes, in a token that is nearly as likely
     as another."""
@@ -77,3 +90,14 @@ def test_a_cost_above_two_percent_is_a_fault() -> None:
     assert "decode costs 1.030" in fault
     dear.cost = Cost(1024, 64, [ratios, SAME])
     assert faults_of(run_of(dear)) == [], "two starts of the other engine differ as much"
+
+
+def test_the_picture_has_a_line_for_each_way_and_a_point_for_each_prompt() -> None:
+    root = ElementTree.fromstring(picture([day(), replace(day(), model="<other>")], "two cores"))
+    names = [element.tag.rpartition("}")[2] for element in root.iter()]
+    assert names.count("polyline") == 2 * len(WAYS)
+    assert names.count("circle") == 2 * 2 * len(WAYS)
+    lines = [element.get("points", "") for element in root.iter() if element.get("points")]
+    heights = [float(line.split()[0].split(",")[1]) for line in lines[: len(WAYS)]]
+    assert heights == sorted(heights), "less seconds are lower"
+    assert COMPUTED in "".join(root.itertext())

@@ -280,6 +280,17 @@ def test_a_resumed_request_is_looked_up_with_what_it_has_generated(rig: Rig) -> 
     assert rig.counters[LOOKUPS_ASKED] == 2
 
 
+def test_a_load_proves_nothing_of_the_blocks_of_a_later_hit(rig: Rig) -> None:
+    """It was loaded, preempted before it ran, and hits blocks of another prompt of that length."""
+    request = loading(rig)
+    rig.step({}, finished=("r",))
+    tracked = rig.side.requests.by_id["r"]
+    assert tracked.load.restored == range(STORED * CHUNK)
+    request.num_preemptions = 1
+    assert not rig.offered(request, STORED * CHUNK)
+    assert tracked.load.restored == range(0)
+
+
 def test_a_request_that_needs_each_token_is_stored_and_not_looked_up(rig: Rig) -> None:
     """Its client may say that cached prefixes can be read; an output of each token cannot."""
     request = rig.request(1, STORED * CHUNK + 1)
@@ -611,6 +622,18 @@ def test_a_fault_while_blocks_are_given_fails_the_load_once(rig: Rig) -> None:
     assert not rig.side.requests.by_id
 
 
+def test_a_side_that_is_switched_off_gives_back_what_it_held(rig: Rig) -> None:
+    """Its workers say that they are done with all its greetings: none is greeted with any more."""
+    request = rig.request(1, STORED * CHUNK + 1)
+    assert rig.arrive(request)
+    assert rig.value("leases") == 1
+    greeted = rig.side.session.link.greetings
+    plan = rig.side.plan_failures((), is_off=True)
+    assert plan.session == greeted + 1
+    until(lambda: rig.value("sessions") == 0 or rig.value("leases") == 0, "no worker copies")
+    assert rig.side.session.link.welcome is None
+
+
 def test_a_miss_does_not_wait_for_workers(rig: Rig) -> None:
     request = rig.request(2, STORED * CHUNK + 1)
     rig.side.on_new_request(request)
@@ -708,6 +731,17 @@ def test_a_connector_that_is_switched_off_ends_its_session(rig: Rig) -> None:
 def answered(digest: str, *steps: int) -> dict[int, WeightsAnswer]:
     """What the one rank says of its weights after the first question, and of these steps."""
     return {0: WeightsAnswer(1, 0, digest, tuple(StepLook(step, 0) for step in steps))}
+
+
+def test_a_fault_while_the_cache_is_reset_switches_the_connector_off(rig: Rig) -> None:
+    """What was found before is of other weights."""
+    connector = connector_of(rig)
+    request = rig.request(1, STORED * CHUNK + 1)
+    connector.on_new_request(request)
+    until(lambda: connector.get_num_new_matched_tokens(request, 0)[0], "it is offered")
+    rig.side.on_reset = None
+    assert connector.reset_cache()
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
 def test_a_reset_that_says_nothing_to_connectors_is_seen(rig: Rig) -> None:

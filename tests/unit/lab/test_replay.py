@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from benchmarks.policies import ForesightCache, all_reads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,6 +223,38 @@ def test_of_a_prompt_that_does_not_fit_the_beginning_stays(policy: EvictionPolic
     with TraceReplay(model, 10 * model.smallest_bytes, policy) as cache:
         assert cache.serve(prompt).tokens_hit == 0
         assert 8 * 128 <= cache.serve(prompt).tokens_hit <= 10 * 128
+
+
+@settings(max_examples=examples(60))
+@given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([64, 512, 1000]), st.data())
+def test_foresight_with_room_for_everything_misses_nothing(
+    name: str, block_tokens: int, data: st.DataObject
+) -> None:
+    prompts = data.draw(traces(block_tokens))
+    model = ReplayModel(LAYOUTS[name], RULE, block_tokens)
+    ceiling, cache = UnlimitedCache(model), ForesightCache(model, PLENTY, all_reads(model, prompts))
+    for prompt in prompts:
+        assert cache.serve(prompt) == ceiling.serve(prompt)
+
+
+@settings(max_examples=examples(100))
+@given(st.integers(0, 12), st.data())
+def test_no_policy_hits_more_than_foresight(objects: int, data: st.DataObject) -> None:
+    """Objects of one size and of one group, where farthest next read is known to be best."""
+    geometry = LAYOUTS["qwen3"]
+    model = ReplayModel(geometry, RULE, geometry.chunk_tokens)
+    prompts = data.draw(traces(geometry.chunk_tokens))
+    ram_bytes = objects * model.smallest_bytes
+    reads = all_reads(model, prompts)
+    cache = ForesightCache(model, ram_bytes, reads)
+    best = sum(map(cache.serve, prompts), ReplayHits())
+    assert cache.kept_bytes <= ram_bytes
+    for room in range(objects + 1):
+        least = ForesightCache(model, room * model.smallest_bytes, reads)
+        assert sum(map(least.serve, prompts), ReplayHits()).tokens_hit <= best.tokens_hit
+    for policy in EvictionPolicy if objects else ():
+        with TraceReplay(model, ram_bytes, policy) as replay:
+            assert last(replay, prompts).tokens_hit <= best.tokens_hit
 
 
 @settings(max_examples=examples(60))
