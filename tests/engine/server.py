@@ -1,5 +1,6 @@
 """A real `vllm serve`: its HTTP and its metrics."""
 
+import contextlib
 import json
 import os
 import select
@@ -118,22 +119,21 @@ class Server:
         self._copier.wait(DEADLINE_SECONDS)
 
     def kill(self) -> None:
-        """Kill the server and its engine with -9."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
-        for pid in (self._process.pid, *map(int, children.split())):
-            # Python's tracker removes the shared memory of the killed.
-            if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+        """Kill the server, its engine and the engine's workers with -9."""
+        for pid in [self._process.pid, *_descendants(self._process.pid)]:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It ended with those.
+                # Python's tracker removes the shared memory of the killed.
+                if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End the server with a signal."""
+        """End the server with a signal. Kill all of it where it does not end."""
         self._process.send_signal(number)
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
 
     def post(self, path: str, body: object = None) -> bytes:
         """POST a body as JSON. Returns the answer's bytes."""
@@ -165,6 +165,12 @@ class Server:
     def total(self, name: str, **labels: str) -> float:
         """Returns the sum of the samples with this name and these labels, as they are now."""
         return total_of(self.metrics(), name, labels)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Returns the children of a process, and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, children) for each in (child, *_descendants(child))]
 
 
 def stream_answer(url: str, prompt: list[int], max_tokens: int) -> Streamed:
