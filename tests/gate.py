@@ -37,7 +37,7 @@ SHM_BYTES_MIN = 2 << 30
 LANE_SECONDS_MAX = 3600.0
 LEAVE_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
-FIRST_LANE = ("tests/engine", "tests/simulation", "tests/daemonsim")
+FIRST_LANE = ("tests/engine", "tests/simulation", "tests/daemonsim", "tests/fault")
 """These take about half of the time. The other lane runs all other tests."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """A lane has a core. Threads that wait for each other at barriers would take the other lane's."""
