@@ -168,8 +168,11 @@ class Server:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Returns the children of a process, and theirs."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    """Returns the children of a process, and theirs. None are left of one that has ended."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
     return [each for child in map(int, children) for each in (child, *_descendants(child))]
 
 

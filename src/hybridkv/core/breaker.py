@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 FAILURES_TO_OPEN = 3
 PAUSE_SECONDS = 0.5
-IDLE_SECONDS = 5.0  # Without a request for so long, nothing but upkeep can close a breaker.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,3 @@ class Breaker:
     def on_success(self) -> "Breaker":
         """Returns the breaker after an answer that came in time: it is closed."""
         return Breaker()
-
-    def on_upkeep(self, now: float) -> "Breaker":
-        """Returns the breaker after regular work succeeded, which closes it if nobody asks."""
-        return Breaker() if now >= self.retry_at + IDLE_SECONDS else self

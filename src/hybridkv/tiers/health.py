@@ -30,6 +30,7 @@ JOB_SECONDS = 0.1
 """The longest that a job should take, because its objects count only when all are there."""
 SUSPECTS_MAX = 1 << 14  # With more suspects, damage is found record by record.
 TEND_SECONDS = 1.0
+IDLE_SECONDS = 5.0  # Without a request for so long, upkeep alone shows whether a tier is well.
 OPEN_AGAIN_SECONDS = 5.0
 FAILURES_TO_REOPEN = FAILURES_TO_OPEN + 3
 """After so many failures in a row a tier is closed, and opened with what its settings say then."""
@@ -96,6 +97,7 @@ class TierState:
         self._busy: Counter[JobKind] = Counter()
         self._open_at = 0.0
         self._tend_at = 0.0
+        self._tended_at = 0.0  # When its upkeep succeeded last.
         self._fails_for_long = False  # It is to be closed and opened again.
         self._reopen_at = -math.inf  # Before that it is not opened again for its failures.
         self._reopen_pause = OPEN_AGAIN_SECONDS
@@ -112,8 +114,14 @@ class TierState:
 
     @property
     def is_shut(self) -> bool:
-        """True while the tier has failed so often that only probes reach it."""
-        return self._reading.is_open or self.writing.is_open
+        """True while the tier has failed so often that only probes reach it.
+
+        If nobody asks it any more, its upkeep says whether it is well again.
+        """
+        return any(
+            breaker.is_open and self._tended_at < breaker.retry_at + IDLE_SECONDS
+            for breaker in (self._reading, self.writing)
+        )
 
     def may_read(self, now: float) -> bool:
         """Returns whether the tier may be read from now."""
@@ -222,8 +230,7 @@ class TierState:
                 self.writing = updated(self.writing)
                 self._reading = updated(self._reading) if refusal is None else self._reading
             case JobKind.TEND:
-                self._reading = self._reading.on_upkeep(now)
-                self.writing = self.writing.on_upkeep(now)
+                self._tended_at = now
         failures = max(self._reading.failures, self.writing.failures)
         is_due = failures >= FAILURES_TO_REOPEN and now >= self._reopen_at
         if failed and refusal is None and self.is_open and is_due:

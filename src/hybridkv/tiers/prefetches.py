@@ -46,6 +46,7 @@ NO_CONNECTION = -1  # In place of a connection's number in the request of a pref
 CUT_BY: Mapping[ShortfallKind, PrefetchState] = {
     ShortfallKind.TIERS_AWAY: PrefetchState.TIERS_AWAY,
     ShortfallKind.SILENT: PrefetchState.TIERS_AWAY,
+    ShortfallKind.PARTLY_SILENT: PrefetchState.TIERS_AWAY,
     ShortfallKind.NO_ROOM: PrefetchState.BOUND,
     ShortfallKind.PRESSURE: PrefetchState.PRESSURE,
     ShortfallKind.FAILED: PrefetchState.FAILED,

@@ -9,9 +9,9 @@ import json
 import os
 import random
 import subprocess
-import threading
 import time
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +24,7 @@ from hybridkv.tiers.disk.files import parse_name
 from tests.fault.nfs.inside import bytes_held, close_all, open_tier
 from tests.fault.nfs.nodes import LEASE_SECONDS, MOUNT, MOUNTS, Client, Server
 from tests.fault.test_tier_faults import TIMEOUT, forget, in_time, value
+from tests.load import Asked, Load
 from tests.unit.daemon.tierclient import Client as Engine
 from tests.waiting import until
 
@@ -59,58 +60,18 @@ class Daemon(DaemonProcess):
         return subprocess.Popen(ending_with_parent(command), stderr=log)
 
 
-class Load:
-    """Clients of a daemon, each a thread that does what engines do."""
-
-    def __init__(self, socket_path: str, seed: str) -> None:
-        self.counts: Counter[str] = Counter()
-        self.longest_seconds = 0.0
-        self.faults: list[BaseException] = []
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._socket_path = socket_path
-        self._threads = [
-            threading.Thread(target=self._loop, args=(f"{seed} {number}",))
-            for number in range(ENGINES)
-        ]
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _loop(self, seed: str) -> None:
-        rng = random.Random(seed)
-        try:
-            while not self._over.is_set():
-                # A daemon that was killed serves again soon.
-                with (
-                    contextlib.suppress(DaemonUnreachableError),
-                    Engine(self._socket_path, name=seed) as engine,
-                ):
-                    while not self._over.is_set():
-                        self._serve(engine, rng.randrange(PROMPTS))
-        except BaseException as fault:  # noqa: BLE001  # raised by the test's own thread
-            self.faults.append(fault)
-
-    def _serve(self, engine: Engine, prompt: int) -> None:
-        """Look up a prompt, prove its bytes, and store it where it is not hit whole."""
-        answer = in_time(engine.look_up(prompt, CHUNKS, WAIT_MS), WAIT_MS)
-        chunks = answer.found.chunks
-        with self._lock:
-            self.longest_seconds = max(self.longest_seconds, answer.seconds)
-            self.counts["lookups"] += 1
-            self.counts["chunks hit"] += chunks
-            if chunks < CHUNKS:
-                self.counts[f"short hits ({answer.found.why or 'no reason'})"] += 1
-        if chunks < CHUNKS:
-            engine.store(prompt, CHUNKS)
-            self.counts["stores"] += 1
+def ask(socket_path: str, seed: str) -> Generator[Asked, None, None]:
+    """Look up prompts without an end, prove their bytes, and store those that are not hit whole."""
+    rng = random.Random(seed)
+    while True:
+        # A daemon that was killed serves again soon.
+        with contextlib.suppress(DaemonUnreachableError), Engine(socket_path, name=seed) as engine:
+            while True:
+                prompt = rng.randrange(PROMPTS)
+                found, seconds = in_time(engine.look_up(prompt, CHUNKS, WAIT_MS), WAIT_MS)
+                yield Asked(found.chunks / CHUNKS, seconds, found.why)
+                if found.chunks < CHUNKS:
+                    engine.store(prompt, CHUNKS)
 
 
 def work(
@@ -120,7 +81,8 @@ def work(
     directory.mkdir()
     daemon = Daemon(writer, directory, ahead_seconds)
     ends_at, sums = time.monotonic() + seconds, Counter[str]()
-    with daemon, Load(daemon.socket_path, f"{seed} {writer}") as load:
+    workers = [ask(daemon.socket_path, f"{seed} {writer} {number}") for number in range(ENGINES)]
+    with daemon, Load(workers) as load:
         while time.monotonic() < ends_at and not load.faults:
             dies_at = min(time.monotonic() + LIFE_SECONDS, ends_at)
             while time.monotonic() < dies_at and not load.faults:
@@ -132,9 +94,13 @@ def work(
                 daemon.start()
                 sums["deaths"] += 1
         until(lambda: bool(load.faults) or value(daemon, "is_open") == 1, "the tier is open again")
-    for fault in load.faults:
-        raise AssertionError(repr(fault))
-    return {**load.counts, **sums, "longest_seconds": round(load.longest_seconds, 3)}
+    load.raise_faults()
+    return {
+        **sums,
+        "lookups": load.lookups[load.phase],
+        "prompts hit": round(load.hit_shares[load.phase]),
+        "longest_seconds": round(load.longest_seconds[load.phase], 3),
+    }
 
 
 def held_bytes(writer: str) -> int:
@@ -194,5 +160,5 @@ def load_for_long(server: Server, clients: list[Client], place: Path) -> None:
     figures = {"seed": seed, "most_bytes": most, "restarts": restarts, "counts": counts}
     print(f"\n{place.name} {json.dumps(figures)}", flush=True)
     for each in counts:
-        assert each["chunks hit"] > seconds
+        assert each["prompts hit"] > seconds / CHUNKS
         assert not each["objects_damaged"]

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -150,7 +151,7 @@ class Client:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each, signal.SIGSTOP)
                     stopped.append(each)
-                until(lambda: has_ended(each) or is_stopped(each), "its calls are done", 60)  # noqa: B023
+                until(partial(_does_nothing, each), "its calls are done", 60)
             yield
         finally:
             for each in stopped:
@@ -185,6 +186,10 @@ class Client:
                 error.add_note(traceback.format_exc())
                 pipe.send((None, error))
         tool("umount", "-l", str(MOUNT))
+
+
+def _does_nothing(pid: int) -> bool:
+    return has_ended(pid) or is_stopped(pid)
 
 
 def _others_with_mounts_of(pid: int) -> Iterator[int]:

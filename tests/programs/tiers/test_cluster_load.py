@@ -7,11 +7,8 @@ give the answers of one that had the same hit in its own cache.
 import contextlib
 import itertools
 import random
-import threading
-from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -23,9 +20,10 @@ from hybridkv.tiers.valkey.slots import SLOTS
 from tests.engine.soak import PROBE_CHUNKS, PROBE_TOKENS, Reference, learn
 from tests.engine.support import engine, prompt
 from tests.forked_daemon import ForkedDaemon
+from tests.load import Asked, Load
 from tests.programs.tiers.cluster import ValkeyCluster
 from tests.unit.daemon.tierclient import Client, stats
-from tests.waiting import DEADLINE_SECONDS, until
+from tests.waiting import until
 
 PROMPTS, CHUNKS = 60, 8
 WORKERS = 4
@@ -36,70 +34,6 @@ MOVES = 150
 ENGINE_PROMPTS = 24
 CLIENTS_RAM, ENGINES_RAM = "4MiB", "24MiB"
 """A fraction of the prompts, so that most lookups read the tier."""
-
-
-class Asked(NamedTuple):
-    """The answer to a lookup of a whole prompt."""
-
-    hit_share: float
-    seconds: float
-    why: str  # Why the hit was shorter than the prompt. Empty = it is not known.
-
-
-class Load:
-    """Lookups by several threads, until it is closed."""
-
-    def __init__(self, workers: Sequence[Generator[Asked, None, None]]) -> None:
-        """A thread takes the lookups of a worker, which ends when it is closed."""
-        self.phase = "well"
-        self.lookups: Counter[str] = Counter()
-        self.hit_shares: defaultdict[str, float] = defaultdict(float)
-        self.longest_seconds: defaultdict[str, float] = defaultdict(float)
-        self.reasons: Counter[str] = Counter()
-        self.faults: list[BaseException] = []
-        self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._work, args=(worker,)) for worker in workers]
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join(DEADLINE_SECONDS)
-
-    def wait(self, phase: str) -> None:
-        """Begin a phase, and wait until it has LOOKUPS."""
-        self.phase = phase
-        until(lambda: bool(self.faults) or self.lookups[phase] >= LOOKUPS, f"lookups while {phase}")
-        for fault in self.faults:
-            raise fault
-
-    def print_phases(self) -> None:
-        for phase, lookups in self.lookups.items():
-            share, longest = self.hit_shares[phase] / lookups, self.longest_seconds[phase]
-            print(f"{phase}: {lookups} lookups, {share:.1%} hit, longest {longest:.3f} s")
-        for reason, count in self.reasons.items():
-            print(f"{count} hits were short while {reason}")
-
-    def _work(self, worker: Generator[Asked, None, None]) -> None:
-        try:
-            with contextlib.closing(worker):
-                while not self._over.is_set():
-                    phase = self.phase
-                    asked = next(worker)
-                    with self._lock:
-                        self.lookups[phase] += 1
-                        self.hit_shares[phase] += asked.hit_share
-                        if asked.hit_share < 1:
-                            self.reasons[f"{phase} ({asked.why or 'no reason'})"] += 1
-                        longest = max(self.longest_seconds[phase], asked.seconds)
-                        self.longest_seconds[phase] = longest
-        except BaseException as fault:  # noqa: BLE001  # raised by the test's own thread
-            self.faults.append(fault)
 
 
 class Nodes:
@@ -121,25 +55,29 @@ class Nodes:
         primary, replica = self.cluster.primaries[0], self.cluster.replicas[0]
         until(lambda: replica.call("DBSIZE") == primary.call("DBSIZE"), "the replica has it all")
 
-    def suffer(self, load: Load) -> None:
+    def serve_while_it_suffers(self, workers: Sequence[Generator[Asked, None, None]]) -> None:
         """Move slots, kill a primary, and move the slots back, with lookups after each."""
         primary, second, third = self.cluster.primaries
         (replica,) = self.cluster.replicas
         moved = [slot for slot in range(SLOTS) if self.cluster.owner(slot) == 1][:MOVES]
-        load.wait("well")
-        load.phase = "slots move"
-        for slot in moved:
-            self.cluster.move_slot(slot, second, third)
-        load.wait("slots move")
-        load.phase = "a primary is dead"
-        primary.kill()
-        # It is elected by the primaries that are left.
-        until(lambda: replica.call("ROLE")[0] == b"master", "the replica takes over")
-        load.wait("the replica has taken over")
-        load.phase = "slots move back"
-        for slot in moved:
-            self.cluster.move_slot(slot, third, second)
-        load.wait("slots move back")
+        with Load(workers) as load:
+            load.wait("well", LOOKUPS)
+            load.phase = "slots move"
+            for slot in moved:
+                self.cluster.move_slot(slot, second, third)
+            load.wait("slots move", LOOKUPS)
+            load.phase = "a primary is dead"
+            primary.kill()
+            # It is elected by the primaries that are left.
+            until(lambda: replica.call("ROLE")[0] == b"master", "the replica takes over")
+            load.wait("the replica has taken over", LOOKUPS)
+            load.phase = "slots move back"
+            for slot in moved:
+                self.cluster.move_slot(slot, third, second)
+            load.wait("slots move back", LOOKUPS)
+        load.raise_faults()
+        load.print_phases()
+        assert max(load.longest_seconds.values()) < WAIT_MS / 1e3 + SLACK_SECONDS
 
     def is_written(self, daemon: DaemonProcess) -> bool:
         """Whether the tier has every object that was stored."""
@@ -198,12 +136,7 @@ def test_clients_over_a_cluster_that_loses_a_primary_and_moves_slots(
     workers = [
         ask_as_client(nodes.daemons[number % 2], number, new_prompts) for number in range(WORKERS)
     ]
-    with Load(workers) as load:
-        nodes.suffer(load)
-    for fault in load.faults:
-        raise fault
-    load.print_phases()
-    assert max(load.longest_seconds.values()) < WAIT_MS / 1e3 + SLACK_SECONDS
+    nodes.serve_while_it_suffers(workers)
     for daemon in nodes.daemons:
         until(lambda: hit_chunks(daemon) == PROMPTS * CHUNKS, "hits come back")  # noqa: B023
     nodes.check()
@@ -270,12 +203,7 @@ def test_engines_over_a_cluster_that_loses_a_primary_and_moves_slots(
         ask_as_engine(running, draws(seed), reference, chunk_tokens)
         for seed, running in enumerate(engines)
     ]
-    with Load(workers) as load:
-        nodes.suffer(load)
-    for fault in load.faults:
-        raise fault
-    load.print_phases()
-    assert max(load.longest_seconds.values()) < WAIT_MS / 1e3 + SLACK_SECONDS
+    nodes.serve_while_it_suffers(workers)
     for number in range(WORKERS):
         until(lambda: all_are_hit(number), "hits come back")  # noqa: B023
     nodes.check()

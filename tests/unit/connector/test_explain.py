@@ -10,6 +10,7 @@ from hybridkv.connector.scheduler.requests import (
     TrackedRequest,
     explain_request,
 )
+from hybridkv.core.audit import AuditOutcome, AuditVerdict
 from hybridkv.core.hints import Hints
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.observe.status import DECLINES, outcome_of, sentences_of
@@ -53,6 +54,37 @@ def test_each_group_is_told_of_and_the_one_that_lacks_something_is_named() -> No
     assert facts["loaded"] == "256 tokens, 4KiB"
     assert facts["stored"] == "2 objects"
     assert outcome_of(explanation) == (Outcome.LOADED, "256 tokens, 4KiB")
+
+
+def test_what_came_of_an_audit_is_told() -> None:
+    tracked = request_of_600_tokens()
+    found = Found(1, 1, 1, [b"\1", b"\1", b"\1"], b"")
+    tracked.lookup, tracked.local_seen = RequestLookup(bytes(HASH_BYTES), answer=found), 0
+    tracked.audited = AuditVerdict(AuditOutcome.DIFFERED, "layers.3", 1.4, 0.06)
+    facts = sentences_of(explain_request(GEMMA3, tracked))
+    assert facts["live audit"] == (
+        "differed: the engine computed something else: "
+        "layer layers.3 differs by 1.4, 0.06 is allowed"
+    )
+    assert facts["nothing loaded because"] == "its only chunk was computed for the live audit"
+    tracked.audited = AuditVerdict(AuditOutcome.PASSED)
+    facts = sentences_of(explain_request(GEMMA3, tracked))
+    assert facts["live audit"] == "passed: the engine computed what is stored"
+
+
+def test_a_miss_says_why() -> None:
+    explanation = explain_request(GEMMA3, request_of_600_tokens(Decline.NO_DAEMON))
+    assert explanation.declined is Decline.NO_DAEMON
+    facts = sentences_of(explanation)
+    assert facts["nothing loaded because"] == "no daemon was connected"
+    assert "found" not in facts
+
+
+def test_a_detail_says_more_than_its_reason() -> None:
+    explanation = explain_request(
+        GEMMA3, request_of_600_tokens(Decline.PLAN_FAILED, "a block is missing")
+    )
+    assert outcome_of(explanation) == (Outcome.FAILED, "a block is missing")
 
 
 @pytest.mark.parametrize(

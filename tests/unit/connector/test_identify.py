@@ -1,6 +1,7 @@
 """An engine whose new identity the daemon refuses is served nothing, and waits for nothing."""
 
 import itertools
+import logging
 import time
 from collections import Counter
 
@@ -9,7 +10,7 @@ import pytest
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.metrics import DAEMON_LOSSES, LOOKUPS_ASKED, daemon_refused, declined
 from hybridkv.connector.scheduler.parts import EngineIdentity
-from hybridkv.connector.scheduler.session import describe_facts
+from hybridkv.connector.scheduler.session import DaemonSession, describe_facts
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 from hybridkv.lab.daemon_process import DaemonProcess
@@ -71,6 +72,37 @@ def test_a_refused_identity_means_misses_until_there_is_another(daemon: DaemonPr
         until(LOOKUPS_ASKED, counters[LOOKUPS_ASKED] + 1)
         assert control.stats().values["sessions"] == 2
     scheduler.close()
+
+
+def test_a_refused_greeting_is_a_line_of_the_log(
+    daemon: DaemonProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = DaemonSession(
+        daemon.socket_path,
+        Hello(1, PROTOCOL_VERSION, "engine", "e", TAKEN.namespace, geometry_to_wire(GEOMETRY)),
+        facts={},
+        daemon_options=None,
+        subscribes=False,
+        counters=Counter(),
+        on_loss=lambda: None,
+        geometry=GEOMETRY,
+    )
+    ours = logging.getLogger("vllm.hybridkv")
+    ours.addHandler(caplog.handler)
+    try:
+        with ControlClient(daemon.socket_path, hello=TAKEN):
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            while not session.refusal:
+                assert time.monotonic() < deadline
+                session.link.poll(time.monotonic())
+                session.follow(time.monotonic())
+            session.follow(time.monotonic())
+    finally:
+        ours.removeHandler(caplog.handler)
+        session.link.close()
+    (line,) = [record.getMessage() for record in dict.fromkeys(caplog.records)]
+    assert line.startswith("hybridkv: the daemon does not serve this engine (")
+    assert "geometry" in line
 
 
 def test_each_setting_is_a_fact_so_that_explain_names_it() -> None:

@@ -5,11 +5,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hybridkv.core.breaker import IDLE_SECONDS
 from hybridkv.core.refusals import REFUSALS, Refusal, describe_refusal
 from hybridkv.observe.status import health
 from hybridkv.tiers.contract import FullError, TierError, WriteRequest
-from hybridkv.tiers.health import OPEN_AGAIN_SECONDS, REOPEN_SECONDS_MAX
+from hybridkv.tiers.health import IDLE_SECONDS, OPEN_AGAIN_SECONDS, REOPEN_SECONDS_MAX
 from hybridkv.tiers.jobs import JobKind
 from hybridkv.tiers.refusals import LASTING_SECONDS
 from tests.unit.daemon.dict_tier import DictTier

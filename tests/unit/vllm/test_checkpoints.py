@@ -306,6 +306,20 @@ def test_answers_about_integers_are_exact(dynamic: bool) -> None:
     assert torch.equal(found, wanted if dynamic else wanted.bfloat16())
 
 
+@cpu_library
+def test_what_cannot_be_read_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """INT8 on a CPU: two engines share nothing, and one stays what it was until an update."""
+    monkeypatch.setattr(weights_digest, "PROBE_SECONDS_MAX", -1.0)
+    layer = loaded(KINDS["INT8 W8A8, dynamic inputs"](), change_nothing)
+    packed = weights_digest.PackedWeights()
+    first, again = (digest_weights({"model": layer}, packed) for _ in range(2))
+    assert first.digest == again.digest
+    assert first.digest != digest_weights({"model": layer}).digest
+    assert first.unread_text() == "1 module (1 CompressedTensorsLinearMethod; first model.)"
+    packed.renew()
+    assert digest_weights({"model": layer}, packed).digest != first.digest
+
+
 def test_experts_without_their_weights_are_named() -> None:
     """As with a kernel that keeps MXFP4 where nobody can look."""
     layer = loaded(KINDS["MXFP4 experts of triton_kernels"](), change_nothing)
@@ -324,6 +338,16 @@ def test_tied_weights_are_read_where_both_layers_have_them() -> None:
     assert first.digest != changed.digest
     assert not first.unread
     assert first.size_bytes == layers[0].weight.nbytes
+
+
+def test_a_drafters_weights_count() -> None:
+    def found(change: Change) -> str:
+        drafter = loaded(KINDS["GPTQ"](), change)
+        model = loaded(KINDS["unquantized"](), change_nothing)
+        return digest_weights({"model": model, "drafter": drafter}).digest
+
+    assert found(change_nothing) == found(change_nothing)
+    assert found(change_nothing) != found(change_weight)
 
 
 @pytest.mark.parametrize(

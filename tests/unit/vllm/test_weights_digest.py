@@ -119,6 +119,22 @@ def test_a_device_reads_every_byte_and_place(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+def packed(model: Model) -> None:
+    """As vLLM's CPU kernels leave a layer: the weight is emptied, a function has it."""
+    weight = model.first.weight.data.clone()
+    model.first.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    model.first.cpu_linear = lambda x, _, bias: torch.nn.functional.linear(x, weight, bias)
+
+
+def test_a_packed_weight_is_read_where_it_went() -> None:
+    first, same, changed = Model(), Model(), Model()
+    flip(changed.first.weight)
+    for model in (first, same, changed):
+        packed(model)
+    assert digest(first) == digest(same)
+    assert digest(first) != digest(changed)
+
+
 def emptied(model: Model) -> Model:
     """The model without its first weight, which nobody has."""
     model.first.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -385,6 +401,14 @@ def test_most_of_the_memory_that_the_model_occupies_was_read() -> None:
     assert not digest_weights({"model": model}, occupied_bytes=most).unread
     unread = digest_weights({"model": model}, occupied_bytes=most + 4).unread
     assert unread == (UnreadModule("model", "most of its memory"),)
+
+
+def test_tensors_that_share_memory_count_once() -> None:
+    model = Model()
+    size_bytes = digest_weights({"model": model}).size_bytes
+    model.tied = torch.nn.Linear(24, 16, bias=False)
+    model.tied.weight = model.first.weight
+    assert digest_weights({"model": model}).size_bytes == size_bytes
 
 
 class PackedHandler(_custom_ops.CPUDNNLGEMMHandler):
