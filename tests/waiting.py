@@ -1,5 +1,6 @@
 """Waiting for events and for other processes."""
 
+import contextlib
 from pathlib import Path
 
 from hybridkv.tiers.conformance.waiting import DEADLINE_SECONDS, until
@@ -18,6 +19,13 @@ def state_of(path: Path) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, though its parent may not have asked for its status."""
-    path = Path(f"/proc/{pid}/stat")
-    return not path.exists() or state_of(path) in "XZ"
+    """Whether a process has ended, though its parent may not have asked for its status.
+
+    Its sockets are closed with the last of its threads, which may be later than the first.
+    """
+    states = []
+    with contextlib.suppress(FileNotFoundError):  # It ended meanwhile.
+        for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread did.
+                states.append(state_of(path))
+    return all(state in "XZ" for state in states)
