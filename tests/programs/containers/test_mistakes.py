@@ -1,6 +1,6 @@
 """What people get wrong with containers: each has one sentence, where it is needed.
 
-That the socket is shared and the memory is not is in tests.programs.daemon.test_apart.
+That the socket is shared and the memory is not is in tests.engine.test_apart.
 """
 
 import copy

@@ -1,9 +1,7 @@
 """Engine and daemon have one socket and a /dev/shm each, as containers often do."""
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +11,11 @@ import pytest
 
 from hybridkv.client.control import ControlClient
 from hybridkv.lab.daemon_process import DaemonProcess
+from hybridkv.lab.engine_process import ENGINE_ENVIRONMENT, STOP_SECONDS, ChildEnvironment
 from hybridkv.wire.status import Status
-from tests.waiting import until
+from tests.engine.forked import ForkedChild
+from tests.seeds import ONE_THREAD
+from tests.waiting import DEADLINE_SECONDS, until
 
 pytestmark = pytest.mark.engine
 
@@ -27,41 +28,31 @@ def status(daemon: DaemonProcess) -> Status:
     return shown
 
 
-class Apart:
-    """An engine of tests.programs.daemon.apart, whose log is `log`."""
+class Apart(ForkedChild):
+    """An engine of tests.engine.apart, whose log is `log`."""
 
     def __init__(self, directory: Path, words: Sequence[str], variables: Mapping[str, str]) -> None:
-        command = ["unshare", "--mount", "--propagation=private"]
-        if subprocess.run(
-            [*command, "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False
-        ).returncode:
+        mount = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/dev/shm"]
+        if subprocess.run(mount, check=False).returncode:
             pytest.skip("needs the right to mount")
         self.log = directory / "engine.log"
         self.report: dict[str, Any] = {}
         """The engine's report of its last step."""
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, sys.executable, "-m", "tests.programs.daemon.apart", *words],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stderr", **variables},
-            )
+        environment = ChildEnvironment({**ENGINE_ENVIRONMENT, **ONE_THREAD}, variables)
+        self._file = self.log.open("wb")
+        super().__init__("tests.engine.apart", words, self._file, environment)
 
-    def __enter__(self) -> "Apart":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        with self._process:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+    def close(self, patience_seconds: float = STOP_SECONDS) -> None:
+        """End the engine."""
+        super().close(patience_seconds)
+        self._file.close()
 
     def step(self, word: str = "step") -> dict[str, Any]:
         """Have the engine do a step. Returns its report."""
-        assert self._process.stdout is not None
-        print(word, file=self._process.stdin, flush=True)
-        self.report = json.loads(self._process.stdout.readline())
+        self._pipe.send(word)
+        answer = self.receive_answer(DEADLINE_SECONDS)
+        assert answer is not None, self.log.read_text()[-3000:]
+        self.report = json.loads(answer)
         return self.report
 
 
@@ -69,7 +60,6 @@ def test_a_shared_memory_that_is_not_shared_is_told_by_everybody(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
     with Apart(tmp_path, [daemon.socket_path], {}) as engine:
-        engine.step()  # When vLLM is imported.
         until(lambda: engine.step()["failed"] >= 2, "it is tried again and again")
         log = engine.log.read_text().splitlines()
         (line,) = [line for line in log if "nothing is loaded or stored" in line]
