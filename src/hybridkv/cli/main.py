@@ -76,7 +76,7 @@ COMMANDS = {
     "completion": CommandEntry(
         "completion", "print a script by which a shell completes commands and options"
     ),
-    "bench": CommandEntry("bench", "measure the byte path and the lookup"),
+    "bench": CommandEntry("bench", "measure the byte path, the lookup and a directory"),
 }
 
 
