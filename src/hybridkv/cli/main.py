@@ -48,13 +48,7 @@ COMMANDS = {
     "prefetch": CommandEntry(
         "prefetch", "bring a prompt from tiers into RAM before it is asked for"
     ),
-    "fsck": CommandEntry(
-        "bundle", "prove every object in a directory, and put right what is wrong"
-    ),
-    "export": CommandEntry(
-        "bundle", "write objects to one file, from a directory or a daemon's memory"
-    ),
-    "import": CommandEntry("bundle", "put the objects of an exported file into a directory"),
+    "fsck": CommandEntry("fsck", "prove every object in a directory, and put right what is wrong"),
     "ls": CommandEntry("ls", "list what is held in RAM and below, by identity and tenant"),
     "forget": CommandEntry(
         "forget", "delete a tenant's, an identity's, a family's or old objects everywhere"
