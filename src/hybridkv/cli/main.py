@@ -48,13 +48,7 @@ COMMANDS = {
     "prefetch": CommandEntry(
         "prefetch", "bring a prompt from tiers into RAM before it is asked for"
     ),
-    "fsck": CommandEntry(
-        "bundle", "prove every object in a directory, and put right what is wrong"
-    ),
-    "export": CommandEntry(
-        "bundle", "write objects to one file, from a directory or a daemon's memory"
-    ),
-    "import": CommandEntry("bundle", "put the objects of an exported file into a directory"),
+    "fsck": CommandEntry("fsck", "prove every object in a directory, and put right what is wrong"),
     "ls": CommandEntry("ls", "list what is held in RAM and below, by identity and tenant"),
     "forget": CommandEntry(
         "forget", "delete a tenant's, an identity's, a family's or old objects everywhere"
@@ -76,7 +70,7 @@ COMMANDS = {
     "completion": CommandEntry(
         "completion", "print a script by which a shell completes commands and options"
     ),
-    "bench": CommandEntry("bench", "measure the byte path and the lookup"),
+    "bench": CommandEntry("bench", "measure the byte path, the lookup and a directory"),
 }
 
 

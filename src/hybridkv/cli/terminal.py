@@ -56,7 +56,7 @@ def print_json(value: object, sort_keys: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a bar of `total` steps, which disappears at the end.
 
     Yields a function to be called after each step.

@@ -92,11 +92,6 @@ def find_zstandard() -> ModuleType | None:
 zstandard = find_zstandard()
 
 
-def is_installed() -> bool:
-    """Returns whether the package zstandard is installed."""
-    return zstandard is not None
-
-
 @dataclass(frozen=True)
 class Coding:
     """The encoding of a tier: how it encodes records that are put, and what it can decode."""

@@ -33,11 +33,6 @@ def _find_library() -> ModuleType | None:
 library = _find_library()
 
 
-def is_installed() -> bool:
-    """Returns whether the package cryptography is installed."""
-    return library is not None
-
-
 def associated_data(header: bytes) -> bytes:
     """Returns what a body is bound to: the whole header, with name, shape and tenant."""
     return header

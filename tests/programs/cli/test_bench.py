@@ -110,10 +110,7 @@ def test_prompts_that_ram_cannot_hold_are_measured() -> None:
 @pytest.mark.soak
 def test_the_directory_is_measured(tmp_path: Path) -> None:
     rows = bench("disk", "--directory", str(tmp_path), "--bytes", "64MiB")
-    codecs = [row for row in rows if "codec" in row]
-    assert len(rows) - len(codecs) == 3
-    assert all("of no model" in row["objects"] for row in codecs)
-    assert all(row["ratio"] > 1.1 for row in codecs if "zplanes" in row["codec"])
+    assert len(rows) == 3
     assert all(value > 0 for row in rows for name, value in row.items() if "GB" in name)
 
 

@@ -43,7 +43,7 @@ def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str])
     ]
     for name, options in options_of().items():
         assert set(completed(text, name, "--")) == set(options)
-    assert completed(text, "export", "file") == [], "a file's name is the shell's own to complete"
+    assert completed(text, "replay", "file") == [], "a file's name is the shell's own to complete"
 
 
 @pytest.mark.parametrize("shell", sorted(SHELLS))

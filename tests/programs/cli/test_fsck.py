@@ -12,11 +12,14 @@ import pytest
 from hybridkv.cli.main import main
 from hybridkv.core.tier_urls import parse_tier
 from hybridkv.shm.slots import SLOT_ALIGN
+from hybridkv.tiers.coding import Codec, Coding
 from hybridkv.tiers.conformance.samples import make_sample, read
 from hybridkv.tiers.contract import MissingError
 from hybridkv.tiers.disk.files import FileName
 from hybridkv.tiers.disk.tier import DiskTier
 from hybridkv.tiers.disk.writers import QUIET_SECONDS
+from hybridkv.tiers.encoded import EncodedTier
+from hybridkv.tiers.encryption import read_key
 from tests.forked_daemon import ForkedDaemon
 from tests.invariants import check_disk
 from tests.unit.daemon.tierclient import Client, is_written, object_files
@@ -186,6 +189,21 @@ def test_beside_a_living_daemon(tmp_path: Path, capsys: pytest.CaptureFixture[st
         values = client.values()
         assert not values["tier_disk_failures"]
         assert values["tier_disk_objects_written"] == values["objects_stored"]
+
+
+def test_encrypted_objects_need_the_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With it plain objects, which the daemon wrote before, are proven too."""
+    key, root = tmp_path / "tier.key", tmp_path / "disk"
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    tier = EncodedTier(filled(root), Coding(Codec.ZPLANES, read_key(str(key), "key")))
+    assert tier.put([make_sample(OBJECTS).write_request()]) == [None]
+    for options, found in (((), (OBJECTS, 1)), (("--key", f"file:{key}"), (OBJECTS + 1, 0))):
+        status, report = fsck(root, capsys, *options)
+        (writer,) = report["writers"]
+        assert (status, (writer["whole"], writer["undecodable"])) == (0, found)
+    assert main(["fsck", "--disk", str(root), "--key", str(key)]) == 2
+    assert "key=file:/etc/hybridkv/tier.key works" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["nothing", "other", "file"])

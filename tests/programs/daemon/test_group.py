@@ -26,7 +26,7 @@ OWNER, MEMBER, STRANGER = 54301, 54302, 54303
 AS_USER = """
 import os, sys
 from pathlib import Path
-from hybridkv.cli import arenas, bundle, control, plan, replay, serve, top
+from hybridkv.cli import arenas, control, plan, replay, serve, top
 from hybridkv.cli.main import main
 from hybridkv.client.control import ControlClient
 from hybridkv.shm.access import group_id

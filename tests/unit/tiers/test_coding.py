@@ -214,7 +214,7 @@ def test_without_the_library_it_is_a_miss_and_stays(
         (path,) = tmp_path.glob("objects/here/??/*")
         proof = prove_file(str(path), parse_name(path.name))
         assert proof is not None
-        assert (proof.damage, bool(proof.undecodable)) == (None, True)
+        assert (proof.damage, proof.is_undecodable) == (None, True)
         with pytest.raises(ConfigError, match=r"hybridkv\[codec\]"):
             make_tier(parse_tier(f"{url}&codec=zplanes", "tier"), "here")
         # What it has stored again, it can read.

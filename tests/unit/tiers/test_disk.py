@@ -395,26 +395,6 @@ def test_a_writer_that_was_silent_for_too_long_goes_on(tmp_path: Path) -> None:
     check_disk(tier)
 
 
-def test_what_a_writer_leaves_is_taken_over_at_once(tmp_path: Path) -> None:
-    guest, tier = (
-        DiskTier(parse_tier(f"disk://{tmp_path}", "disk", "guest"), adopts=False),
-        opened(tmp_path),
-    )
-    guest.open()
-    guest.put([make_sample(1).write_request()])
-    look(tier)
-    assert (tmp_path / "objects/guest").exists()
-    opened(tmp_path, "lost")
-    os.utime(tmp_path / "objects/lost/alive", (1, 1))
-    guest.tend()
-    assert (tmp_path / "objects/lost").exists(), "that is for those who stay"
-    guest.release_files()
-    look(tier)
-    assert [path.name for path in (tmp_path / "objects").iterdir()] == ["here"]
-    assert read(tier, make_sample(1)) is None
-    assert tier.gauges()["bytes"] >= real_bytes(tmp_path) > 0
-
-
 def test_what_cannot_be_removed_counts(tmp_path: Path) -> None:
     """A file system that is read-only for a while: nothing is forgotten that is still there."""
     tier = opened(tmp_path, size="256KiB")
@@ -872,7 +852,7 @@ def test_no_fifo_keeps_a_thread_waiting(tmp_path: Path) -> None:
     layout.unlink()
     os.mkfifo(layout)
     with pytest.raises(ConfigError, match="no directory of records"):
-        check_root(tmp_path, "--directory")
+        check_root(tmp_path)
     layout.unlink()
     alive = tmp_path / "objects" / "here" / "alive"
     alive.unlink()

@@ -138,7 +138,7 @@ def test_fsck_needs_the_key(tmp_path: Path, key_file: Path) -> None:
     def proof(coding: Coding) -> tuple[FileDamage | None, bool]:
         found = prove_file(str(path), parse_name(path.name), coding)
         assert found is not None
-        return found.damage, bool(found.undecodable)
+        return found.damage, found.is_undecodable
 
     assert proof(Coding(key=key)) == (None, False)
     assert proof(PLAIN) == (None, True)

@@ -239,13 +239,11 @@ class FileProof(NamedTuple):
 
     damage: FileDamage | None
     record: Record | None = None  # The file's header, where it is sound.
-    memory: memoryview = memoryview(b"")
-    """The file's bytes, on pages of their own, where they are a whole record."""
-    undecodable: str = ""  # Why the bytes after a sound header cannot be proven.
+    is_undecodable: bool = False  # Whether the bytes after a sound header cannot be proven.
 
 
-def prove(file: IO[bytes], size: int, name: FileName | None, coding: Coding = PLAIN) -> FileProof:
-    """Read the next `size` bytes of `file` and prove that they are the record `name`.
+def _prove(file: IO[bytes], size: int, name: FileName | None, coding: Coding) -> FileProof:
+    """Read the `size` bytes of `file` and prove that they are the record `name`.
 
     `coding` decodes an encoded record. No more memory is used than a sound header says. Raises
     OSError.
@@ -267,7 +265,7 @@ def prove(file: IO[bytes], size: int, name: FileName | None, coding: Coding = PL
         return FileProof(FileDamage.LENGTH, record)
     if proven_digests(record, memory) is None:
         return FileProof(FileDamage.BYTES, record)
-    return FileProof(FileDamage.MISNAMED if name_of(record) != name else None, record, memory)
+    return FileProof(FileDamage.MISNAMED if name_of(record) != name else None, record)
 
 
 def _prove_encoded(
@@ -286,11 +284,11 @@ def _prove_encoded(
         coding.decode([memory], [plain])
     except DamagedError:
         return FileProof(FileDamage.BYTES, record)
-    except UndecodableError as error:
-        return FileProof(damage, record, memory, str(error))
+    except UndecodableError:
+        return FileProof(damage, record, is_undecodable=True)
     if proven_digests(record, plain) is None:
         return FileProof(FileDamage.BYTES, record)
-    return FileProof(damage, record, memory)
+    return FileProof(damage, record)
 
 
 def _whole(file: IO[bytes], start: bytes, size: int) -> memoryview | None:
@@ -310,7 +308,7 @@ def prove_file(path: str, name: FileName | None, coding: Coding = PLAIN) -> File
         with open(fd, "rb", buffering=0) as file:
             # The bytes on the disk are proven, not those of the page cache, which daemons bypass.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            proof = prove(file, os.fstat(fd).st_size, name, coding)
+            proof = _prove(file, os.fstat(fd).st_size, name, coding)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             return proof
     except (FileNotFoundError, NotADirectoryError):

@@ -48,7 +48,7 @@ class WriterReport:
 
     def count_sound(self, proof: FileProof, taken_bytes: int) -> None:
         """Count a file in which no damage was found."""
-        if proof.undecodable:
+        if proof.is_undecodable:
             self.undecodable += 1
         else:
             self.whole += 1

@@ -105,17 +105,14 @@ class DiskTier(Tier):
 
     name = "disk"
 
-    def __init__(self, spec: TierSpec, adopts: bool = True) -> None:
-        """`spec.node` names this daemon, in all its lives, among all that use the directory.
-
-        `adopts`: whether it takes over the files of lost writers.
-        """
+    def __init__(self, spec: TierSpec) -> None:
+        """`spec.node` names this daemon, in all its lives, among all that use the directory."""
         spec.known_options()
         writer = spec.node
         assert writer, "its files lie in a directory of this name"
         root = Path(spec.location.removeprefix("disk://"))
         self.index = FileIndex(spec.max_bytes or 0, home_of(root, writer))
-        self.writers = Writers(root, writer, self.index, adopts)
+        self.writers = Writers(root, writer, self.index)
         self._direct = os.O_DIRECT
         self._numbers = count(1)
         self._failures = ReadFailures()
@@ -243,10 +240,6 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Let go of `alive`, by which others know that this daemon is gone."""
         self.writers.give_up_home()
-
-    def release_files(self) -> None:
-        """Let others take over this writer's files at once, because it has no next life."""
-        os.utime(self.writers.alive, (0, 0))
 
     def _get(self, item: ReadRequest) -> TierError | None:
         index, key = self.index, item.key

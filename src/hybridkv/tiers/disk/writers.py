@@ -76,7 +76,7 @@ def homes(root: Path) -> list[Path]:
     return []
 
 
-def check_root(root: Path, setting: str) -> None:
+def check_root(root: Path) -> None:
     """Raise ConfigError unless `root` is a tier's directory of this version."""
     works = "the directory of a daemon's --disk works"
     try:
@@ -85,8 +85,8 @@ def check_root(root: Path, setting: str) -> None:
         what = f"cannot be read ({error.strerror})"
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             what = f"is no directory of records (it has no {LAYOUT_FILE})"
-        raise ConfigError(f"{setting}: {root} {what}", works) from error
-    _check_layout(layout, f"{setting}: {root}", "its own version of hybridkv works")
+        raise ConfigError(f"disk: {root} {what}", works) from error
+    _check_layout(layout, f"disk: {root}", "its own version of hybridkv works")
 
 
 def _check_layout(layout: str, what: str, works: str) -> None:
@@ -125,13 +125,12 @@ class ShardLook(NamedTuple):
 class Writers:
     """This daemon among the writers of one directory. Its methods raise OSError."""
 
-    def __init__(self, root: Path, writer: str, index: FileIndex, adopts: bool) -> None:
-        """`writer` names this daemon. `adopts`: whether it takes over the files of lost writers."""
+    def __init__(self, root: Path, writer: str, index: FileIndex) -> None:
+        """`writer` names this daemon."""
         self.root = root
         self.home = home_of(root, writer)
         self.alive = self.home / "alive"
         self._index = index
-        self._adopts = adopts
         self.claim: Claim | None = None  # None before `make_directories`.
         self._patient_since = -math.inf
         """When this daemon came, or came back, to a file system on a network, by the files' clock.
@@ -269,8 +268,6 @@ class Writers:
         whether they are dead, and the seconds of their silence.
         """
         unknown: dict[Path, float] = {}
-        if not self._adopts:
-            return unknown
         now = self.alive.stat().st_mtime
         is_settled = now - self._patient_since >= QUIET_SECONDS
         silences = [(silent_seconds(home, now), home) for home in self._others()]
@@ -278,8 +275,7 @@ class Writers:
             (silent, home) for silent, home in silences if silent is not None
         ):
             if silent >= min(patience_seconds, LOST_SECONDS):
-                # A writer that leaves its files sets the time of its `alive` to 0.
-                is_lost = silent >= (LOST_SECONDS if is_settled else now)
+                is_lost = is_settled and silent >= LOST_SECONDS
                 with proven_life(home / "alive") as life:
                     if is_lost or life is Life.DEAD:
                         self._take_over(home, drops=is_lost)
