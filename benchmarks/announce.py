@@ -27,7 +27,7 @@ from hybridkv.client.control import ControlClient
 from hybridkv.client.link import Link
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.descriptions import AnnouncedBlocks, encode_blocks
-from hybridkv.connector.scheduler.parts import EngineIdentity
+from hybridkv.connector.scheduler.listeners import EngineIdentity
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.core.coverage import slot_shapes

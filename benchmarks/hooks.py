@@ -39,7 +39,7 @@ from benchmarks.rows import print_rows
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
-from hybridkv.connector.scheduler.parts import EngineIdentity
+from hybridkv.connector.scheduler.listeners import EngineIdentity
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.connector.worker.relay import Relay

@@ -1,6 +1,6 @@
 """`python -m tests.gate`: what every change must pass, the same tests with the same seeds.
 
-Two lanes run side by side, and each has its tests in one process and in one order. It ends with a
+Three lanes run side by side, and each has its tests in one process and in one order. It ends with a
 line of pytest's form and with build/gate.json; the exit status is 0 only where nothing failed.
 """
 
@@ -37,11 +37,12 @@ SHM_BYTES_MIN = 2 << 30
 LANE_SECONDS_MAX = 3600.0
 LEAVE_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
-FIRST_LANE = ("tests/engine", "tests/simulation", "tests/daemonsim", "tests/fault")
-"""These take about half of the time. The other lane runs all other tests."""
+ENGINES = ("tests/engine", "tests/simulation", "tests/daemonsim")
+PROGRAMS = ("tests/programs", "tests/fault")
+"""These wait for other processes half of the time, while two cores have the other lanes to run."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""A lane has a core. Threads that wait for each other at barriers would take the other lane's."""
-PROGRAMS = {
+"""Threads that wait for each other at barriers would take the cores of other lanes."""
+TOOLS = {
     "promtool": "alert rules",
     "helm": "the chart",
     "unshare": "other namespaces",
@@ -209,7 +210,7 @@ def look() -> str | None:
         f"{platform.machine()} with {', '.join(kinds)}; {cores} cores, load {load:.1f}; "
         f"{format_size(available)} of memory and {format_size(shm)} in /dev/shm are free"
     )
-    lacks = [f"{name} ({what})" for name, what in PROGRAMS.items() if not shutil.which(name)]
+    lacks = [f"{name} ({what})" for name, what in TOOLS.items() if not shutil.which(name)]
     lacks += [] if os.geteuid() == 0 else ["root (namespaces, file systems, other users)"]
     lacks += [] if Path("/dev/fuse").exists() else ["/dev/fuse (file systems that fail)"]
     print(f"skipped for what is not here: {', '.join(lacks) or 'nothing'}", flush=True)
@@ -223,9 +224,10 @@ def look() -> str | None:
 
 
 def lanes() -> list[Lane]:
-    """Returns the two lanes. A new directory of tests runs in the second."""
+    """Returns the lanes. A new directory of tests runs in the last."""
     pytest = ["pytest", "-q", "-p", "no:cacheprovider", "--durations=20"]
     pytest += ["-m", "not gpu and not soak"]
+    others = [f"--ignore={name}" for name in (*ENGINES, *PROGRAMS)]
     linters = (
         ["ruff", "check", "-q"],
         ["ruff", "format", "--check", "-q"],
@@ -234,8 +236,9 @@ def lanes() -> list[Lane]:
         ["scripts/docs"],
     )
     return [
-        Lane("engines", [[*pytest, *FIRST_LANE]]),
-        Lane("others", [*linters, [*pytest, *(f"--ignore={name}" for name in FIRST_LANE)]]),
+        Lane("engines", [[*pytest, *ENGINES]]),
+        Lane("programs", [[*pytest, *PROGRAMS]]),
+        Lane("others", [*linters, [*pytest, *others]]),
     ]
 
 

@@ -27,8 +27,8 @@ from hybridkv.connector.heartbeat import Heartbeat
 from hybridkv.connector.messages import NodePlans, StepPlan, StepReport
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.fallbacks import NoRole, RoleFallback
+from hybridkv.connector.scheduler.listeners import EngineIdentity
 from hybridkv.connector.scheduler.loads import RAM
-from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.connector.scheduler.requests import block_tables
 from hybridkv.connector.scheduler.role import SchedulerRole
 from hybridkv.connector.scheduler.weights import WeightsWatch

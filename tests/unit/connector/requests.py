@@ -8,7 +8,7 @@ from hybridkv.connector.messages import StepPlan
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher
-from hybridkv.connector.scheduler.parts import Step
+from hybridkv.connector.scheduler.listeners import Step
 from hybridkv.connector.scheduler.requests import RequestRegistry
 from hybridkv.connector.scheduler.stores import StorePlanner
 from hybridkv.core.audit import AuditBudget
@@ -34,7 +34,7 @@ def make_role(
 
     A step has 2048 tokens at most, and the engine 1000 blocks. `facts` are more of its context.
     """
-    from hybridkv.connector.scheduler.parts import EngineIdentity
+    from hybridkv.connector.scheduler.listeners import EngineIdentity
     from hybridkv.connector.scheduler.role import SchedulerRole
 
     context = make_context(geometry, settings, **facts)

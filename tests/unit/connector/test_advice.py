@@ -187,8 +187,8 @@ def test_what_was_not_said_before_the_connection_was_lost_is_not_said(advised: A
     advised.rig.side.on_allocated(request, lambda: tables(PROMPT), 0)
     plan = advised.rig.planned({"r": PROMPT}, tables(PROMPT))
     advised.end()
-    for part in advised.rig.side.parts:
-        part.on_connection_lost(0.0)
+    for listener in advised.rig.side.listeners:
+        listener.on_connection_lost(0.0)
     advised.report(plan)
     advised.rig.side.on_step_end()
     assert advised.advice() == []

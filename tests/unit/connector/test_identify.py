@@ -9,7 +9,7 @@ import pytest
 
 from hybridkv.client.control import ControlClient
 from hybridkv.connector.metrics import DAEMON_LOSSES, LOOKUPS_ASKED, daemon_refused, declined
-from hybridkv.connector.scheduler.parts import EngineIdentity
+from hybridkv.connector.scheduler.listeners import EngineIdentity
 from hybridkv.connector.scheduler.session import DaemonSession, describe_facts
 from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings

@@ -26,9 +26,9 @@ from hybridkv.connector.metrics import (
     hits_limited,
     stores_shed,
 )
+from hybridkv.connector.scheduler.listeners import EngineIdentity
 from hybridkv.connector.scheduler.loads import LOAD_SECONDS_MAX
 from hybridkv.connector.scheduler.lookups import Patience
-from hybridkv.connector.scheduler.parts import EngineIdentity
 from hybridkv.connector.scheduler.requests import RequestState, explain_request
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.core.keys import HASH_BYTES

@@ -11,8 +11,8 @@ A time begins with each of the two. Hints of priority need no message of their o
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from hybridkv.connector.scheduler.listeners import EngineIdentity, Listener
 from hybridkv.connector.scheduler.lookups import Lookups
-from hybridkv.connector.scheduler.parts import EngineIdentity, Part
 from hybridkv.connector.scheduler.requests import RequestRegistry, TrackedRequest
 from hybridkv.connector.scheduler.stores import StorePlanner
 from hybridkv.core.hints import NO_HINTS
@@ -27,7 +27,7 @@ class EndedRequest(NamedTuple):
     messages: list[Request]
 
 
-class RequestAdvice(Part):
+class RequestAdvice(Listener):
     """The advice of one engine about its requests. `now` is monotonic seconds."""
 
     def __init__(self, requests: RequestRegistry, lookups: Lookups, stores: StorePlanner) -> None:

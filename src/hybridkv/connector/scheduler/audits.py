@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from hybridkv.connector.messages import ObjectPair, StepReport
 from hybridkv.connector.metrics import audited
-from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step
+from hybridkv.connector.scheduler.listeners import EngineIdentity, Listener, Step
 from hybridkv.connector.scheduler.requests import (
     Change,
     RequestRegistry,
@@ -83,7 +83,7 @@ class Audit:
         return all(index in compared or not self.stored_ticket(index, size) for index in groups)
 
 
-class Audits(Part):
+class Audits(Listener):
     """The audits of one engine. `now` is monotonic seconds."""
 
     def __init__(self, requests: RequestRegistry, budget: AuditBudget, identity: bytes) -> None:

@@ -22,7 +22,7 @@ from itertools import repeat
 from typing import Any
 
 from hybridkv.connector.scheduler.context import SchedulerContext
-from hybridkv.connector.scheduler.parts import Part, Step, Tables
+from hybridkv.connector.scheduler.listeners import Listener, Step, Tables
 from hybridkv.connector.scheduler.requests import (
     Change,
     DraftedTokens,
@@ -41,7 +41,7 @@ _MARK_BYTES = 8
 _ALL = 1 << 62  # More tokens than any request has.
 
 
-class DraftedBlocks(Part):
+class DraftedBlocks(Listener):
     """The marks of one engine's blocks, and with them what may be stored of each request."""
 
     def __init__(self, context: SchedulerContext, requests: RequestRegistry) -> None:

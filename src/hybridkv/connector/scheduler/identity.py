@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from hybridkv.connector import metrics
 from hybridkv.connector.messages import StepReport
-from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step
+from hybridkv.connector.scheduler.listeners import EngineIdentity, Listener, Step
 from hybridkv.connector.scheduler.requests import RequestRegistry
 from hybridkv.connector.scheduler.weights import WeightsWatch
 from hybridkv.wire.messages import ReportStale
@@ -13,7 +13,7 @@ from hybridkv.wire.messages import ReportStale
 logger = logging.getLogger("vllm.hybridkv")
 
 
-class IdentityWatch(Part):
+class IdentityWatch(Listener):
     """Takes the workers' answers about their weights, and says what follows from them."""
 
     def __init__(

@@ -9,7 +9,7 @@ to be stored as any other. The next wish takes its place with the plan of that s
 
 from collections.abc import Sequence
 
-from hybridkv.connector.scheduler.parts import Part, Step
+from hybridkv.connector.scheduler.listeners import Listener, Step
 from hybridkv.connector.scheduler.requests import RequestRegistry, TrackedRequest
 from hybridkv.core.junctions import tokens_of_cost, worth_keeping
 from hybridkv.core.speed import Speed
@@ -17,7 +17,7 @@ from hybridkv.core.state_boundaries import recurrent_groups
 from hybridkv.vllm.seams import keep_state_at, state_wish
 
 
-class Junctions(Part):
+class Junctions(Listener):
     """The wishes of all requests that have some."""
 
     def __init__(self, requests: RequestRegistry) -> None:

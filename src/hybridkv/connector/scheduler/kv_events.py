@@ -38,7 +38,7 @@ from hybridkv.connector.scheduler.descriptions import (
     encode_blocks,
     is_description,
 )
-from hybridkv.connector.scheduler.parts import EngineIdentity, Part
+from hybridkv.connector.scheduler.listeners import EngineIdentity, Listener
 from hybridkv.connector.scheduler.requests import TrackedRequest
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.keys import unpack_hashes
@@ -114,7 +114,7 @@ class MediumBlocks:
         self.uses, self.leaving = ShardedDict(), large
 
 
-class KVEventPublisher(Part):
+class KVEventPublisher(Listener):
     """The announced chunks, and events that vLLM has not taken yet. There are none if it is off."""
 
     def __init__(self, geometry: Geometry, counters: Counter[Metric], is_on: bool = True) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hybridkv.connector import metrics
 from hybridkv.connector.messages import LoadPlan
-from hybridkv.connector.scheduler.parts import Part, Step
+from hybridkv.connector.scheduler.listeners import Listener, Step
 from hybridkv.connector.scheduler.requests import (
     Change,
     RequestEvent,
@@ -26,7 +26,7 @@ LOAD_SECONDS_MAX = 10.0  # A load copies memory. A load that takes longer is rep
 
 
 @dataclass(eq=False)
-class LoadPlanner(Part):
+class LoadPlanner(Listener):
     """All loads of one engine, each from the blocks that it gets to its end."""
 
     requests: RequestRegistry

@@ -14,7 +14,7 @@ from hybridkv.connector import metrics
 from hybridkv.connector.messages import StepReport
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
-from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step
+from hybridkv.connector.scheduler.listeners import EngineIdentity, Listener, Step
 from hybridkv.connector.scheduler.requests import (
     NO_CHANGE,
     Change,
@@ -102,7 +102,7 @@ class Offer(NamedTuple):
     change: Change = NO_CHANGE  # What changes of the request with it.
 
 
-class Lookups(Part):
+class Lookups(Listener):
     """The lookups of one engine, and the offers that follow. `now` is monotonic seconds.
 
     What a lookup comes to is returned, and `RequestRegistry.advance` writes it.

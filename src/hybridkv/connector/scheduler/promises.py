@@ -6,7 +6,7 @@ says when it begins to compute the prompt, and when all that it stores of it is 
 
 from dataclasses import dataclass
 
-from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step
+from hybridkv.connector.scheduler.listeners import EngineIdentity, Listener, Step
 from hybridkv.connector.scheduler.requests import RequestRegistry, RequestState, TrackedRequest
 from hybridkv.connector.scheduler.stores import StorePlanner
 from hybridkv.wire.messages import Computed, Computing
@@ -25,7 +25,7 @@ class OpenPromise:
     settle_steps: int = SETTLE_STEPS
 
 
-class OwnPromises(Part):
+class OwnPromises(Listener):
     """The promises of one engine, by the lease of the lookup after which each was made."""
 
     def __init__(self, requests: RequestRegistry, stores: StorePlanner) -> None:

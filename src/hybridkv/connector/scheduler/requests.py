@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hybridkv.connector.messages import LoadPlan
 from hybridkv.connector.metrics import Shed, declined, transition_ignored
-from hybridkv.connector.scheduler.parts import Part
+from hybridkv.connector.scheduler.listeners import Listener
 from hybridkv.core.audit import AuditVerdict
 from hybridkv.core.coverage import lacking
 from hybridkv.core.geometry import Geometry
@@ -335,7 +335,7 @@ class Outbox(Protocol):
 
 
 @dataclass
-class RequestRegistry(Part):
+class RequestRegistry(Listener):
     """All requests from their arrival to their end, by id and by lease."""
 
     geometry: Geometry

@@ -28,9 +28,9 @@ from hybridkv.connector.scheduler.kv_events import (
     WITHDRAWN_MAX,
     KVEventPublisher,
 )
+from hybridkv.connector.scheduler.listeners import EngineIdentity, Listener, Step, Tables
 from hybridkv.connector.scheduler.loads import LoadPlanner
 from hybridkv.connector.scheduler.lookups import Lookups
-from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step, Tables
 from hybridkv.connector.scheduler.promises import OwnPromises
 from hybridkv.connector.scheduler.requests import (
     Change,
@@ -115,7 +115,7 @@ class SchedulerRole:
         self.promises = OwnPromises(self.requests, self.stores)
         self.advice = RequestAdvice(self.requests, self.lookups, self.stores)
         self._junctions = Junctions(self.requests)
-        self.parts: tuple[Part, ...] = (
+        self.listeners: tuple[Listener, ...] = (
             self.loads,
             self._junctions,
             IdentityWatch(self.requests, life.weights, self.change_identity),
@@ -144,7 +144,7 @@ class SchedulerRole:
     def _follow_blocks(self) -> None:
         """Follow from now on which blocks of the engine are proven. Those that it has are not."""
         self._drafted = DraftedBlocks(self._context, self.requests)
-        self.parts = (self._drafted, *self.parts)
+        self.listeners = (self._drafted, *self.listeners)
 
     def run_work(self, work: Callable[["SchedulerRole"], Result]) -> Result:
         """Return the result of a hook's work. A fault ends the connection and is raised again.
@@ -286,8 +286,8 @@ class SchedulerRole:
         if session.is_connected and not can_store:
             self._counters[stores_shed(Shed.UNATTACHED)] += len(output.num_scheduled_tokens)
         step = Step(plan, output, tables, can_store and session.is_connected)
-        for part in self.parts:
-            part.on_step_planned(step, now)
+        for listener in self.listeners:
+            listener.on_step_planned(step, now)
         if plan.stores:
             self._push_until = now + PUSH_SECONDS
         self.reserve_slots(now)
@@ -335,8 +335,8 @@ class SchedulerRole:
                 self.loads.on_load_end(tracked, request_id in failed, now)
         self.session.attached_ranks = self.session.attached_ranks or {}
         if report is not None:
-            for part in self.parts:
-                part.on_report(report, now)
+            for listener in self.listeners:
+                listener.on_report(report, now)
             self._counters.update(report.counters)
 
     def has_pending_work(self) -> bool:
@@ -380,8 +380,8 @@ class SchedulerRole:
         question leaves with a step of its own where no step is due. Returns True: the role goes on.
         """
         now = time.monotonic()
-        for part in self.parts:
-            part.on_reset(is_empty, now)
+        for listener in self.listeners:
+            listener.on_reset(is_empty, now)
         if is_empty:
             self._adapters.on_cache_emptied()
         self._push_until = now + PUSH_SECONDS
@@ -391,8 +391,8 @@ class SchedulerRole:
     def change_identity(self, identity: EngineIdentity) -> None:
         """Take another identity: the weights changed, and no block of the old weights is left."""
         now = time.monotonic()
-        for part in self.parts:
-            part.on_new_identity(identity, now)
+        for listener in self.listeners:
+            listener.on_new_identity(identity, now)
         self._flush(now)
 
     def load_sources(self, request_id: str, external_tokens: int) -> dict[str, int]:
@@ -521,5 +521,5 @@ class SchedulerRole:
 
     def _on_connection_lost(self) -> None:
         now = time.monotonic()
-        for part in self.parts:
-            part.on_connection_lost(now)
+        for listener in self.listeners:
+            listener.on_connection_lost(now)

@@ -24,8 +24,8 @@ from hybridkv.connector.metrics import (
     SLOTS_CONDEMNED,
     daemon_unsent,
 )
+from hybridkv.connector.scheduler.listeners import EngineIdentity, Listener
 from hybridkv.connector.scheduler.nodes import NodesLink
-from hybridkv.connector.scheduler.parts import EngineIdentity, Part
 from hybridkv.connector.scheduler.requests import Outbox
 from hybridkv.core.breaker import Breaker
 from hybridkv.core.geometry import Geometry
@@ -39,7 +39,7 @@ RESPAWN_SECONDS = 5.0  # A daemon of our own that died is started again at most 
 
 
 @dataclass(eq=False)
-class DaemonSession(Part, Outbox):
+class DaemonSession(Listener, Outbox):
     """One engine's session. No method waits. `now` is monotonic seconds."""
 
     socket_path: str

@@ -21,7 +21,7 @@ from hybridkv.connector.metrics import (
 from hybridkv.connector.scheduler.audits import Audits
 from hybridkv.connector.scheduler.context import EngineLife, SchedulerContext
 from hybridkv.connector.scheduler.kv_events import KVEventPublisher, PresentObjects
-from hybridkv.connector.scheduler.parts import EngineIdentity, Part, Step
+from hybridkv.connector.scheduler.listeners import EngineIdentity, Listener, Step
 from hybridkv.connector.scheduler.requests import (
     RequestRegistry,
     StoredState,
@@ -70,7 +70,7 @@ class StateOffer(NamedTuple):
     tokens: int  # The tokens that the state has read.
 
 
-class StorePlanner(Part):
+class StorePlanner(Listener):
     """All stores of one engine, each from the step that completes an object to its commit."""
 
     def __init__(

@@ -1,6 +1,6 @@
-"""The moments of an engine that the parts of the scheduler role listen to.
+"""The moments of an engine to which weights, adapters, stores, lookups and others listen.
 
-`SchedulerRole.parts` has them in the order in which they hear of each moment.
+`SchedulerRole.listeners` has them in the order in which they hear of each moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ class EngineIdentity(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """A step that the engine has scheduled, and its plan, to which the parts add."""
+    """A step that the engine has scheduled, and its plan, to which listeners add."""
 
     plan: StepPlan
     output: Any  # vLLM's SchedulerOutput.
@@ -37,8 +37,8 @@ class Step:
     can_store: bool  # True if there is a connection, and the workers map the daemon's arena.
 
 
-class Part:
-    """A part of the scheduler role. What it does not override does nothing.
+class Listener:
+    """A part of the scheduler role that hears of moments. What it does not override does nothing.
 
     `now` is monotonic seconds.
     """
