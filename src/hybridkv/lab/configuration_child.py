@@ -56,7 +56,7 @@ from hybridkv.core.state_boundaries import state_findings
 from hybridkv.lab.capacity import ConfigPreview, GroupPreview
 from hybridkv.lab.configuration import MODEL_WORKS, ConfigReport, OptionValue
 from hybridkv.lab.pairs import HASH_SEED, OPTIONS, WEIGHTS_OPTIONS
-from hybridkv.multi.children import check_hma, child_specs, parse_multi
+from hybridkv.multi.children import check_hma, check_keys, child_specs
 from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
 from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
@@ -211,7 +211,7 @@ def _served_configs(config: Any, is_named: bool, report: ConfigReport) -> list[S
 
     def inside() -> list[Any]:
         try:
-            parse_multi(config.kv_transfer_config.kv_connector_extra_config)
+            check_keys(config.kv_transfer_config.kv_connector_extra_config)
             check_hma(config)
             return list(child_specs(config))
         except (ConfigError, TypeError) as error:

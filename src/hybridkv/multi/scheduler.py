@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from hybridkv.core.metrics import Metric
 from hybridkv.core.speed import PrefillSpeed
 from hybridkv.multi import metrics, ranking
-from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState, MultiSettings
+from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState
 from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
 from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision, WaitTimes, WeightedSpeed
 from hybridkv.multi.stats import OWN, MultiKVConnectorStats, OwnStats
@@ -21,6 +21,9 @@ from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
 from hybridkv.vllm.hook_guard import logger
 from hybridkv.vllm.prometheus import StatsCollector
 from hybridkv.vllm.versions import CacheHitSource
+
+SETTLE_SECONDS = 10.0
+"""How long after a child's fault the engine waits for the ends of its transfers."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +68,6 @@ class MultiScheduler:
     """
 
     children: ChildConnectors
-    settings: MultiSettings
     group_ids: tuple[int, ...]  # The groups that a load restores by default.
     groups: Sequence[Retention]  # All groups of the engine.
     room: BlockRoom
@@ -349,12 +351,7 @@ class MultiScheduler:
     def _wait_times(self, lookup: MultiLookup, most: int, now: float) -> WaitTimes:
         """Returns how long a request that would compute up to `most` tokens may wait, and has."""
         return WaitTimes(
-            grace_seconds=self.settings.grace_ms / 1e3,
-            patience_seconds=ranking.patience(
-                lookup.answers.values(),
-                self._prefill.prefill_seconds(most),
-                self.settings.patience_seconds,
-            ),
+            patience_seconds=min(ranking.PATIENCE_SECONDS_MAX, self._prefill.prefill_seconds(most)),
             asked_seconds=_seconds_since(lookup.asked_at, now),
             hit_seconds=_seconds_since(lookup.hit_at, now),
         )
@@ -455,7 +452,7 @@ class MultiScheduler:
         """End the loads that dead children will not end. Returns the children that are SILENT.
 
         A load that no worker knows of fails at once. Other loads, and saves, end when the child is
-        SILENT: its copies have had `settle_seconds` to end.
+        SILENT: its copies have had SETTLE_SECONDS to end.
         """
         dead, silent = {NOBODY}, set()
         for child in self.children.all:
@@ -463,7 +460,7 @@ class MultiScheduler:
                 continue
             dead.add(child.index)
             child.off_since = now if child.off_since is None else child.off_since
-            child.is_silent = now >= child.off_since + self.settings.settle_seconds
+            child.is_silent = now >= child.off_since + SETTLE_SECONDS
             if child.state is ChildState.SILENT:
                 silent.add(child.index)
         for request_id, load in self.loads.items():
