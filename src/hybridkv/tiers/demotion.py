@@ -248,9 +248,6 @@ class Demotion:
                 self._use_jobs[job] = batch
                 tier.submit_job(job, self._now)
 
-    def _can_report(self, tier: TierState) -> bool:
-        return tier.may_read(self._now) and tier.has_thread(JobKind.USE)
-
     def _write_queued(self, tier: TierState, queue: deque[QueuedWrite]) -> None:
         while queue and self._looks_left and self._can_write(tier):
             batch = self._batch(tier, queue)

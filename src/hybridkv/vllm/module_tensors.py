@@ -137,14 +137,6 @@ def module_contents(
                 yield ModuleContent(name, type(module).__name__, (), (), is_unread=True)
 
 
-def reached_tensors(
-    models: Mapping[str, torch.nn.Module], is_left_out: IsLeftOut = lambda _: False
-) -> Iterator[ReachedTensor]:
-    """Yield every tensor that the digest of `models` reads, in the digest's order."""
-    for content in module_contents(models, is_left_out):
-        yield from content.tensors
-
-
 def modules_on_one_buffer(contents: Sequence[ModuleContent]) -> frozenset[str]:
     """Return the names of modules whose parameters lie on those of other modules in memory.
 
