@@ -3,7 +3,8 @@
 As `hybridkv replay`, for chunks of 512 tokens with two objects of one size: one of a full attention
 group and one of a group with recurrent state. Sizes are shares of all objects. `--scan N` adds a
 prompt of 200 chunks that nobody repeats after every N-th request; it does not count itself, and
-foresight, which knows all later prompts, is measured without it.
+foresight, which knows all later prompts, is measured without it. `lru` is not told where prompts
+end, and `2q` is the daemon's own order.
 """
 
 import argparse
@@ -11,14 +12,14 @@ import heapq
 import sys
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from hybridkv.core.coverage import needed_chunks
 from hybridkv.core.geometry import Geometry, Group, GroupKind
-from hybridkv.core.policies import EvictionClass, EvictionPolicy
+from hybridkv.core.policies import EvictionClass
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.lab.replay import (
     BLOCK_TOKENS,
@@ -30,6 +31,8 @@ from hybridkv.lab.replay import (
     UnlimitedCache,
     read_trace,
 )
+from hybridkv.store.eviction import EvictionQueue
+from hybridkv.store.index import Slot
 
 GROUPS = (
     Group(0, GroupKind.FULL, BLOCK_TOKENS, (100,)),
@@ -149,8 +152,23 @@ class ForesightCache:
             heapq.heappush(self._heap, candidate)
 
 
-class Unmarked(TraceReplay):
-    """A cache that is not told where prompts end."""
+class LeastRecentlyUsed(EvictionQueue[Slot]):
+    """An order in which a read makes an object the latest one, and nothing else matters."""
+
+    def mark_used(self, items: Iterable[Slot]) -> list[Slot]:
+        self.renew_items(items)
+        return []
+
+    def remember(self, item: Slot, key: bytes) -> None:
+        """Remember nothing."""
+
+
+class LruCache(TraceReplay):
+    """A plain LRU cache, which is not told where prompts end."""
+
+    def __init__(self, model: ReplayModel, ram_bytes: int) -> None:
+        super().__init__(model, ram_bytes)
+        self.store.queue = LeastRecentlyUsed(self.store.bound_bytes)
 
     def store_object(self, stored: ReplayObject, eviction_class: EvictionClass) -> None:
         super().store_object(stored, EvictionClass.PROMPT)
@@ -190,14 +208,10 @@ def main() -> int:
         f"at most {ceiling.rate:.1%}"
     )
     reads = all_reads(MODEL, prompts)
-    print("cache  lru, no marks      lru       2q  foresight")
+    print("cache      lru       2q  foresight")
     for share in (0.02, 0.05, 0.1, 0.2, 0.4):
         ram_bytes = int(unlimited.stored_bytes * share)
-        caches = (
-            Unmarked(MODEL, ram_bytes, EvictionPolicy.LRU),
-            TraceReplay(MODEL, ram_bytes, EvictionPolicy.LRU),
-            TraceReplay(MODEL, ram_bytes, EvictionPolicy.TWO_QUEUES),
-        )
+        caches = (LruCache(MODEL, ram_bytes), TraceReplay(MODEL, ram_bytes))
         rates = [hits(cache, with_scans(prompts, options.scan)).rate for cache in caches]
         foresight = ForesightCache(MODEL, ram_bytes, reads)
         rates.append(sum(map(foresight.serve, prompts), ReplayHits()).rate)

@@ -21,7 +21,6 @@ from hybridkv.cli.arguments import CONFIG
 from hybridkv.cli.main import COMMANDS, add_arguments
 from hybridkv.core.daemon_settings import CONFIG_VARIABLE, DAEMON_SETTINGS
 from hybridkv.core.settings import Settings
-from hybridkv.multi.children import MultiSettings
 from tests.documents import DOCS, filled, print_or_write_all, table
 
 PAGES = (DOCS / "configuration.md", DOCS / "tiers.md")
@@ -236,7 +235,6 @@ def _sentence(text: str) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "settings": partial(_settings, Settings),
-    "multi_settings": partial(_settings, MultiSettings),
     **{f"tier_options_{kind}": partial(_tier_options, kind) for kind in TIER_OPTIONS},
     "options_serve": _daemon_settings,
 }

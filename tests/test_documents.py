@@ -20,7 +20,7 @@ from hybridkv.core.metrics import Metric
 from hybridkv.core.settings import Settings
 from hybridkv.core.tier_urls import TierSpec, parse_tier
 from hybridkv.multi import metrics as multi_metrics
-from hybridkv.multi.children import OWN_KEYS, MultiSettings
+from hybridkv.multi.children import OWN_KEYS
 from hybridkv.observe.status import DECLINES
 from hybridkv.shm.slots import SLOT_VERSION
 from hybridkv.shm.trailer import ARENA_VERSION
@@ -115,10 +115,9 @@ def test_every_table_is_on_a_page() -> None:
 
 def test_a_setting_without_a_text_is_noticed() -> None:
     of_the_daemon = {"daemon", "daemon_options"}  # They have a table of their own.
-    for settings in (Settings, MultiSettings):
-        assert {setting.field.name for setting in documented(settings)} == {
-            field.name for field in fields(settings)
-        } - of_the_daemon
+    assert {setting.field.name for setting in documented(Settings)} == {
+        field.name for field in fields(Settings)
+    } - of_the_daemon
     text = (DOCS / "configuration.md").read_text()
     assert all(f"| `{key}` |" in text for key in OWN_KEYS)
 

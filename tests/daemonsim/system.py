@@ -27,7 +27,6 @@ from unittest import mock
 
 from hybridkv.client import link
 from hybridkv.core.errors import HybridKVError
-from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.daemon import clients, loop
 from hybridkv.daemon.quota_file import StoredQuotas
@@ -407,14 +406,12 @@ class System:
         self.life_starts_ms.append(self.time_ms())
         self.trace("start", self.time_ms(), ram_bytes, fresh)
         self._may_wait = False
-        policy = tuple(EvictionPolicy)[self.lives % len(EvictionPolicy)]
         quota = (None, 3 * SLOT_ALIGN, 12 * SLOT_ALIGN)[self.lives % 3] if self.has_quotas else None
         options = loop.ServeOptions(
             socket_path=SOCKET_PATH,
             ram_bytes=ram_bytes,
             metrics_port=-1,
             fresh=fresh,
-            eviction=policy,
             salt_quota_bytes=quota,
             tiers=self.tiers,
             node="node",

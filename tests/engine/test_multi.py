@@ -38,13 +38,15 @@ def ours(socket_path: str, **extra: object) -> dict[str, Any]:
     }
 
 
-def multi(model: str, children: list[dict[str, Any]], *options: str, **extra: object) -> list[str]:
-    """Returns vLLM's arguments of an engine with MultiConnector."""
+def multi(
+    model: str, children: list[dict[str, Any]], *options: str, module: str = "hybridkv.connector"
+) -> list[str]:
+    """Returns vLLM's arguments of an engine with the MultiConnector of a module."""
     transfer = {
         "kv_connector": "MultiConnector",
-        "kv_connector_module_path": "hybridkv.connector",
+        "kv_connector_module_path": module,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": children, **extra},
+        "kv_connector_extra_config": {"connectors": children},
     }
     arguments = [f"--model={bundled_models()[model]}", *bundled_arguments(model), *options]
     return [*arguments, "--kv-transfer-config", json.dumps(transfer)]
@@ -87,11 +89,8 @@ def test_two_daemons(tmp_path: Path) -> None:
         ours(light.socket_path, name="light"),
         ours(heavy.socket_path, name="heavy", load_weight=2),
     ]
-    with (
-        light,
-        heavy,
-        engine("gemma3", tmp_path / "a.log", multi("gemma3", children, grace_ms=1000)) as running,
-    ):
+    arguments = multi("gemma3", children, module="tests.engine.unhurried")
+    with light, heavy, engine("gemma3", tmp_path / "a.log", arguments) as running:
         running.generate(text, max_tokens=6)
         (oracle,) = running.generate(text, max_tokens=6)
         assert oracle["cached_tokens"] == HIT

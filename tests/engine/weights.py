@@ -41,6 +41,7 @@ from hybridkv.lab.models import bundled_arguments, bundled_models
 from hybridkv.lab.runner import make_engine
 from hybridkv.vllm import weights_digest
 from hybridkv.vllm.preflight import CONNECTOR, SEVERAL
+from tests.engine import unhurried
 from tests.engine.ready import await_write_slots
 from tests.engine.support import LOOKUP_TIMEOUT_MS, prompt
 
@@ -83,8 +84,9 @@ class Served:
         extra |= {"weights_identity": weights_identity} if weights_identity else {}
         transfer: dict[str, Any] = {**CONNECTOR, "kv_connector_extra_config": extra}
         if is_multi:
-            inside = {"connectors": [transfer], "patience_seconds": 10}
+            inside = {"connectors": [transfer]}
             transfer = {**transfer, "kv_connector": SEVERAL, "kv_connector_extra_config": inside}
+            transfer["kv_connector_module_path"] = unhurried.__name__
         transfer_options = ["--kv-transfer-config", json.dumps(transfer)] if socket_path else []
         self.engine = make_engine([*ARGUMENTS, *arguments, *transfer_options])
         await_write_slots(self.engine)

@@ -191,7 +191,7 @@ FAULTS: tuple[Mutation, ...] = (
         "grace-without-end",
         "a hit in hand waits for a better one for as long as it takes",
         "decide",
-        always("grace_seconds"),
+        always("GRACE_SECONDS"),
         "B21",
         (BRUTE_FORCE,),
     ),

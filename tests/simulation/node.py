@@ -32,7 +32,7 @@ class DaemonOptions(NamedTuple):
 ARENAS = {
     "roomy": DaemonOptions("16MiB"),
     "tight": DaemonOptions("1MiB"),
-    "shared": DaemonOptions("1MiB", ("--eviction", "lru", "--salt-quota", str(QUOTA_BYTES))),
+    "shared": DaemonOptions("1MiB", ("--salt-quota", str(QUOTA_BYTES))),
     "deep": DaemonOptions("1MiB", ("--tier", DISK_THROUGH, "--tier", DISK_BACK)),
 }
 """The daemons of the simulation, by the name of their arena."""

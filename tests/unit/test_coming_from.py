@@ -127,8 +127,6 @@ def exists(name: str) -> bool:
         return parse_tier(name, "tier").kind in KINDS
     if name.partition("=")[0] == "write":
         return parse_tier(f"disk:///d?{name}", "tier") is not None
-    if name in ("2q", "lru"):
-        return name in source
     return (
         is_setting(name)
         or name in set(RequestState)
@@ -187,7 +185,7 @@ def test_what_does_not_exist_is_noticed(name: str) -> None:
 
 def test_every_setting_is_on_the_page() -> None:
     named = {name for _, name in names()}
-    keys = OF_ENGINES | {"ram", "eviction", "salt_quota", "disk", "disk_bytes", "tiers"}
+    keys = OF_ENGINES | {"ram", "salt_quota", "disk", "disk_bytes", "tiers"}
     assert keys - named <= {"load_policy", "checksum", "audit", "weights_identity", "config"}, (
         "others have nothing like these"
     )

@@ -46,9 +46,8 @@ def run_stop(arguments: argparse.Namespace) -> int:
     left_arenas = stale_arenas(path, directory)
     if not (is_freed and left_arenas and peer_pid(socket_path) < 0):
         signal_number = signal.SIGINT if is_freed else signal.SIGTERM
-        ended = _end(socket_path, signal_number, directory)
-        pid = ended.pid
-        left_arenas += ended.arenas
+        pid, ended_arenas = _end(socket_path, signal_number, directory)
+        left_arenas += ended_arenas
     if is_freed:
         free_left(path, directory)
     kept_arenas = {*left_arenas, *stale_arenas(path, directory)}
@@ -66,18 +65,11 @@ def run_stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _EndedDaemon(NamedTuple):
-    """A daemon that a signal has ended."""
-
-    pid: int
-    arenas: list[Path]  # Its arena; none where the daemon is of another version.
-
-
-def _end(socket_path: str, number: signal.Signals, directory: Path) -> _EndedDaemon:
+def _end(socket_path: str, number: signal.Signals, directory: Path) -> tuple[int, list[Path]]:
     """End the daemon with a signal.
 
-    Raises HybridKVError where there is none, where this user may not end it, or where it does not
-    end.
+    Returns its pid and its arena, or no arena where the daemon is of another version. Raises
+    HybridKVError where there is none, where this user may not end it, or where it does not end.
     """
     arenas = []
     try:
@@ -102,7 +94,7 @@ def _end(socket_path: str, number: signal.Signals, directory: Path) -> _EndedDae
     if not has_ended:
         what = f"the daemon at {socket_path} did not end within {END_SECONDS:g} s"
         raise DaemonUnreachableError(what, _remedy(socket_path, pid, directory))
-    return _EndedDaemon(pid, arenas)
+    return pid, arenas
 
 
 def _remedy(socket_path: str, pid: int, directory: Path) -> str:

@@ -23,7 +23,6 @@ from hybridkv.cli.tier_findings import PREFILL, describe_need, prefill_of
 from hybridkv.core.errors import ConfigError, HybridKVError
 from hybridkv.core.findings import Verdict
 from hybridkv.core.geometry import Geometry
-from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.lab import replay
 from hybridkv.lab.capacity import ConfigPreview
@@ -33,7 +32,6 @@ from hybridkv.lab.replay import ReplayHits, ReplayModel, TracePrompt, TraceRepla
 from hybridkv.lab.sizing import ReadCost, needed_speed, read_cost
 from hybridkv.shm.slots import slot_bytes
 
-_EVICTION = EvictionPolicy.TWO_QUEUES.value
 PROGRESS_SECONDS = 5.0
 SIZES = 6  # The number of sizes that are tried where none is named.
 
@@ -58,7 +56,6 @@ SIZES = 6  # The number of sizes that are tried where none is named.
         "worth a look)",
         action="append",
     ),
-    option("--eviction", "as of `serve`", _EVICTION, choices=[*EvictionPolicy]),
     PREFILL,
     JSON,
     *model_arguments(bundled_models(), "the engine of the running daemon"),
@@ -66,7 +63,7 @@ SIZES = 6  # The number of sizes that are tried where none is named.
 def run_replay(arguments: argparse.Namespace) -> int:
     """Print what each size of cache hits, next to what no cache could exceed."""
     sizes = [parse_size(size, "ram") for size in arguments.ram or ()]
-    block_tokens, eviction = arguments.block_tokens, EvictionPolicy(arguments.eviction)
+    block_tokens = arguments.block_tokens
     prompts = replay.read_trace(arguments.trace, block_tokens, plain(str(arguments.trace)))
     preview = _preview(arguments)
     assert preview.geometry is not None
@@ -79,7 +76,6 @@ def run_replay(arguments: argparse.Namespace) -> int:
     whole = 1 << math.ceil(math.log2(unlimited.stored_bytes))
     report = _Report(
         model=preview.model,
-        eviction=eviction,
         known_tokens=sum(replay.known_tokens(prompts, block_tokens)),
         ceiling=sum(ceilings, ReplayHits()),
         everything_bytes=unlimited.stored_bytes,
@@ -88,7 +84,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     for size in sorted(sizes or (max(1, whole >> halves) for halves in range(SIZES))):
         # A cache that is larger than everything behaves as one that is as large.
         ram_bytes = max(1, min(size, 2 * unlimited.stored_bytes))
-        with TraceReplay(model, ram_bytes, eviction) as cache:
+        with TraceReplay(model, ram_bytes) as cache:
             hits = _served(cache, prompts, format_size(size))
         report.sizes[size] = sum(hits, ReplayHits())
         report.below[size] = _read_below(model.geometry, ceilings, hits)
@@ -104,7 +100,6 @@ class _Report:
     """The results of all caches, and how they are printed."""
 
     model: str
-    eviction: EvictionPolicy
     known_tokens: int  # Tokens that an earlier prompt had.
     ceiling: ReplayHits  # Of a cache without bound.
     everything_bytes: int  # Bytes of all objects that it stored.
@@ -116,7 +111,6 @@ class _Report:
     def document(self) -> dict[str, Any]:
         """Returns the object that --json prints."""
         return {
-            "eviction": self.eviction,
             "model": self.model,
             "prompts": self.ceiling.prompts,
             "tokens": self.ceiling.tokens,
@@ -157,7 +151,7 @@ class _Report:
             "evicted",
             "from a tier",
         )
-        table = new_table(columns, title=f"--eviction {self.eviction}")
+        table = new_table(columns)
         for ram_bytes, hits in self.sizes.items():
             table.add_row(
                 format_size(ram_bytes),

@@ -60,7 +60,6 @@ def run_serve(arguments: argparse.Namespace) -> int:
         ram_bytes=settings.ram_bytes,
         metrics_port=settings.metrics_port,
         fresh=settings.fresh,
-        eviction=settings.eviction,
         salt_quota_bytes=settings.salt_quota_bytes,
         user_quota_bytes=settings.user_quota_bytes,
         tiers=tuple(parse_tier(url, "tier") for url in settings.tier_urls()),

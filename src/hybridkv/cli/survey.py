@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from hybridkv.cli.arguments import option
 from hybridkv.client.control import ControlClient
@@ -75,13 +74,6 @@ class Survey:
     looked: int = 0  # Objects of all places.
 
 
-class SurveyedObject(NamedTuple):
-    """An object, and the number of the place that holds it."""
-
-    place: int
-    held: HeldObject
-
-
 class Surveyor:
     """Walks over all places of one daemon."""
 
@@ -98,12 +90,12 @@ class Surveyor:
         Raises ConfigError where a salt is given and the daemon tells users apart instead.
         """
         survey, family_of = Survey(self.places), _no_family
-        found: Iterable[SurveyedObject] = self._walk(survey, selection)
+        found: Iterable[tuple[int, HeldObject]] = self._walk(survey, selection)
         if names_families or selection.family:
             # An object's first chunk is known once all chunks are.
             families, found = Families(), list(found)
-            for each in found:
-                families.learn_from(each.held, is_exact=each.place == 0)
+            for place, held in found:
+                families.learn_from(held, is_exact=place == 0)
             family_of = families.family_of
         for place, held in found:
             match selection.selects(held, family_of):
@@ -113,8 +105,8 @@ class Surveyor:
                     on_selected(place, held, family_of(held))
         return survey
 
-    def _walk(self, survey: Survey, selection: Selection) -> Iterator[SurveyedObject]:
-        """Yields every object."""
+    def _walk(self, survey: Survey, selection: Selection) -> Iterator[tuple[int, HeldObject]]:
+        """Yields every object, with the number of the place that holds it before it."""
         for place in range(len(self.places)):
             for page in self._control.list_objects(place):
                 survey.models |= page.models
@@ -125,7 +117,7 @@ class Surveyor:
                     survey.looked += 1
                     # What RAM held when the daemon started was used before.
                     is_older = held.used_seconds is None and place == 0
-                    yield SurveyedObject(
+                    yield (
                         place,
                         held._replace(used_seconds=page.up_seconds)
                         if (

@@ -14,7 +14,6 @@ from hybridkv.core import option_parsers
 from hybridkv.core.durations import parse_duration
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_node_name, check_socket_path
-from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import parse_size
 from hybridkv.core.tier_urls import disk_url, parse_tier
 
@@ -139,14 +138,6 @@ class DaemonSettings:
         'how long that memory is kept for the next daemon after the end of this one, like "30min" '
         'or "never" for no bound (default: 1h)',
         key="arena_ttl",
-    )
-    eviction: EvictionPolicy = _setting(
-        EvictionPolicy.TWO_QUEUES,
-        option_parsers.choice(EvictionPolicy),
-        "",
-        "eviction policy: 2q resists scans (one-off prompts do not evict prompts that are reused); "
-        "lru evicts the least recently used (default: 2q)",
-        choices=[str(policy) for policy in EvictionPolicy],
     )
     salt_quota_bytes: int | None = _setting(
         None,

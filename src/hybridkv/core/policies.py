@@ -20,13 +20,6 @@ class Advice(StrEnum):
     DEMOTE = "demote"  # As RELEASE, after tiers below RAM have them.
 
 
-class EvictionPolicy(StrEnum):
-    """The values of `hybridkv serve --eviction`."""
-
-    TWO_QUEUES = "2q"
-    LRU = "lru"
-
-
 class LoadPolicy(StrEnum):
     """Whether objects in tiers below RAM are loaded."""
 

@@ -17,7 +17,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import msgspec
 
@@ -94,9 +94,9 @@ class BookFile:
         """Return the chunks of an open file up to its first fault, where the file is cut off."""
         content, chunks = file.read(), list[DescribedChunk]()
         end = len(HEAD) if content.startswith(HEAD) else 0
-        for frame in self._frames(content):
-            end = frame.end
-            chunks += frame.chunks
+        for frame_end, frame_chunks in self._frames(content):
+            end = frame_end
+            chunks += frame_chunks
         if end < len(content):
             file.truncate(end)
         self.size_bytes += end
@@ -123,8 +123,8 @@ class BookFile:
         frame = msgspec.msgpack.encode(rows)
         return frame if self._key is None else self._key.encrypt(frame, HEAD)
 
-    def _frames(self, content: bytes) -> Iterator["_Frame"]:
-        """Yield the sound frames, up to the first that is not."""
+    def _frames(self, content: bytes) -> Iterator[tuple[int, list[DescribedChunk]]]:
+        """Yield the end of each sound frame and its chunks, up to the first that is not sound."""
         at = len(HEAD)
         while content.startswith(HEAD) and at + _FRAME.size <= len(content):
             size, checksum = _FRAME.unpack_from(content, at)
@@ -139,12 +139,7 @@ class BookFile:
                 rows = _DECODER.decode(frame)
             except (msgspec.MsgspecError, HybridKVError):
                 return
-            yield _Frame(at, [_described(row) for row in rows])
-
-
-class _Frame(NamedTuple):
-    end: int  # Where it ends in the file.
-    chunks: list[DescribedChunk]
+            yield at, [_described(row) for row in rows]
 
 
 def _described(row: _Chunk) -> DescribedChunk:

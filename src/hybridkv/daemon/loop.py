@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from hybridkv.core.durations import format_duration
 from hybridkv.core.errors import ConfigError
-from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec, WritePolicy
 from hybridkv.daemon import clients
@@ -76,7 +75,6 @@ class ServeOptions(NamedTuple):
     ram_bytes: int | None  # None for as much as an earlier daemon left, or else the default.
     metrics_port: int | None  # None for the usual one, or a free one; -1 for no pages.
     fresh: bool = False  # True to start empty, even where an earlier daemon left an arena.
-    eviction: EvictionPolicy = EvictionPolicy.TWO_QUEUES
     salt_quota_bytes: int | None = None
     """The most that the objects of one `cache_salt` may take. None for no bound but the arena."""
     user_quota_bytes: int | None = None
@@ -97,7 +95,6 @@ def setup_of(options: ServeOptions, ram_bytes: int) -> DaemonSetup:
     quotas = {"salt-quota": options.salt_quota_bytes, "user-quota": options.user_quota_bytes}
     settings = {
         "ram": format_size(ram_bytes),
-        "eviction": str(options.eviction),
         **{name: "none" if quota is None else format_size(quota) for name, quota in quotas.items()},
         "node": options.node,
         "shm-dir": str(options.shm_dir),
@@ -406,7 +403,6 @@ class DaemonServer:
             memory=memory,
             first_generation=time.time_ns() // 10**6 << GENERATION_BITS,
             trailer=self.trailer,
-            policy=options.eviction,
             tenant_bytes=options.salt_quota_bytes or options.user_quota_bytes,
         )
         welcome = Welcome(

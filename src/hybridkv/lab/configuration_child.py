@@ -56,7 +56,7 @@ from hybridkv.core.state_boundaries import state_findings
 from hybridkv.lab.capacity import ConfigPreview, GroupPreview
 from hybridkv.lab.configuration import MODEL_WORKS, ConfigReport, OptionValue
 from hybridkv.lab.pairs import HASH_SEED, OPTIONS, WEIGHTS_OPTIONS
-from hybridkv.multi.children import check_hma, child_specs, parse_multi
+from hybridkv.multi.children import check_hma, check_keys, child_specs
 from hybridkv.vllm import layout as built
 from hybridkv.vllm import preflight
 from hybridkv.vllm.drafters import Drafter, drafter_of, speculation_findings
@@ -101,14 +101,6 @@ class CachePreview(NamedTuple):
     """As the scheduler role gets it."""
     layouts: dict[int, built.WorkerLayout]
     """By rank, and the same for each rank of a stage."""
-
-
-class KVCacheConfigs(NamedTuple):
-    """The KVCacheConfig of each side of the engine."""
-
-    workers: list[KVCacheConfig]
-    """By stage of the pipeline."""
-    scheduler: KVCacheConfig
 
 
 def inspect(arguments: list[str]) -> ConfigReport:
@@ -211,7 +203,7 @@ def _served_configs(config: Any, is_named: bool, report: ConfigReport) -> list[S
 
     def inside() -> list[Any]:
         try:
-            parse_multi(config.kv_transfer_config.kv_connector_extra_config)
+            check_keys(config.kv_transfer_config.kv_connector_extra_config)
             check_hma(config)
             return list(child_specs(config))
         except (ConfigError, TypeError) as error:
@@ -353,15 +345,15 @@ def preview_engine(vllm_config: Any, settings: Settings) -> CachePreview:
             known.update(stage_layers[-1])
         current_platform.update_block_size_for_backend(vllm_config)
         with set_current_vllm_config(vllm_config):
-            configs = _kv_cache_configs(vllm_config, stage_layers)
-            layouts = [_worker_layout(vllm_config, config, settings) for config in configs.workers]
+            workers, scheduler_config = _kv_cache_configs(vllm_config, stage_layers)
+            layouts = [_worker_layout(vllm_config, config, settings) for config in workers]
     everyones = [layout.padded_block_bytes for layout in layouts]
     padded = [
         replace(layout, padding=stage_padding(layout.padded_block_bytes, everyones))
         for layout in layouts
     ]
     by_rank = {rank: padded[rank // ranks] for rank in range(ranks * stages)}
-    return CachePreview(configs.scheduler, by_rank)
+    return CachePreview(scheduler_config, by_rank)
 
 
 def _served_drafter(vllm_config: Any) -> Drafter | None:
@@ -457,10 +449,12 @@ def _layers(vllm_config: Any) -> dict[str, Any]:
     return dict(layers)
 
 
-def _kv_cache_configs(vllm_config: Any, stage_layers: Sequence[Sequence[str]]) -> KVCacheConfigs:
-    """Return the configurations of workers and of the scheduler, by the steps of EngineCore.
+def _kv_cache_configs(
+    vllm_config: Any, stage_layers: Sequence[Sequence[str]]
+) -> tuple[list[KVCacheConfig], KVCacheConfig]:
+    """Return the configurations of workers, by stage, and that of the scheduler.
 
-    `stage_layers` are the names of each stage's layers.
+    They are made by the steps of EngineCore. `stage_layers` are the names of each stage's layers.
     """
     register_all_kvcache_specs(vllm_config)
     specs: dict[str, KVCacheSpec] = get_kv_cache_spec(vllm_config)
@@ -480,7 +474,7 @@ def _kv_cache_configs(vllm_config: Any, stage_layers: Sequence[Sequence[str]]) -
     for config in workers:
         config.hash_block_size = scheduler_config.hash_block_size
         config.cache_hit_alignment_tokens = scheduler_config.cache_hit_alignment_tokens
-    return KVCacheConfigs(workers, scheduler_config)
+    return workers, scheduler_config
 
 
 def _worker_layout(

@@ -9,7 +9,7 @@ from functools import partial
 from operator import truediv
 from queue import Empty, Queue
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -33,6 +33,8 @@ DONE_SECONDS = 120.0
 ROUNDS = 9
 WORD_BYTES = 8
 _BLOCK_TOKENS = 128
+RoundTimes = dict[str, list[float]]
+"""The seconds of each round, by the name of what was done: store, load and plain copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +49,6 @@ class PathOptions:
     checksum: str = "on"
     device: str = "cpu"
     """The torch device that has the engine's blocks."""
-
-
-class PathTimes(NamedTuple):
-    """The seconds of each round, by the name of what was done: store, load and plain copies."""
-
-    wall: dict[str, list[float]]
-    processor: dict[str, list[float]]
-    """The processor time of all threads of this process."""
 
 
 def measure_path(
@@ -101,7 +95,7 @@ def measure_path(
             bench = HostBench(arena, refs, memory, part)
         else:
             bench = DeviceBench(arena, refs, memory, part, copies)
-        times = _measure(bench, refs, memory)
+        seconds, processor_seconds = _measure(bench, refs, memory)
     facts = {
         "bytes": format_size(objects * part_bytes),
         "object": format_size(part_bytes),
@@ -109,15 +103,14 @@ def measure_path(
         "device": device,
         "checksum": options.checksum,
     }
-    return facts | _figures(objects * part_bytes, times)
+    return facts | _figures(objects * part_bytes, seconds, processor_seconds)
 
 
-def _figures(moved_bytes: int, times: PathTimes) -> dict[str, Any]:
-    """Return the rates and ratios of `measure_path`.
+def _figures(moved_bytes: int, seconds: RoundTimes, processor: RoundTimes) -> dict[str, Any]:
+    """Return the rates and ratios of `measure_path`, from the times of `_measure`.
 
     Stores and loads of a device are compared with plain copies from it and to it.
     """
-    seconds, processor = times
     is_host = "copy" in seconds
     plain_copies = {
         "store": "copy" if is_host else "copy_out",
@@ -212,8 +205,10 @@ class DeviceBench:
 
 def _measure(
     bench: HostBench | DeviceBench, refs: Sequence[SlotRef], memory: torch.Tensor
-) -> PathTimes:
+) -> tuple[RoundTimes, RoundTimes]:
     """Return the times of store, load and plain copies, in turns, ROUNDS of each.
+
+    The second ones are the processor time of all threads of this process.
 
     Raises HybridKVError where other bytes come back than were stored.
     """
@@ -241,8 +236,8 @@ def _measure(
         _wait(done, 1)
 
     works = {**bench.plain_copies(), "store": store, "load": load}
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    processor: dict[str, list[float]] = {name: [] for name in works}
+    seconds: RoundTimes = {name: [] for name in works}
+    processor: RoundTimes = {name: [] for name in works}
     before = memory.clone()
     for _ in range(ROUNDS):
         for name, work in works.items():
@@ -258,7 +253,7 @@ def _measure(
         if not torch.equal(memory, before):
             raise HybridKVError("the bytes that came back are not those that were stored")
     bench.close()
-    return PathTimes(seconds, processor)
+    return seconds, processor
 
 
 def _end(refs: Sequence[SlotRef], memory: torch.Tensor) -> int:

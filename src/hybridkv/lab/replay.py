@@ -21,7 +21,7 @@ from hybridkv.core.eviction_classes import eviction_classes
 from hybridkv.core.geometry import Geometry, GroupKind
 from hybridkv.core.junctions import BRANCHES_MAX, Branches
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.policies import EvictionClass, EvictionPolicy
+from hybridkv.core.policies import EvictionClass
 from hybridkv.core.state_boundaries import StateRule, state_ends
 from hybridkv.core.tails import (
     first_tail_chunk,
@@ -273,16 +273,14 @@ class UnlimitedCache:
 class TraceReplay:
     """A cache of `ram_bytes` with the real store, as a context manager."""
 
-    def __init__(
-        self, model: ReplayModel, ram_bytes: int, policy: EvictionPolicy = EvictionPolicy.TWO_QUEUES
-    ) -> None:
+    def __init__(self, model: ReplayModel, ram_bytes: int) -> None:
         self._model = model
         self._scale = max(1, model.smallest_bytes // (PAGES_MIN * SLOT_ALIGN))
         size = max(SLOT_ALIGN, ram_bytes // self._scale // SLOT_ALIGN * SLOT_ALIGN)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = mmap.mmap(-1, size, flags=flags)
         self._view = memoryview(self._memory)
-        self.store = Store(self._view, policy=policy)
+        self.store = Store(self._view)
         self.store.grow_arena(size)
         groups = model.geometry.groups
         self._branches = model.branches()

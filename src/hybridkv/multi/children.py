@@ -19,25 +19,13 @@ from hybridkv.core.errors import ConfigError
 from hybridkv.core.metrics import Metric
 from hybridkv.core.speed import Speed
 from hybridkv.multi.metrics import of_child
-from hybridkv.multi.ranking import PATIENCE_SECONDS_MAX, parse_weight
+from hybridkv.multi.ranking import parse_weight
 from hybridkv.vllm.hook_guard import HookGuard, fault
 from hybridkv.vllm.prometheus import Increments
 
 logger = logging.getLogger("vllm.hybridkv")
 
 
-class SettingLimit(NamedTuple):
-    """The largest value of a setting, and one that works."""
-
-    maximum: float
-    example: str
-
-
-LIMITS = {
-    "grace_ms": SettingLimit(1000.0, "10"),
-    "patience_seconds": SettingLimit(PATIENCE_SECONDS_MAX, "2"),
-    "settle_seconds": SettingLimit(30.0, "10"),
-}
 OWN_KEYS = ("load_weight", "name")  # Keys of a child's extra config that the child does not see.
 HOOK_SECONDS_MAX = 1.0
 """A child whose hooks keep the engine's scheduler for so long pauses (hook_guard.SLOW_MAX).
@@ -57,22 +45,6 @@ class ChildSpec(NamedTuple):
     weight: float  # See multi.ranking.
 
 
-@dataclass(frozen=True, slots=True)
-class MultiSettings:
-    """MultiConnector's own settings: its `kv_connector_extra_config` without `connectors`."""
-
-    grace_ms: float = 10.0
-    """How long a request with a hit waits for children that could have a better one.
-    A lookup on the node takes 0.1 to 2 ms and a step 5 to 50: a late child is asked once more.
-    """
-    patience_seconds: float | None = None
-    """How long a request waits for children that still look while the others have nothing.
-    None = as long as computing it takes. With 0 it waits only while all children look.
-    """
-    settle_seconds: float = 10.0
-    """How long after a child's fault the engine waits for the ends of its transfers."""
-
-
 class ChildState(Enum):
     """States of a child in one role. A pause ends with SERVING. All other changes lead downwards.
 
@@ -83,7 +55,7 @@ class ChildState(Enum):
     PAUSED   too many faults, or slow hooks       those that it must not miss a call of
     OFF      a fault that left something half     in a worker, while the child owes transfers:
              done, here or in another process     `get_transfer_results`
-    SILENT   scheduler: `settle_seconds` in OFF;  none
+    SILENT   scheduler: SETTLE_SECONDS in OFF;    none
              worker: a fault of
              `get_transfer_results`
     ======== ==================================== ===========================================
@@ -217,22 +189,12 @@ class ChildConnectors:
         return Counter(self._increments.take(self.totals()))
 
 
-def parse_multi(extra: Mapping[str, object]) -> MultiSettings:
-    """Returns the settings of MultiConnector's extra config. Raises ConfigError."""
-    values: dict[str, float] = {}
-    for key, value in extra.items():
-        if key == "connectors":
-            continue
-        if key not in LIMITS:
-            known = f"it knows {', '.join(['connectors', *LIMITS])}"
-            raise ConfigError(f"{_EXTRA}: unknown key {key!r} of MultiConnector", known)
-        limit = LIMITS[key]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= limit.maximum:  # type: ignore[operator]  # a number
-            what = f"{_EXTRA}.{key}={value!r} must be a number from 0 to {limit.maximum:g}"
-            raise ConfigError(what, f"{limit.example} works")
-        values[key] = float(value)  # type: ignore[arg-type]  # a number
-    return MultiSettings(**values)
+def check_keys(extra: Mapping[str, object]) -> None:
+    """Raise ConfigError for a key of MultiConnector's extra config that it does not know."""
+    for key in extra:
+        if key != "connectors":
+            what = f"{_EXTRA}: unknown key {key!r} of MultiConnector"
+            raise ConfigError(what, "it knows connectors alone")
 
 
 def _check_extra(extra: Mapping[str, Any], where: str) -> None:

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.core.findings import raise_first
 from hybridkv.core.metrics import Metric
-from hybridkv.multi.children import ChildConnectors, check_hma, child_specs, parse_multi
+from hybridkv.multi.children import ChildConnectors, check_hma, check_keys, child_specs
 from hybridkv.multi.ranking import WEIGHT_AUTO
 from hybridkv.multi.scheduler import MultiScheduler
 from hybridkv.multi.stats import MultiKVConnectorStats, MultiMetrics
@@ -51,7 +51,7 @@ class MultiConnector(multi_connector.MultiConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         raise_first([executor_finding(vllm_config.parallel_config)])
         recompute_failed_loads(vllm_config.kv_transfer_config)
-        settings = parse_multi(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        check_keys(vllm_config.kv_transfer_config.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         specs = child_specs(vllm_config)
         self.children = ChildConnectors(role.name.lower(), specs, self._connectors)
@@ -63,7 +63,6 @@ class MultiConnector(multi_connector.MultiConnector):
         inflight_tokens = vllm_config.max_in_flight_tokens
         self.part = MultiScheduler(
             children=self.children,
-            settings=settings,
             group_ids=tuple(kv_cache_config.prefix_cacheable_group_ids),
             groups=kept,
             room=BlockRoom(kept, kv_cache_config.num_blocks - 1, inflight_tokens),

@@ -6,14 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, SupportsHMA
 
 from hybridkv.core.metrics import Metric
 from hybridkv.core.speed import PrefillSpeed
 from hybridkv.multi import metrics, ranking
-from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState, MultiSettings
+from hybridkv.multi.children import ChildConnector, ChildConnectors, ChildState
 from hybridkv.multi.messages import NOBODY, MultiPlan, MultiReport
 from hybridkv.multi.ranking import MISS, ChildAnswer, LoadDecision, WaitTimes, WeightedSpeed
 from hybridkv.multi.stats import OWN, MultiKVConnectorStats, OwnStats
@@ -21,6 +21,9 @@ from hybridkv.vllm.block_room import ROOM_SECONDS, BlockRoom, Retention
 from hybridkv.vllm.hook_guard import logger
 from hybridkv.vllm.prometheus import StatsCollector
 from hybridkv.vllm.versions import CacheHitSource
+
+SETTLE_SECONDS = 10.0
+"""How long after a child's fault the engine waits for the ends of its transfers."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,13 +34,6 @@ class ChildLoad:
     tokens: int
     started_at: float
     is_announced: bool = False  # Whether the workers know of it.
-
-
-class EndedTransfers(NamedTuple):
-    """The transfers that the workers' report of one step has ended, by request."""
-
-    loads: dict[str, ChildLoad]
-    saves: dict[str, set[int]]  # The children that held the request's blocks.
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +61,6 @@ class MultiScheduler:
     """
 
     children: ChildConnectors
-    settings: MultiSettings
     group_ids: tuple[int, ...]  # The groups that a load restores by default.
     groups: Sequence[Retention]  # All groups of the engine.
     room: BlockRoom
@@ -259,7 +254,7 @@ class MultiScheduler:
         self.children.counters.update(report.counters)
         self._prefill.on_step_reported(report.number, self.clock())
         failed = set(output.failed_recving or ())
-        ended = self._end(output, failed)
+        ended_loads, ended_saves = self._end(output, failed)
         # A child that loaded into invalid blocks is not asked again for that request.
         for lookup in self.requests.values() if output.invalid_block_ids else ():
             if lookup.loader is not None and not lookup.blocks.isdisjoint(output.invalid_block_ids):
@@ -272,8 +267,8 @@ class MultiScheduler:
             lost = "messages of several workers of %s are lost"
             message = child.attempt("aggregate", lost, None, report.message_of, index)
             events = child.attempt("kv_events", lost, None, report.events_of, index)
-            own_loads = {name for name, load in ended.loads.items() if load.child == index}
-            own_saves = {name for name, holders in ended.saves.items() if index in holders}
+            own_loads = {name for name, load in ended_loads.items() if load.child == index}
+            own_saves = {name for name, holders in ended_saves.items() if index in holders}
             view = dataclasses.replace(
                 output,
                 finished_recving=own_loads or None,
@@ -349,12 +344,7 @@ class MultiScheduler:
     def _wait_times(self, lookup: MultiLookup, most: int, now: float) -> WaitTimes:
         """Returns how long a request that would compute up to `most` tokens may wait, and has."""
         return WaitTimes(
-            grace_seconds=self.settings.grace_ms / 1e3,
-            patience_seconds=ranking.patience(
-                lookup.answers.values(),
-                self._prefill.prefill_seconds(most),
-                self.settings.patience_seconds,
-            ),
+            patience_seconds=min(ranking.PATIENCE_SECONDS_MAX, self._prefill.prefill_seconds(most)),
             asked_seconds=_seconds_since(lookup.asked_at, now),
             hit_seconds=_seconds_since(lookup.hit_at, now),
         )
@@ -424,11 +414,14 @@ class MultiScheduler:
         table = blocks.blocks[0][local_tokens // tokens_per_block : end]
         return [block.block_id for block in table if not block.is_null]
 
-    def _end(self, output: Any, failed: Container[str]) -> EndedTransfers:
+    def _end(
+        self, output: Any, failed: Container[str]
+    ) -> tuple[dict[str, ChildLoad], dict[str, set[int]]]:
         """End what workers report, and leave in vLLM's `output` what the engine has to see.
 
-        A request may be aborted while it loads: then the engine frees its blocks with the first
-        report that it sees, and would end with a second one.
+        Returns the ended loads, and the children whose saves have ended, by request. A request may
+        be aborted while it loads: then the engine frees its blocks with the first report that it
+        sees, and would end with a second one.
         """
         received, sent = set(output.finished_recving or ()), set(output.finished_sending or ())
         loads, saves = received & self.loads.keys(), sent & self.saves.keys()
@@ -437,11 +430,9 @@ class MultiScheduler:
         if absorbed := len(received - loads) + len(sent - saves):
             self.children.count(metrics.REPORTS_ABSORBED, absorbed)
         now = self.clock()
-        ended = EndedTransfers(
-            loads={name: self.loads.pop(name) for name in loads},
-            saves={name: self.saves.pop(name) for name in saves},
-        )
-        for request_id, load in ended.loads.items():
+        ended_loads = {name: self.loads.pop(name) for name in loads}
+        ended_saves = {name: self.saves.pop(name) for name in saves}
+        for request_id, load in ended_loads.items():
             if request_id in failed:
                 self.children.count(metrics.LOADS_FAILED)
                 if request_id in self.requests:
@@ -449,13 +440,13 @@ class MultiScheduler:
             elif load.child != NOBODY:
                 child = self.children.all[load.child]
                 child.speed = child.speed.measured(load.tokens, now - load.started_at, now)
-        return ended
+        return ended_loads, ended_saves
 
     def _give_up(self, now: float) -> frozenset[int]:
         """End the loads that dead children will not end. Returns the children that are SILENT.
 
         A load that no worker knows of fails at once. Other loads, and saves, end when the child is
-        SILENT: its copies have had `settle_seconds` to end.
+        SILENT: its copies have had SETTLE_SECONDS to end.
         """
         dead, silent = {NOBODY}, set()
         for child in self.children.all:
@@ -463,7 +454,7 @@ class MultiScheduler:
                 continue
             dead.add(child.index)
             child.off_since = now if child.off_since is None else child.off_since
-            child.is_silent = now >= child.off_since + self.settings.settle_seconds
+            child.is_silent = now >= child.off_since + SETTLE_SECONDS
             if child.state is ChildState.SILENT:
                 silent.add(child.index)
         for request_id, load in self.loads.items():

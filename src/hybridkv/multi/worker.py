@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
@@ -75,13 +75,6 @@ class TransferLedger:
         return results
 
 
-class ChildPlan(NamedTuple):
-    """A child, and its own part of a step's plan."""
-
-    child: ChildConnector
-    plan: Any
-
-
 @dataclass(eq=False)
 class MultiWorker:
     """The worker role of one rank. Its public methods are vLLM's hooks of the same name.
@@ -121,7 +114,7 @@ class MultiWorker:
     def handle_preemptions(self, metadata: Any) -> None:
         """Give each child its own plan, or all children what older engines pass (B23, D14)."""
         is_plan = isinstance(metadata, MultiKVConnectorMetadata)
-        undivided = [ChildPlan(child, metadata) for child in self.children.alive]
+        undivided = [(child, metadata) for child in self.children.alive]
         for child, plan in self._plans(metadata) if is_plan else undivided:
             child.call_hook("handle_preemptions", None, plan, fatal=is_plan, pauses=False)
 
@@ -218,10 +211,11 @@ class MultiWorker:
         self._ledger.on_saves_reported(child.index, results.finished_sending or ())
         return True
 
-    def _plans(self, metadata: Any) -> list[ChildPlan]:
-        """Each living child's own plan. There is none in metadata of another connector."""
+    def _plans(self, metadata: Any) -> list[tuple[ChildConnector, Any]]:
+        """Each living child and its own part of a step's plan.
+
+        There is none in metadata of another connector.
+        """
         plans = metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else ()
         pairs = zip(self.children.all, plans, strict=False)
-        return [
-            ChildPlan(child, plan) for child, plan in pairs if child.is_alive and plan is not None
-        ]
+        return [(child, plan) for child, plan in pairs if child.is_alive and plan is not None]

@@ -7,14 +7,13 @@ Four stages, each least recently used first, and emptied in this order. A fifth 
     generated   stored with tokens of an answer and never read, as far as it is more than its part
                 of the bytes; the rest of it is as old as probation's and goes with that
     probation   stored and never read, or not read for long
-    protected   read, or stored again soon after its eviction; only with the policy "2q", and only
-                in a part of the bytes
+    protected   read, or stored again soon after its eviction; only in a part of the bytes
     retained    kept for a time (store.retention); the item's own stage goes on meanwhile, and it is
                 there again at the end of that time. The parts of the others are parts of the rest
 
-With "2q" a scan, prompts that nobody repeats, passes through probation and does not evict what is
-read; with "lru" a read item is the most recently used one of probation. Answers that nobody goes on
-with pass through their part and evict no prompt, and a conversation finds its last answer there.
+A scan, prompts that nobody repeats, passes through probation and does not evict what is read.
+Answers that nobody goes on with pass through their part and evict no prompt, and a conversation
+finds its last answer there.
 docs/decisions/0004 and 0014 have the figures behind the defaults.
 """
 
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
 
-from hybridkv.core.policies import EvictionClass, EvictionPolicy
+from hybridkv.core.policies import EvictionClass
 
 T = TypeVar("T", bound=Hashable)
 
@@ -57,9 +56,8 @@ class _QueuedItem:
 class EvictionQueue(Generic[T]):
     """The order of eviction. `victim` asks of each candidate whether it may go at all."""
 
-    def __init__(self, policy: EvictionPolicy, bound_bytes: int) -> None:
+    def __init__(self, bound_bytes: int) -> None:
         """`bound_bytes` bounds all items together, and so the protected items and the ghosts."""
-        self._two_queues = policy is EvictionPolicy.TWO_QUEUES
         self.bound_bytes = bound_bytes
         self.items: dict[T, _QueuedItem] = {}
         self.heaps: tuple[list[tuple[int, int, T]], ...] = ([], [], [], [], [])
@@ -110,16 +108,15 @@ class EvictionQueue(Generic[T]):
         Returns those that changed their stage, which are no victims before `offer`.
         """
         tick = next(self._numbers)
-        wanted = PROTECTED if self._two_queues else _PROBATION
         known = self.items
         moved: list[T] = []
         for item in items:
             queued = known[item]
             queued.tick = tick
             if queued.stage == _RETAINED:
-                queued.own_stage = wanted
-            elif queued.stage != wanted:
-                self._move(queued, wanted)
+                queued.own_stage = PROTECTED
+            elif queued.stage != PROTECTED:
+                self._move(queued, PROTECTED)
                 moved.append(item)
         return moved
 
@@ -180,7 +177,7 @@ class EvictionQueue(Generic[T]):
         """
         queued = self.items[item]
         is_scan = queued.stage == _GENERATED and self._has_many_answers
-        if not self._two_queues or queued.stage == PROTECTED or is_scan:
+        if queued.stage == PROTECTED or is_scan:
             return
         self.ghosts[key] = self.ghosts.pop(key, 0) + queued.size
         self.ghost_bytes += queued.size

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hybridkv.core.coverage import SlotShape
 from hybridkv.core.keys import HASH_BYTES
-from hybridkv.core.policies import EvictionClass, EvictionPolicy
+from hybridkv.core.policies import EvictionClass
 from hybridkv.shm import slots as layout
 from hybridkv.shm.slots import (
     HEADER_BYTES,
@@ -51,7 +51,6 @@ class Store:
         memory: memoryview,
         first_generation: int = 0,
         trailer: Trailer | None = None,
-        policy: EvictionPolicy = EvictionPolicy.TWO_QUEUES,
         tenant_bytes: int | None = None,
     ) -> None:
         """`memory` is the arena's slots, `trailer` what follows them (by default its own).
@@ -71,12 +70,11 @@ class Store:
         """The limit to which `extents` will grow. Until then nothing is evicted."""
         self.slots: dict[int, Slot] = {}  # Every slot that is not free, by its offset.
         self.by_end: dict[int, Slot] = {}  # The same slots, by the offset of their end.
-        self.queue: EvictionQueue[Slot] = EvictionQueue(policy, len(memory))
+        self.queue: EvictionQueue[Slot] = EvictionQueue(len(memory))
         self.tenant_bytes = tenant_bytes
         """The bound of every tenant that has none of its own. None = no bound."""
         self.own_quotas: dict[int, int | None] = {}
         """By tenant, a bound of its own. None = none, whatever `tenant_bytes` is."""
-        self._policy = policy
         self.tenant_queues: dict[int, EvictionQueue[Slot]] = {}
         self.retention = RetainedChunks(lambda: self.bound_bytes, self.quota_of, self._set_retained)
         self.tenants: Counter[int] = Counter()
@@ -646,7 +644,7 @@ class Store:
         self.tenants[slot.tenant] += size
         queue = self.tenant_queues.get(slot.tenant)
         if queue is None:
-            queue = self.tenant_queues[slot.tenant] = EvictionQueue(self._policy, bound)
+            queue = self.tenant_queues[slot.tenant] = EvictionQueue(bound)
         self._add_to(queue, slot)
         if slot.is_retained:
             queue.retain_item(slot)

@@ -69,13 +69,6 @@ class ConfigRefusal(NamedTuple):
     """The clause that ends the sentence, with what works."""
 
 
-class _ProvenVersions(NamedTuple):
-    """The minor versions of vLLM on which something was proven, by model runner."""
-
-    v1: Collection[str]
-    v2: Collection[str]
-
-
 def drafter_of(vllm_config: Any) -> Drafter | None:
     """Return the drafter of a VllmConfig. None where speculation has no layers, or is off.
 
@@ -124,9 +117,8 @@ def _unproven(vllm_config: Any, speculative: Any) -> ConfigRefusal | None:
     if method not in METHODS:
         what = f"speculative_config: restoring the cache of a {method!r} drafter is not proven yet"
         return ConfigRefusal(what, REMEDY)
-    versions = _ProvenVersions(VERSIONS, V2_VERSIONS)
     drafter = f"a {method!r} drafter"
-    if unproven := _unproven_engine(vllm_config, versions, drafter, REMEDY):
+    if unproven := _unproven_engine(vllm_config, VERSIONS, V2_VERSIONS, drafter, REMEDY):
         return unproven
     if speculative.parallel_drafting:
         what = "speculative_config: a drafter with parallel_drafting is not proven yet"
@@ -155,9 +147,8 @@ def unproven_states(vllm_config: Any, spec: Any) -> ConfigRefusal | None:
         return ConfigRefusal(f"{what} for {architecture}", remedy)
     if spec.num_speculative_blocks != vllm_config.num_speculative_tokens:
         return ConfigRefusal(f"{what} with use_replayssm", "serving without --use-replayssm works")
-    versions = _ProvenVersions(STATE_VERSIONS, STATE_VERSIONS)
     states = "a recurrent state under speculation"
-    if unproven := _unproven_engine(vllm_config, versions, states, remedy):
+    if unproven := _unproven_engine(vllm_config, STATE_VERSIONS, STATE_VERSIONS, states, remedy):
         return unproven
     is_async = vllm_config.scheduler_config.async_scheduling
     if speculative.use_eagle() and is_async and not vllm_config.use_v2_model_runner:
@@ -197,16 +188,21 @@ def padding_finding(vllm_config: Any) -> Finding:
 
 
 def _unproven_engine(
-    vllm_config: Any, versions: _ProvenVersions, restored: str, remedy: str
+    vllm_config: Any,
+    v1_versions: Collection[str],
+    v2_versions: Collection[str],
+    restored: str,
+    remedy: str,
 ) -> ConfigRefusal | None:
-    """Return what was not proven of the engine itself. None = it was proven on `versions`.
+    """Return what was not proven of the engine itself. None = it was proven.
 
-    `restored` is what the engine would restore, and `remedy` what works on every version.
+    The versions are the minor ones of vLLM on which it was, by model runner. `restored` is what the
+    engine would restore, and `remedy` what works on every version.
     """
-    if (version := minor_version()) not in versions.v1:
+    if (version := minor_version()) not in v1_versions:
         what = f"speculative_config: {restored} was never restored on vllm {version}"
         return ConfigRefusal(what, remedy)
-    if vllm_config.use_v2_model_runner and version not in versions.v2:
+    if vllm_config.use_v2_model_runner and version not in v2_versions:
         what = f"speculative_config: {restored} was never restored with the V2 model runner"
         return ConfigRefusal(f"{what} of vllm {version}", "VLLM_USE_V2_MODEL_RUNNER=0 works")
     if vllm_config.speculative_config.num_speculative_tokens_per_batch_size:

@@ -22,6 +22,7 @@ import xxhash
 
 from hybridkv.core.keys import HASH_BYTES
 from hybridkv.vllm import seams
+from hybridkv.vllm.weights_digest import tensor_bytes
 
 logger = logging.getLogger("vllm.hybridkv")
 
@@ -89,7 +90,7 @@ def digest_adapter(model: object) -> bytes:
     parts = {name: value for name, value in vars(model).items() if name != "id"}
     for path, value in _leaves((), parts):
         if isinstance(value, torch.Tensor):
-            content = xxhash.xxh3_128(_bytes_of(value)).hexdigest()
+            content = xxhash.xxh3_128(tensor_bytes(value)).hexdigest()
             text = f"{path} {value.dtype} {tuple(value.shape)} {content}\n"
         else:
             text = f"{path} {type(value).__name__} {value!r}\n"
@@ -115,8 +116,3 @@ def _leaves(path: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, .
         raise TypeError(f"a value of type {type(value).__name__} at {path}")
     for name, child in children.items():
         yield from _leaves((*path, name), child)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    """Return the tensor's elements in their order, whatever its strides and its device are."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

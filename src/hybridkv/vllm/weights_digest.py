@@ -196,7 +196,7 @@ class PackedWeights:
             answers = probe.answers(begun.done, count)
             if not answers.isfinite().all():
                 return b""  # An infinite value hides the other values of its column.
-            begun.digest.update(_bytes_of(answers))
+            begun.digest.update(tensor_bytes(answers))
             begun.done += count
             self._seconds += self._now() - started
             self._done += count * width
@@ -311,7 +311,7 @@ class _WholeDigest:
         whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for head, content in self._parts:
             whole.update(head.encode())
-            whole.update(content if isinstance(content, bytes) else _bytes_of(content))
+            whole.update(content if isinstance(content, bytes) else tensor_bytes(content))
         seconds = time.perf_counter() - started
         unread = tuple(self._unread)
         return WeightsDigest(whole.hexdigest(), unread, self.size_bytes, seconds, self._is_late)
@@ -334,7 +334,7 @@ class _WholeDigest:
         form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
         run = _dense(tensor)
         is_host = run.device.type == "cpu"
-        content = xxhash.xxh3_128(_bytes_of(run)).digest() if is_host else device_content(run)
+        content = xxhash.xxh3_128(tensor_bytes(run)).digest() if is_host else device_content(run)
         self._parts.append(_DigestPart(f"{reached.name} {form}\n", content))
         address = _TensorAddress(tensor.device, tensor.data_ptr())
         self.size_bytes += 0 if address in self._counted else tensor.nbytes
@@ -347,7 +347,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(order).contiguous().view(-1).view(torch.uint8)
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
+def tensor_bytes(tensor: torch.Tensor) -> Any:
+    """Return the tensor's elements in their order, whatever its strides and its device are."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 

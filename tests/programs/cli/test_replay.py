@@ -67,16 +67,7 @@ def test_what_each_size_hits_next_to_the_ceiling(
     """Two prompts in turns: both fit, or none is there any more when it comes again."""
     prompts = [TracedPrompt(4 * BLOCK + 1, [*range(first, first + 5)]) for first in (0, 10)]
     path = trace(tmp_path, 3 * prompts)
-    words = [
-        "replay",
-        path,
-        "--socket",
-        daemon.socket_path,
-        "--block-tokens",
-        str(BLOCK),
-        "--eviction",
-        "lru",
-    ]
+    words = ["replay", path, "--socket", daemon.socket_path, "--block-tokens", str(BLOCK)]
     sizes = ["--ram", str(8 * OBJECT), "--ram", str(2 * OBJECT)]
     with ControlClient(daemon.socket_path, hello=HELLO):
         assert main.main([*words, *sizes, "--prefill", "1000", "--json"]) == 0
@@ -85,7 +76,7 @@ def test_what_each_size_hits_next_to_the_ceiling(
         table = capsys.readouterr().out
     tokens, hits = 6 * (4 * BLOCK + 1), 4 * 4 * BLOCK
     assert (document["model"], document["prompts"], document["tokens"]) == ("the engine", 6, tokens)
-    assert (document["everything_bytes"], document["eviction"]) == (8 * OBJECT, "lru")
+    assert document["everything_bytes"] == 8 * OBJECT
     assert document["known_tokens"] == hits
     rates = {"tokens_hit": hits, "prompts_hit": 4, "rate": hits / tokens}
     assert document["ceiling"] == {**rates, "computed_again": 0.0}

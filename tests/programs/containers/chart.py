@@ -26,7 +26,7 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "tiers": {
         "disk": {"path": "/mnt/nvme/hybridkv", "bytes": "2TiB"},
         "tiers": ["s3://bucket/prefix?endpoint=https://s3.example", "valkey://10.0.0.7:6379/0"],
-        "args": ["--eviction=lru"],
+        "args": ["--salt-quota=2GiB"],
         "env": [{"name": "AWS_REGION", "value": "eu-central-1"}],
         "envFrom": [{"secretRef": {"name": "s3"}}],
         "volumes": [{"name": "ca", "secret": {"secretName": "ca"}}],

@@ -23,7 +23,6 @@ GIVEN: dict[str, GivenValues] = {
     "ram": GivenValues("1GiB", "2GiB", "3GiB"),
     "shm_dir": GivenValues("/a", "/b", "/c"),
     "arena_ttl": GivenValues("1min", "2h", 30),
-    "eviction": GivenValues("lru", "lru", "lru"),
     "salt_quota": GivenValues("1MiB", "2MiB", 4096),
     "user_quota": GivenValues("1MiB", "2MiB", 4096),
     "metrics_port": GivenValues("1", "2", 3),
@@ -92,7 +91,6 @@ def test_a_daemon_that_auto_starts_takes_every_setting(without: str) -> None:
     assert list(settings.daemon_options) == expected
     assert "--fresh" in parse_settings({"fresh": True}).daemon_options
     assert "--no-fresh" in parse_settings({"fresh": False}).daemon_options
-    assert parse_settings({"eviction": "2q"}).daemon_options == ("--eviction", "2q")
     with pytest.raises(ConfigError, match="unknown key 'socket'"):
         parse_settings({"socket": "/a/d.sock"})
 

@@ -7,7 +7,7 @@ import pytest
 from hybridkv.core.durations import format_duration, parse_duration
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.paths import check_socket_path, default_socket, socket_of_server
-from hybridkv.core.policies import EvictionPolicy, LoadPolicy
+from hybridkv.core.policies import LoadPolicy
 from hybridkv.core.settings import Settings, parse_settings
 from hybridkv.core.sizes import format_size, parse_size
 from hybridkv.core.tier_urls import parse_tier
@@ -32,7 +32,6 @@ def test_every_key_is_read() -> None:
         "disk_bytes": "200 GiB",
         "tiers": ["valkey://127.0.0.1:6379?write=back", "disk:///mnt/shared"],
         "load_policy": "always",
-        "eviction": "lru",
         "salt_quota": 4096,
     }
     settings = parse_settings(extra)
@@ -49,17 +48,14 @@ def test_every_key_is_read() -> None:
         "v1",
     )
     assert settings.share_tp == 2
-    assert (settings.load_policy, settings.daemon.eviction) == (
-        LoadPolicy.ALWAYS,
-        EvictionPolicy.LRU,
-    )
+    assert settings.load_policy is LoadPolicy.ALWAYS
     assert tuple(settings.daemon.tier_urls()) == (
         "disk:///var/cache/kv?bytes=214748364800",
         "valkey://127.0.0.1:6379?write=back",
         "disk:///mnt/shared",
     )
     assert settings.daemon_options == (
-        *("--ram", str(2 << 30), "--eviction", "lru", "--salt-quota", "4096"),
+        *("--ram", str(2 << 30), "--salt-quota", "4096"),
         *("--disk", "/var/cache/kv", "--disk-bytes", str(200 << 30)),
         *("--tier", "valkey://127.0.0.1:6379?write=back", "--tier", "disk:///mnt/shared"),
     )

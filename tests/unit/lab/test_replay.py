@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.core.geometry import Geometry, GroupKind
-from hybridkv.core.policies import EvictionPolicy
 from hybridkv.core.state_boundaries import StateRule
 from hybridkv.lab.capacity import stored_shapes
 from hybridkv.lab.replay import (
@@ -82,21 +81,16 @@ def test_without_bound_a_hit_is_the_longest_beginning_that_was_there(
 
 
 @settings(max_examples=examples(60))
-@given(
-    st.sampled_from(sorted(LAYOUTS)),
-    st.sampled_from([64, 512, 1000]),
-    st.sampled_from([*EvictionPolicy]),
-    st.data(),
-)
+@given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([64, 512, 1000]), st.data())
 def test_with_plenty_of_room_nothing_is_lost_and_with_little_nothing_is_won(
-    name: str, block_tokens: int, policy: EvictionPolicy, data: st.DataObject
+    name: str, block_tokens: int, data: st.DataObject
 ) -> None:
     prompts = data.draw(traces(block_tokens))
     model = ReplayModel(LAYOUTS[name], RULE, block_tokens)
     ceiling = last(UnlimitedCache(model), prompts)
-    with TraceReplay(model, PLENTY, policy) as cache:
+    with TraceReplay(model, PLENTY) as cache:
         assert last(cache, prompts) == ceiling
-    with TraceReplay(model, 3 * model.smallest_bytes, policy) as cache:
+    with TraceReplay(model, 3 * model.smallest_bytes) as cache:
         assert last(cache, prompts).tokens_hit <= ceiling.tokens_hit
 
 
@@ -210,17 +204,16 @@ def test_what_was_read_goes_last() -> None:
     first, second, third, fourth = (
         TracePrompt(4 * 128 + 1, range(start, start + 5)) for start in range(0, 40, 10)
     )
-    with TraceReplay(model, 3 * 4 * model.smallest_bytes, EvictionPolicy.LRU) as cache:
+    with TraceReplay(model, 3 * 4 * model.smallest_bytes) as cache:
         prompts = (first, second, first, third, fourth, first)
         hits = [cache.serve(prompt).prompts_hit for prompt in prompts]
     assert hits == [0, 0, 1, 0, 0, 1]
 
 
-@pytest.mark.parametrize("policy", [*EvictionPolicy])
-def test_of_a_prompt_that_does_not_fit_the_beginning_stays(policy: EvictionPolicy) -> None:
+def test_of_a_prompt_that_does_not_fit_the_beginning_stays() -> None:
     model = ReplayModel(LAYOUTS["qwen3"], StateRule(), 128)
     prompt = TracePrompt(20 * 128 + 1, range(21))
-    with TraceReplay(model, 10 * model.smallest_bytes, policy) as cache:
+    with TraceReplay(model, 10 * model.smallest_bytes) as cache:
         assert cache.serve(prompt).tokens_hit == 0
         assert 8 * 128 <= cache.serve(prompt).tokens_hit <= 10 * 128
 
@@ -239,7 +232,7 @@ def test_foresight_with_room_for_everything_misses_nothing(
 
 @settings(max_examples=examples(100))
 @given(st.integers(0, 12), st.data())
-def test_no_policy_hits_more_than_foresight(objects: int, data: st.DataObject) -> None:
+def test_the_store_hits_no_more_than_foresight(objects: int, data: st.DataObject) -> None:
     """Objects of one size and of one group, where farthest next read is known to be best."""
     geometry = LAYOUTS["qwen3"]
     model = ReplayModel(geometry, RULE, geometry.chunk_tokens)
@@ -252,8 +245,8 @@ def test_no_policy_hits_more_than_foresight(objects: int, data: st.DataObject) -
     for room in range(objects + 1):
         least = ForesightCache(model, room * model.smallest_bytes, reads)
         assert sum(map(least.serve, prompts), ReplayHits()).tokens_hit <= best.tokens_hit
-    for policy in EvictionPolicy if objects else ():
-        with TraceReplay(model, ram_bytes, policy) as replay:
+    if objects:
+        with TraceReplay(model, ram_bytes) as replay:
             assert last(replay, prompts).tokens_hit <= best.tokens_hit
 
 

@@ -80,14 +80,9 @@ class MultiEngine:
     """One engine. `now` is the clock that the choice goes by; a step takes 10 ms of it."""
 
     def __init__(
-        self,
-        children: list[dict[str, Any]],
-        layout: Any,
-        ranks: int = 1,
-        blocks: int = 200,
-        **extra: Any,
+        self, children: list[dict[str, Any]], layout: Any, ranks: int = 1, blocks: int = 200
     ) -> None:
-        config = multi_config(children, layout, ranks, **extra)
+        config = multi_config(children, layout, ranks)
         config.cache_config.num_gpu_blocks = blocks
         config.scheduler_config.max_num_batched_tokens = 256
         config.scheduler_config.max_num_seqs = 8

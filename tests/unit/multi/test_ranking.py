@@ -11,8 +11,6 @@ from hybridkv.core.metrics import Metric
 from hybridkv.core.speed import DOUBLING_SECONDS, Speed
 from hybridkv.multi.metrics import count_admission
 from hybridkv.multi.ranking import (
-    MISS,
-    PATIENCE_SECONDS_MAX,
     WEIGHT_AUTO,
     ChildAnswer,
     LoadDecision,
@@ -20,12 +18,11 @@ from hybridkv.multi.ranking import (
     WeightedSpeed,
     decide,
     effective_weights,
-    patience,
 )
 from hybridkv.multi.stats import OwnStats
 from hybridkv.multi.worker import TransferLedger
 
-AT_ONCE = WaitTimes(grace_seconds=0.01, patience_seconds=2.0)
+AT_ONCE = WaitTimes(patience_seconds=2.0)
 """Nothing was waited for yet."""
 
 
@@ -41,17 +38,6 @@ def test_a_faster_child_wins_unless_the_other_has_much_more() -> None:
 def test_ties_go_by_order() -> None:
     answers = [ChildAnswer(100), ChildAnswer(200), ChildAnswer(100)]
     assert decide(answers, [2.0, 1.0, 2.0], 500, AT_ONCE).child == 0
-
-
-def test_patience_is_what_computing_takes() -> None:
-    """Requirements B21, D18."""
-    undecided, silent = [MISS, ChildAnswer(None)], [ChildAnswer(None), ChildAnswer(None)]
-    for answers in (undecided, silent):
-        assert patience(answers, 0.2, None) == 0.2
-        assert patience(answers, 100.0, None) == PATIENCE_SECONDS_MAX
-    assert patience(undecided, 0.2, 0.0) == 0.0, "who has answered answers for all"
-    assert patience(silent, 0.2, 0.0) == 0.2, "nobody has answered"
-    assert patience(undecided, 0.2, 5.0) == patience(silent, 0.2, 5.0) == 5.0
 
 
 def test_measured_weights() -> None:

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybridkv.core.policies import EvictionClass, EvictionPolicy
+from hybridkv.core.policies import EvictionClass
 from hybridkv.store import retention
 from hybridkv.store.eviction import EvictionQueue
 from hybridkv.store.index import Namespace, NewObject, Slot
@@ -23,13 +23,12 @@ def retain(
     check_store(store)
 
 
-@pytest.mark.parametrize("policy", EvictionPolicy)
 @pytest.mark.parametrize("change", ["none", "used", "demoted"])
-def test_a_retained_item_goes_on_in_its_own_stage(policy: EvictionPolicy, change: str) -> None:
+def test_a_retained_item_goes_on_in_its_own_stage(change: str) -> None:
     """At the end of its time it goes when it would have gone without."""
     order: list[list[str]] = []
     for is_retained in (False, True):
-        queue: EvictionQueue[str] = EvictionQueue(policy, 8)
+        queue: EvictionQueue[str] = EvictionQueue(8)
         for item in "abcd":
             queue.add_item(item, 1, EvictionClass.PROMPT, item.encode())
         if is_retained:
@@ -55,7 +54,7 @@ def test_a_retained_item_goes_on_in_its_own_stage(policy: EvictionPolicy, change
 
 
 def test_what_is_protected_has_its_part_of_what_is_not_retained() -> None:
-    queue: EvictionQueue[int] = EvictionQueue(EvictionPolicy.TWO_QUEUES, 8)
+    queue: EvictionQueue[int] = EvictionQueue(8)
     for item in range(7):
         queue.add_item(item, 1, EvictionClass.PROMPT, bytes([item]))
     for item in (0, 1, 2, 3):

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybridkv.core.policies import EvictionClass, EvictionPolicy
+from hybridkv.core.policies import EvictionClass
 from hybridkv.shm.slots import (
     HEADER_BYTES,
     SlotState,
@@ -43,14 +43,12 @@ class StoreMachine(RuleBasedStateMachine):
     """Grants, commits, pins, drops and evictions in any order, with any claims about parents."""
 
     @initialize(
-        reserved=st.integers(0, 96),
-        policy=st.sampled_from(EvictionPolicy),
-        quota=st.sampled_from([None, 4096, 12 * 4096, 40 * 4096]),
+        reserved=st.integers(0, 96), quota=st.sampled_from([None, 4096, 12 * 4096, 40 * 4096])
     )
-    def start(self, reserved: int, policy: EvictionPolicy, quota: int | None) -> None:
+    def start(self, reserved: int, quota: int | None) -> None:
         self.memory = memoryview(bytearray(ARENA))
         self.quota = quota
-        self.store = Store(self.memory, 1000, policy=policy, tenant_bytes=quota)
+        self.store = Store(self.memory, 1000, tenant_bytes=quota)
         self.store.extents.grow(reserved * 4096)
         shapes = (frozenset(SHAPES),) * 2
         self.namespaces = [
@@ -221,10 +219,8 @@ SHAPE = (5000, 1)
 assert slot_bytes(5000, 1) == SIZE
 
 
-def store_of(
-    slots: int, policy: EvictionPolicy = EvictionPolicy.TWO_QUEUES, quota: int | None = None
-) -> Store:
-    store = Store(memoryview(bytearray(slots * SIZE)), policy=policy, tenant_bytes=quota)
+def store_of(slots: int, quota: int | None = None) -> Store:
+    store = Store(memoryview(bytearray(slots * SIZE)), tenant_bytes=quota)
     store.extents.grow(slots * SIZE)
     return store
 
@@ -266,10 +262,9 @@ def read(store: Store, space: Namespace, chain: Sequence[int], group: int = 0) -
     store.unpin(slots)
 
 
-@pytest.mark.parametrize("policy", EvictionPolicy)
-def test_suffixes_go_before_prefixes(policy: EvictionPolicy) -> None:
+def test_suffixes_go_before_prefixes() -> None:
     """Also where a prompt was stored in many steps, and where it was read."""
-    store, space = store_of(4, policy), full_and_window()
+    store, space = store_of(4), full_and_window()
     put(store, space, [0, 1, 2, 3])
     store.grant(SHAPE, 1)
     assert kept(space) == [0, 1, 2]
@@ -278,12 +273,9 @@ def test_suffixes_go_before_prefixes(policy: EvictionPolicy) -> None:
     assert kept(space) == [0]
 
 
-@pytest.mark.parametrize("policy", EvictionPolicy)
-def test_what_is_passed_over_or_dropped_while_it_is_read_goes_after_that(
-    policy: EvictionPolicy,
-) -> None:
+def test_what_is_passed_over_or_dropped_while_it_is_read_goes_after_that() -> None:
     """Also what was read before, so that its place in the queue does not change."""
-    store, space = store_of(3, policy), full_and_window()
+    store, space = store_of(3), full_and_window()
     put(store, space, [0, 1, 2])
     read(store, space, [0, 1, 2])
     slots = [*space.slots_by_chunk()]
@@ -310,13 +302,10 @@ def test_a_chunk_whose_state_came_first_is_the_child_of_the_one_before() -> None
     assert kept(space) == [0, 1], "the suffix goes first"
 
 
-@pytest.mark.parametrize("policy", EvictionPolicy)
 @pytest.mark.parametrize("quota", [None, 4])
-def test_of_a_prompt_without_room_the_prefix_is_kept(
-    policy: EvictionPolicy, quota: int | None
-) -> None:
+def test_of_a_prompt_without_room_the_prefix_is_kept(quota: int | None) -> None:
     """It keeps all that fits but for one slot, which each later chunk takes from the one before."""
-    store = store_of(4 if quota is None else 20, policy, None if quota is None else quota * SIZE)
+    store = store_of(4 if quota is None else 20, None if quota is None else quota * SIZE)
     space = full_and_window()
     put(store, space, range(30), tenant=7)
     assert kept(space)[:3] == [0, 1, 2]
@@ -347,16 +336,13 @@ def test_what_only_a_shorter_hit_needs_goes_first_unless_it_was_read() -> None:
     assert store.evicted == 1
 
 
-@pytest.mark.parametrize("policy", EvictionPolicy)
 @pytest.mark.parametrize("readers", [1, 2])
 @pytest.mark.parametrize("restart", [False, True])
-def test_what_its_first_reader_goes_on_after_goes_first(
-    policy: EvictionPolicy, readers: int, restart: bool
-) -> None:
+def test_what_its_first_reader_goes_on_after_goes_first(readers: int, restart: bool) -> None:
     """With a second reader it is as good as any other."""
     memory = memoryview(bytearray(4 * SIZE))
     trailer = Trailer(memoryview(bytearray(trailer_bytes(len(memory)))), len(memory))
-    store, space = Store(memory, trailer=trailer, policy=policy), full_and_window()
+    store, space = Store(memory, trailer=trailer), full_and_window()
     store.grow_arena(len(memory))
     put(store, space, [9])
     put(store, space, [0, 1])
@@ -366,7 +352,7 @@ def test_what_its_first_reader_goes_on_after_goes_first(
         store.pin(slots, slots)
         store.unpin(slots)
     if restart:
-        store = Store(memory, trailer=trailer, policy=policy)
+        store = Store(memory, trailer=trailer)
         namespaces, _ = store.recover_slots()
         space = store.regroup(namespaces[bytes(32)], full_and_window())
     check_store(store)
@@ -374,13 +360,12 @@ def test_what_its_first_reader_goes_on_after_goes_first(
     assert kept(space) == ([0, 9] if readers == 1 else [0, 1])
 
 
-@pytest.mark.parametrize("policy", EvictionPolicy)
-def test_answers_that_nobody_reads_evict_no_prompt(policy: EvictionPolicy) -> None:
+def test_answers_that_nobody_reads_evict_no_prompt() -> None:
     """Six prompts, each with an answer that is new in every round, in RAM that holds the prompts.
 
     Two slots are the sixteenth of the bytes that answers may have before they go first.
     """
-    store, space = store_of(32, policy), full_and_window()
+    store, space = store_of(32), full_and_window()
     prompts = [range(4 * prompt, 4 * prompt + 4) for prompt in range(6)]
     for prompt in prompts:
         put(store, space, prompt)
@@ -424,16 +409,14 @@ def test_an_object_of_a_failed_load_is_replaced_by_the_next_store() -> None:
     check_store(store)
 
 
-@pytest.mark.parametrize("policy", EvictionPolicy)
-def test_a_scan_leaves_alone_what_is_read(policy: EvictionPolicy) -> None:
+def test_a_scan_leaves_alone_what_is_read() -> None:
     """Eight prompts that nobody repeats, twice the size of the cache, between two turns."""
-    store, space = store_of(16, policy), full_and_window()
+    store, space = store_of(16), full_and_window()
     put(store, space, [0, 1, 2, 3])
     read(store, space, [0, 1, 2, 3])
     for prompt in range(8):
         put(store, space, range(10 + 4 * prompt, 14 + 4 * prompt))
-    expected = [0, 1, 2, 3] if policy is EvictionPolicy.TWO_QUEUES else []
-    assert [number for number in kept(space) if number < 10] == expected
+    assert [number for number in kept(space) if number < 10] == [0, 1, 2, 3]
 
 
 def test_what_comes_back_soon_after_its_eviction_is_protected() -> None:
@@ -496,12 +479,11 @@ def test_an_object_that_never_fits_its_quota_is_not_kept() -> None:
     assert kept(space) == [0]
 
 
-@pytest.mark.parametrize("policy", EvictionPolicy)
-def test_a_large_slot_costs_few_small_objects(policy: EvictionPolicy) -> None:
+def test_a_large_slot_costs_few_small_objects() -> None:
     """Where small objects have any order of age, neighbours are evicted, not the oldest ones."""
     small, large = (100, 1), (16 * 4096 - 4096, 1)
     rng = random.Random(5)
-    store = Store(memoryview(bytearray(512 * 4096)), policy=policy)
+    store = Store(memoryview(bytearray(512 * 4096)))
     store.extents.grow(512 * 4096)
     space = Namespace(bytes(32), (0,), (frozenset({small, large}),), (False,))
     slots = store.grant(small, 512)

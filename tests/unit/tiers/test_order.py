@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from hybridkv.core.policies import EvictionClass, EvictionPolicy
+from hybridkv.core.policies import EvictionClass
 from hybridkv.store.eviction import EvictionQueue
 from hybridkv.tiers.disk.order import FIRST_ROW, FileOrder
 
@@ -17,7 +17,7 @@ def test_rows_go_in_the_order_of_ram(seed: int) -> None:
     """Prompts of chains: a row may go when the row after it is gone. Nothing comes back."""
     rng = random.Random(seed)
     sizes = array("Q", [0] * FIRST_ROW + [rng.randrange(1, 10) for _ in range(ROWS)])
-    order, queue = FileOrder(sizes), EvictionQueue[int](EvictionPolicy.TWO_QUEUES, BOUND_BYTES)
+    order, queue = FileOrder(sizes), EvictionQueue[int](BOUND_BYTES)
     order.bound_bytes = BOUND_BYTES
     there: set[int] = set()
     ends = {row for row in range(FIRST_ROW, ROWS + FIRST_ROW) if rng.random() < 0.3}

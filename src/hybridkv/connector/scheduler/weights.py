@@ -237,12 +237,10 @@ class WeightsWatch:
                 break
             self._steps.popleft()
             self._on_blocks_written(step, tuple(era for era in eras if era is not None))
-        first = self._steps[0].number if self._steps else max(self._last_looks(), default=0) + 1
+        looked = (number for looks in self._looks.values() for number in looks.by_step)
+        first = self._steps[0].number if self._steps else max(looked, default=0) + 1
         for looks in self._looks.values():
             looks.forget_steps(first - 1)
-
-    def _last_looks(self) -> list[int]:
-        return [number for looks in self._looks.values() for number in looks.by_step]
 
     def _on_blocks_written(self, step: PlannedStep, eras: Eras) -> None:
         """Take the blocks of a step that ran in these eras. Workers refuse loads for other eras."""

@@ -160,12 +160,6 @@ class Servers:
                 break
         return self._explained(answers)
 
-    def ask_at(
-        self, address: Address, asks: Sequence[PendingCommand], deadline: Deadline
-    ) -> list[Answer]:
-        """Returns the answers of one server to commands without a key. Never raises."""
-        return self._ask_node(address, asks, deadline)
-
     def ask_each(self, asks: Sequence[PendingCommand], deadline: Deadline) -> list[list[Answer]]:
         """Returns the answers of each primary to commands without a key. Never raises.
 
@@ -179,7 +173,7 @@ class Servers:
             self._read_map(deadline)
 
         def ask(address: Address) -> list[Answer]:
-            return self._ask_node(address, asks, deadline, is_probe=True)
+            return self.ask_at(address, asks, deadline, is_probe=True)
 
         return [self._explained(answers) for answers in _for_each(ask, self.primaries)]
 
@@ -223,7 +217,7 @@ class Servers:
         for address in sorted(pools, key=lambda each: pools[each].health.failures)[:MAP_TRIES_MAX]:
             with contextlib.suppress(TimeoutError):  # The commands have errors, which count.
                 share = _share(deadline, MAP_TRIES_MAX + 1)
-                (answer,) = self._ask_node(address, [_SLOTS], share, is_probe=True)
+                (answer,) = self.ask_at(address, [_SLOTS], share, is_probe=True)
                 if not isinstance(answer, TierError) and (slots := read_slots(answer, address)):
                     self._slots = slots
                     return
@@ -243,19 +237,19 @@ class Servers:
                 asks[at]._replace(asks=True) if sendings[at].asks else asks[at]
                 for at in by_node[address]
             ]
-            return self._ask_node(address, pending, deadline)
+            return self.ask_at(address, pending, deadline)
 
         for places, answers in zip(by_node.values(), _for_each(ask, list(by_node)), strict=True):
             yield from zip(places, answers, strict=True)
 
-    def _ask_node(
+    def ask_at(
         self,
         address: Address,
         asks: Sequence[PendingCommand],
         deadline: Deadline,
         is_probe: bool = False,
     ) -> list[Answer]:
-        """Returns the answers of one server, and notes whether it is well."""
+        """Returns the answers of one server, and notes whether it is well. Never raises."""
         pool = self._pool(address)
         if self.is_cluster and pool.health.is_open and not is_probe:
             return [TierError(f"{pool.place} is left alone, since it fails")] * len(asks)
