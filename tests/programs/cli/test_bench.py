@@ -52,7 +52,7 @@ def test_every_hook_is_measured(daemon: DaemonProcess) -> None:
 @pytest.mark.soak
 def test_the_byte_path_of_each_group_of_a_model_is_measured() -> None:
     rows = bench("path", "--bytes", "4MiB", "--model", "gemma3")
-    assert [row["group"] for row in rows] == ["0:full", "1:sliding"]
+    assert {row["group"].partition(":")[2] for row in rows} == {"full", "sliding"}
     assert all(row["store_GBps"] > 0 for row in rows)
 
 

@@ -221,12 +221,6 @@ def is_kept(reached: ReachedTensor) -> bool:
     return all(map(Place.is_kept, reached.places))
 
 
-def reached_tensors(layer: torch.nn.Module) -> list[ReachedTensor]:
-    """Every tensor that the digest of a layer reads, in the digest's order."""
-    contents = module_contents({"model": layer})
-    return [tensor for content in contents for tensor in content.tensors]
-
-
 @pytest.mark.parametrize("keep", HOLDERS.values(), ids=HOLDERS)
 def test_a_weight_is_found_where_a_kernel_keeps_it(keep: Callable[[Any, Any], None]) -> None:
     layers = [QuantizedLinear() for _ in range(3)]
