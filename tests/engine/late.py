@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-import hybridkv.connector.worker.copiers
+import hybridkv.connector.worker.copier_factory
 from hybridkv.connector import HybridKVConnector
 from hybridkv.connector.copy.host import HostCopier
 from hybridkv.core.copies import CopyOp
@@ -26,4 +26,4 @@ class LateCopier(HostCopier):
         super().store(ops, later)
 
 
-vars(hybridkv.connector.worker.copiers).update(HostCopier=LateCopier)
+vars(hybridkv.connector.worker.copier_factory).update(HostCopier=LateCopier)

@@ -27,7 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.utils import allocate_kv_cache
 
 import hybridkv.connector.scheduler.role
-import hybridkv.connector.worker.copiers
+import hybridkv.connector.worker.copier_factory
 import hybridkv.connector.worker.role
 import hybridkv.vllm.seams
 from hybridkv.client.link import RECONNECT_SECONDS
@@ -597,7 +597,7 @@ class Engine:
         """Identities by the digests of all ranks."""
         vars(hybridkv.connector.scheduler.role).update(time=CLOCK)
         vars(hybridkv.connector.worker.role).update(time=CLOCK)
-        vars(hybridkv.connector.worker.copiers).update(HostCopier=self._copier)
+        vars(hybridkv.connector.worker.copier_factory).update(HostCopier=self._copier)
         # No kernel of vLLM's CPU build runs here.
         vars(hybridkv.vllm.seams).update(has_wrong_drafted_states=lambda: False)
         make = AsyncScheduler if shape.is_async else Scheduler
@@ -1109,7 +1109,7 @@ class Engine:
     def close(self) -> None:
         """End the session while connected. The process lives on, so workers must say `drained`."""
         # Or the connector keeps this engine and its memory.
-        vars(hybridkv.connector.worker.copiers).update(HostCopier=HostCopier)
+        vars(hybridkv.connector.worker.copier_factory).update(HostCopier=HostCopier)
         deadline = time.monotonic() + DEADLINE_SECONDS
         for link in (rank.side.link for rank in self.ranks):
             # A link may not have noticed yet that its daemon was killed, even after it greeted.

@@ -44,7 +44,7 @@ from hybridkv.lab.capacity import CapacityPlan, CapacityTotals
 from hybridkv.lab.configuration import ConfigReport, inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
 from hybridkv.lab.pairs import EngineOfPair, pair_findings
-from hybridkv.lab.sizing import describe_cost, needed_speed
+from hybridkv.lab.tier_requirements import describe_cost, needed_speed
 from hybridkv.observe.status import UNREAD
 from hybridkv.shm import arena
 from hybridkv.shm.access import group_id

@@ -29,7 +29,7 @@ from hybridkv.lab.capacity import ConfigPreview
 from hybridkv.lab.configuration import inspect_model, preview_of
 from hybridkv.lab.models import bundled_models
 from hybridkv.lab.replay import ReplayHits, ReplayModel, TracePrompt, TraceReplay, UnlimitedCache
-from hybridkv.lab.sizing import ReadCost, needed_speed, read_cost
+from hybridkv.lab.tier_requirements import ReadCost, needed_speed, read_cost
 from hybridkv.shm.slots import slot_bytes
 
 PROGRESS_SECONDS = 5.0

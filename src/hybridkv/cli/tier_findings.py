@@ -11,7 +11,8 @@ from hybridkv.core.option_parsers import number
 from hybridkv.core.sizes import format_size
 from hybridkv.core.tier_urls import TierSpec
 from hybridkv.lab.capacity import ConfigPreview
-from hybridkv.lab.sizing import (
+from hybridkv.lab.tier_bench import measure_tier
+from hybridkv.lab.tier_requirements import (
     ReadCost,
     break_even_prefill,
     describe_cost,
@@ -19,7 +20,6 @@ from hybridkv.lab.sizing import (
     needed_speed,
     read_cost,
 )
-from hybridkv.lab.tier_bench import measure_tier
 from hybridkv.shm.slots import slot_bytes
 
 MEASURED_BYTES = 128 << 20  # Of objects that are written to a tier and read from it.

@@ -14,7 +14,7 @@ from hybridkv.core.findings import Finding, ok, warn
 from hybridkv.core.geometry import Geometry, Group, GroupKind
 from hybridkv.core.sizes import format_size
 from hybridkv.core.state_boundaries import StateRule, recurrent_groups, state_ends
-from hybridkv.lab.sizing import ReadCost, SlotBytes, read_cost
+from hybridkv.lab.tier_requirements import ReadCost, SlotBytes, read_cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.copy.shards import ShardsCopier
-from hybridkv.connector.worker.copiers import CopierFactory, ShardBlocks
+from hybridkv.connector.worker.copier_factory import CopierFactory, ShardBlocks
 from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.copies import CopyOp
 from hybridkv.core.errors import GeometryError, HybridKVError

@@ -13,7 +13,7 @@ import torch
 
 from hybridkv.connector.messages import LoadPlan, StepPlan
 from hybridkv.connector.scheduler.weights import STEPS_MAX, WeightsState, WeightsWatch
-from hybridkv.connector.worker.copiers import MappedArena
+from hybridkv.connector.worker.copier_factory import MappedArena
 from hybridkv.connector.worker.role import WorkerRole
 from hybridkv.connector.worker.worker_settings import WorkerSettings
 from hybridkv.core.copies import CopyRun, ObjectSpan

@@ -65,7 +65,7 @@ def test_a_worker_that_cannot_read_its_layers_tells_the_other_stages() -> None:
 
 def map_arena(role: Any, copier: Any) -> None:
     """Let the worker have the arena of the daemon's life "b", with this copier."""
-    from hybridkv.connector.worker.copiers import MappedArena
+    from hybridkv.connector.worker.copier_factory import MappedArena
 
     arena: Any = None
     role.mapped["b"], role.boot = MappedArena(arena, copier), "b"

@@ -29,7 +29,6 @@ from hybridkv.connector.copy.device import (
     Waitable,
     wait_in_lane,
 )
-from hybridkv.connector.copy.lanes import Barrier, LoadJob, LoadLane, StoreLane, StoreTransfer
 from hybridkv.connector.copy.part import PartLayout
 from hybridkv.connector.copy.pins import Pins, pinning_lane
 from hybridkv.connector.copy.ring import Ring
@@ -39,6 +38,13 @@ from hybridkv.connector.copy.staging import (
     Descriptors,
     DeviceContext,
     Staging,
+)
+from hybridkv.connector.copy.store_and_load import (
+    Barrier,
+    LoadJob,
+    LoadLane,
+    StoreLane,
+    StoreTransfer,
 )
 from hybridkv.connector.copy.tables import ENTRY, NUMBER_BYTES, encoded_bytes, make_tables
 from hybridkv.connector.metrics import Shed, stores_shed

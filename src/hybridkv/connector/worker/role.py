@@ -21,7 +21,12 @@ from hybridkv.connector.copy.device import Device, DeviceError
 from hybridkv.connector.copy.part import BadSlotError, PartLayout
 from hybridkv.connector.messages import LoadPlan, StepPlan, StepReport
 from hybridkv.connector.worker.audit import Auditor, layer_numbers
-from hybridkv.connector.worker.copiers import CopierFactory, MappedArena, ShardBlocks, open_pipeline
+from hybridkv.connector.worker.copier_factory import (
+    CopierFactory,
+    MappedArena,
+    ShardBlocks,
+    open_pipeline,
+)
 from hybridkv.connector.worker.difference import LayerNumbers
 from hybridkv.connector.worker.relay import Relay
 from hybridkv.connector.worker.worker_settings import WorkerSettings

@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from hybridkv.core.coverage import needed_chunks, part_bytes
 from hybridkv.core.tier_urls import parse_tier
-from hybridkv.lab.sizing import ReadCost, break_even_prefill, hit_shapes, needed_speed, read_cost
 from hybridkv.lab.tier_bench import measure_tier
+from hybridkv.lab.tier_requirements import (
+    ReadCost,
+    break_even_prefill,
+    hit_shapes,
+    needed_speed,
+    read_cost,
+)
 from hybridkv.shm.slots import slot_bytes
 from tests.layouts import LAYOUTS
 
