@@ -37,7 +37,8 @@ SHM_BYTES_MIN = 2 << 30
 LANE_SECONDS_MAX = 3600.0
 LEAVE_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
-ENGINES = ("tests/engine", "tests/simulation", "tests/daemonsim")
+ENGINES = ("tests/engine", "tests/simulation", "tests/daemonsim", "tests/devicesim")
+"""Their processes are forks of one that has imported vLLM."""
 PROGRAMS = ("tests/programs", "tests/fault")
 """These wait for other processes half of the time, while two cores have the other lanes to run."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

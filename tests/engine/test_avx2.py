@@ -77,6 +77,7 @@ def asked(environment: dict[str, str], *names: str) -> Processor:
     return Processor(answers, kernels, capability, capabilities)
 
 
+@pytest.mark.soak
 def test_every_question_that_vllm_asks_is_answered_as_on_avx2() -> None:
     names = questions()
     assert {"_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"} <= set(

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from hybridkv.cli.main import main
 from hybridkv.core.errors import ConfigError
 from hybridkv.core.findings import Finding, Verdict
 from hybridkv.core.settings import TRANSFER
@@ -18,7 +19,7 @@ from hybridkv.lab.configuration import PREVIEW_ENVIRONMENT, ConfigReport
 from hybridkv.lab.models import bundled_arguments, bundled_environment, bundled_models
 from hybridkv.lab.pairs import EngineOfPair, pair_findings
 from hybridkv.vllm.preflight import CONNECTOR
-from tests.engine.forked import lines_of
+from tests.engine.forked import ForkedChild, lines_of
 from tests.engine.support import CommandReport
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
@@ -184,6 +185,7 @@ def test_the_connector_raises_what_doctor_shows() -> None:
 
 
 def doctor(*arguments: str) -> CommandReport:
+    """Run the command, whose child imports vLLM."""
     process = subprocess.run(
         [sys.executable, "-m", "hybridkv", "doctor", "--json", "--", "vllm", "serve", *arguments],
         capture_output=True,
@@ -194,7 +196,18 @@ def doctor(*arguments: str) -> CommandReport:
     return CommandReport(process.returncode, json.loads(process.stdout))
 
 
-def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
+def forked_doctor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> CommandReport:
+    """Run the command, whose child is a fork."""
+    monkeypatch.setattr("hybridkv.lab.configuration.AnsweringChild", ForkedChild)
+    status = main(["doctor", "--json", "--", "vllm", "serve", *arguments])
+    return CommandReport(status, json.loads(capsys.readouterr().out))
+
+
+def test_a_whole_command_line_with_several_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All of them at once, where the engine would stop at the first."""
     transfer = {
         "kv_connector": "HybridKVConnector",
@@ -206,7 +219,9 @@ def test_a_whole_command_line_with_several_faults(tmp_path: Path) -> None:
             "ram": "100TiB",
         },
     }
-    status, report = doctor(
+    status, report = forked_doctor(
+        monkeypatch,
+        capsys,
         str(bundled_models()["qwen3next"]),
         "--skip-tokenizer-init",
         "--max-model-len=4096",

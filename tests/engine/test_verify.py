@@ -17,7 +17,7 @@ from tests.seeds import ONE_THREAD
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-MODELS = (pytest.param("gemma3", marks=pytest.mark.soak), "qwen3next")
+MODELS = ("lfm2", *(pytest.param(name, marks=pytest.mark.soak) for name in ("gemma3", "qwen3next")))
 
 
 def verify(*arguments: str) -> CommandReport:
@@ -69,7 +69,7 @@ def test_every_arm_is_right(
 ) -> None:
     """With hits inside a block where they are served. Its five engines are forks."""
     monkeypatch.setattr("hybridkv.cli.proof.EngineProcess", ForkedEngine)
-    with_tails = model == "qwen3next" and serves_tails()
+    with_tails = model != "gemma3" and serves_tails()
     unit = ["--prefix-match-unit=32"] if with_tails else []
     memory = f"{MEMORY}={KV_BYTES}"
     words = ["verify", "--json", "--model", model, "--ram", "256MiB", "--", memory, *unit]
