@@ -1,4 +1,4 @@
-"""Real engines for tests."""
+"""Real engines for tests. Programs whose engines are other processes import no vLLM by this."""
 
 import json
 import random
@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-import vllm
 
 from hybridkv.client.control import ControlClient, DaemonUnreachableError
 from hybridkv.lab.engine_process import EngineProcess
@@ -25,6 +23,8 @@ would be a miss that says nothing."""
 
 def since_vllm(minor: int, why: str) -> pytest.MarkDecorator:
     """Skips a test before vLLM 0.`minor`, where it does not hold: `why`."""
+    import vllm
+
     is_older = int(vllm.__version__.split(".")[1]) < minor
     return pytest.mark.skipif(is_older, reason=f"vLLM {vllm.__version__}: {why}")
 
@@ -34,6 +34,8 @@ def is_served(model: str) -> bool:
 
     The shim for MLA (tests/cpu-shims) says why it may not.
     """
+    import torch
+
     return model != "deepseekv4" or torch.cpu._is_avx512_bf16_supported()
 
 

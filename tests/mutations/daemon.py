@@ -128,7 +128,7 @@ FAULTS: tuple[Mutation, ...] = (
         "_detach",
         swap("os.fork()", "0"),
         "C15",
-        ("tests/programs/daemon/test_detached.py::test_vllm_kills_its_engines_process_tree",),
+        ("tests/engine/test_detached.py::test_vllm_kills_its_engines_process_tree",),
     ),
     Mutation(
         "foreign-worker-ends-with-its-connection",

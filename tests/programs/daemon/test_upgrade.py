@@ -154,35 +154,3 @@ def test_the_next_daemon_waits_for_the_arena_of_one_that_is_ending(socket_path: 
             assert control.welcome.arena_path == str(arena)
             os.kill(control.welcome.pid, signal.SIGTERM)
     ours(socket_path)
-
-
-@pytest.mark.engine
-@pytest.mark.filterwarnings("ignore")
-def test_an_engine_starts_where_the_daemon_it_names_is_of_another_version(
-    socket_path: Path,
-) -> None:
-    """A daemon may be upgraded after its engines. They greet it every few seconds."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-    from hybridkv.connector import HybridKVConnector
-    from tests.simulation.configs import Shape, config_of
-    from tests.simulation.layouts import LAYOUTS, ON_CPU
-
-    layout = LAYOUTS["full"]
-    settings: dict[str, object] = {"weights_identity": "simulated"}
-    shape = Shape(
-        layout=layout,
-        num_blocks=64,
-        max_model_len=512,
-        budget=512,
-        max_seqs=4,
-        retention=None,
-        ranks=1,
-        placement=ON_CPU,
-        settings=settings,
-    )
-    config = config_of(shape, str(socket_path), "e")
-    with others(socket_path, 1, -1):
-        kv_config = layout.config(config, 64, worker=False)
-        HybridKVConnector(config, KVConnectorRole.SCHEDULER, kv_config).shutdown()
-        ours(socket_path)

@@ -12,7 +12,7 @@ from tests.engine.server import Streamed
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def scene(*tokens: int, cached: int = 0) -> Scene:
