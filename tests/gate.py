@@ -37,7 +37,13 @@ SHM_BYTES_MIN = 2 << 30
 LANE_SECONDS_MAX = 3600.0
 LEAVE_SECONDS = 15.0
 SAMPLE_SECONDS = 2.0
-ENGINES = ("tests/engine", "tests/simulation", "tests/daemonsim", "tests/devicesim")
+ENGINES = (
+    "tests/engine",
+    "tests/simulation",
+    "tests/daemonsim",
+    "tests/devicesim",
+    "tests/test_found.py",
+)
 """Their processes are forks of one that has imported vLLM."""
 PROGRAMS = ("tests/programs", "tests/fault")
 """These wait for other processes half of the time, while two cores have the other lanes to run."""
@@ -65,6 +71,8 @@ class Lane:
 
     name: str
     commands: Sequence[Sequence[str]]
+    niceness: int
+    """The longest lane has the least, so that it does not end alone."""
     failed: list[str] = field(default_factory=list)
     """Tests and commands."""
     passed: int = 0
@@ -91,7 +99,7 @@ class Lane:
         """Run a command and print its output with the lane's name. Returns its exit status."""
         print(f"{self.name}| + {' '.join(words)}", flush=True)
         process = subprocess.Popen(
-            ending_with_parent(words),
+            ending_with_parent(["nice", f"-n{self.niceness}", *words]),
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -237,9 +245,9 @@ def lanes() -> list[Lane]:
         ["scripts/docs"],
     )
     return [
-        Lane("engines", [[*pytest, *ENGINES]]),
-        Lane("programs", [[*pytest, *PROGRAMS]]),
-        Lane("others", [*linters, [*pytest, *others]]),
+        Lane("engines", [[*pytest, *ENGINES]], niceness=0),
+        Lane("programs", [[*pytest, *PROGRAMS]], niceness=5),
+        Lane("others", [*linters, [*pytest, *others]], niceness=5),
     ]
 
 
